@@ -1,1 +1,1 @@
-"""Commands beside training: `plan`, `doctor`, `import` and `data`. Nothing but `cli/` imports them."""
+"""Commands other than training and evaluation: `plan`, `doctor`, `import` and `data`. Only `cli/` imports this package."""

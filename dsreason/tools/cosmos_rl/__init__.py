@@ -1,1 +1,1 @@
-"""Configurations of cosmos-rl as configurations of dsreason: every key mapped, left out with a reason, or refused."""
+"""Conversion of cosmos-rl configurations to dsreason: every key is mapped, left out with a reason, or refused."""

@@ -1,4 +1,4 @@
-"""Comparison of what the two configurations mean: batch, learning rate, steps, tokens."""
+"""Comparison of the two configurations' effect: batch, learning rate, steps, tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dsreason.files.address import is_s3
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
 
 MOST_BYTES = 512 * 1024**2
-"""Largest file of rows that is read to count them."""
+"""Maximum size in bytes of a file whose rows are counted."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """One line: what it is, there and here."""
+    """One line of the comparison: a quantity, with its description for cosmos-rl and for dsreason."""
 
     name: str
     theirs: str
@@ -106,7 +106,7 @@ def count_held_out_rows(rows: int, share: float) -> int:
 
 
 def compare_tokens(cosmos: Settings, draft: Draft) -> list[Meaning]:
-    """The most that a forward and a step can hold."""
+    """Compare the maximum numbers of tokens, the handling of longer samples, and the averaging of the loss."""
     longest = draft.get("model.max_length")
     samples = draft.get("train.global_batch_size") or draft.get("grpo.prompts_per_step") * draft.get(
         "grpo.num_generations"
@@ -132,7 +132,7 @@ def compare_optimizer() -> list[Meaning]:
 
 
 def count_rows(draft: Draft) -> int | None:
-    """Count the rows of a local list; None if they would have to be fetched."""
+    """Count the rows of a local file or folder; return None if they are elsewhere, or the file is too large or not understood."""
     path = draft.get("data.path") or ""
     if not path or is_s3(path):
         return None

@@ -1,4 +1,4 @@
-"""A file of cosmos-rl as a configuration of ours, with a finding for every key."""
+"""Conversion of a cosmos-rl file to a dsreason configuration, with a finding for every key."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from dsreason.tools.cosmos_rl.parts import data, grpo, predict, train, world
 LANGUAGE_KEYS: dict[str, Key] = (
     keys_of_train.KEYS | keys_of_train.DATA | keys_of_train.PREFERENCES | keys_of_grpo.KEYS | keys_of_model.KEYS
 )
-"""Parts of vision-language and text models."""
+"""Keys in files for vision-language and text models."""
 WORLD_KEYS: dict[str, Key] = LANGUAGE_KEYS | keys_of_world.KEYS
-"""Parts of world models in diffusers' format; an entry here replaces the one above of the same key."""
+"""Keys in files for world models in diffusers' format; their entries take precedence over those of `LANGUAGE_KEYS`."""
 DEFAULT = "what is done here without such a key"
 PREDICT_KEYS: dict[str, Key] = keys_of_predict.KEYS
-"""Parts of the older trainer of Cosmos-Predict2.5, whose files have another shape."""
+"""Keys in files for the older trainer of Cosmos-Predict2.5, which have a different structure."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of `dsreason import`: what it shows and writes."""
+    """Result of `dsreason import`, from which the tables and the TOML file are created."""
 
     trainer: str
     config: dict[str, Any]
@@ -42,14 +42,18 @@ class Imported:
     arguments: list[str]
 
     def check(self, name: str) -> None:
-        """ConfigError that lists all keys that cannot be left out."""
+        """Check that no finding is an error.
+
+        Raises:
+            ConfigError: some keys cannot be used or left out; the message lists all of them.
+        """
         errors = [f"{name}: {finding.key}: {finding.text}" for finding in self.findings if finding.verdict == "error"]
         if errors:
             raise build_config_error(errors)
 
 
 def is_cosmos_rl(document: dict[str, Any]) -> bool:
-    """Return whether a configuration file is one of cosmos-rl's; ours have none of these sections."""
+    """Return whether a configuration file is for cosmos-rl; dsreason files have none of these sections and keys."""
     train_section = document.get("train")
     return (
         isinstance(document.get("policy"), dict)
@@ -63,7 +67,7 @@ def is_cosmos_rl(document: dict[str, Any]) -> bool:
 
 
 def is_predict(document: dict[str, Any]) -> bool:
-    """Return whether it is one of the older trainer of world models."""
+    """Return whether a configuration file is for the older trainer of world models."""
     model = document.get("model")
     return bool({"model_parallel", "dataloader_train"} & document.keys()) or (
         isinstance(model, dict) and bool({"rl", "fsdp_shard_size"} & model.keys())
@@ -71,12 +75,15 @@ def is_predict(document: dict[str, Any]) -> bool:
 
 
 def is_evaluation(document: dict[str, Any]) -> bool:
-    """Return whether it is cosmos-reason1's `evaluate.yaml`, which `dsreason eval` reads as it is."""
+    """Return whether a configuration file is cosmos-reason1's `evaluate.yaml`, which `dsreason eval` reads without conversion."""
     return "evaluation" in document and "datasets" in document
 
 
 def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
-    """Convert the whole file. Keys that cannot be left out are findings with the verdict "error", see `Imported.check`.
+    """Convert a file. Keys that cannot be used or left out become findings with the verdict "error"; see `Imported.check`.
+
+    Args:
+        accepted: keys that may be left out even if this changes the result.
 
     Raises:
         ConfigError: an accepted key is not in the file.
@@ -103,7 +110,7 @@ def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
 
 
 def choose_trainer(document: dict[str, Any]) -> str:
-    """Return what trains it here: sft, grpo or dpo."""
+    """Return the dsreason trainer for the file: sft, grpo or dpo."""
     train_section = document.get("train")
     policy = train_section.get("train_policy") if isinstance(train_section, dict) else None
     policy = policy if isinstance(policy, dict) else {}
@@ -119,11 +126,11 @@ def convert_document(document: dict[str, Any], keys: dict[str, Key], draft: Draf
     for key in sorted(draft.accepted - cosmos.given.keys()):
         raise ConfigError(f"--accept {key}: the file has no such key; correct it")
     check_values(cosmos, draft)
-    if not any(verdict == "error" for verdict, _ in draft.notes.values()):  # the parts compute with the values
+    if not any(verdict == "error" for verdict, _ in draft.notes.values()):  # the parts need valid values
         copy_values(cosmos, draft)
         for part in parts:
             part(cosmos, draft)
-    else:  # nothing was mapped
+    else:  # no key was mapped
         errors = [KeyFinding(key, cosmos.given[key], *note) for key, note in draft.notes.items()]
         return Imported(draft.trainer, {}, errors, [], draft.num_gpus, [])
     findings = [make_finding(key, value, cosmos, draft) for key, value in cosmos.given.items()]
@@ -137,7 +144,7 @@ def convert_document(document: dict[str, Any], keys: dict[str, Key], draft: Draf
 
 
 def check_values(cosmos: Settings, draft: Draft) -> None:
-    """Say which values are of the wrong kind."""
+    """Report the values of the wrong kind."""
     for key, value in cosmos.given.items():
         known_key = cosmos.keys.get(key)
         if known_key is None and any(name.startswith(f"{key}.") for name in cosmos.keys):
@@ -148,7 +155,7 @@ def check_values(cosmos: Settings, draft: Draft) -> None:
 
 
 def copy_values(cosmos: Settings, draft: Draft) -> None:
-    """Convert a key that decides something by itself, or can be left out for some values only."""
+    """Convert the keys that are copied, and refuse values of keys that can be left out only for other values."""
     for key, known_key in cosmos.keys.items():
         if draft.trainer not in known_key.trainers:
             continue
@@ -184,7 +191,7 @@ def make_finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> KeyFin
 
 
 def describe_result(name: str, draft: Draft) -> str:
-    """Return what stands for a key of theirs: a key of ours with its value, or another part of how a run is started."""
+    """Describe the result of a cosmos-rl key: a dsreason key with its value, the number of GPUs, or the command; "" if unset."""
     if name == "GPUs":
         return f"{draft.num_gpus} GPUs in all"
     if name == "the command":

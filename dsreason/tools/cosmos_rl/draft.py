@@ -1,4 +1,4 @@
-"""The parsed file of cosmos-rl, and the configuration that it becomes."""
+"""The parsed cosmos-rl file, and the dsreason configuration that is built from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Verdict = Literal["mapped", "left out", "differs", "not read", "error"]
 
 @dataclass(frozen=True)
 class KeyFinding:
-    """The verdict on one key."""
+    """Verdict on one cosmos-rl key, with an explanation."""
 
     key: str
     value: Any
@@ -22,7 +22,7 @@ class KeyFinding:
 
 
 def iter_flat(document: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`("train.epoch", 1)` of every value; `whole` are keys whose values are tables."""
+    """Yield the key and value of every entry, such as `("train.epoch", 1)`; values of the keys in `whole` stay tables."""
     for name, value in document.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in whole and value:
@@ -33,7 +33,7 @@ def iter_flat(document: Mapping[str, Any], whole: Collection[str], prefix: str =
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of a file, with cosmos-rl's own where it has none."""
+    """Values of a cosmos-rl file; for keys that the file lacks, cosmos-rl's defaults."""
 
     document: dict[str, Any]
     keys: dict[str, Key]
@@ -41,33 +41,33 @@ class Settings:
 
     @classmethod
     def of(cls, document: dict[str, Any], keys: dict[str, Key]) -> Settings:
-        """A key without a value (`null` of JSON and YAML) is one that the file does not have."""
+        """Read the values of a document; a key with the value `null` (JSON, YAML) counts as missing."""
         return cls(document, keys, {key: value for key, value in iter_flat(document, keys) if value is not None})
 
     def __getitem__(self, key: str) -> Any:
         return self.given.get(key, self.keys[key].default)
 
     def __contains__(self, key: str) -> bool:
-        """Return whether the file has the key, or anything in the section of this name."""
+        """Return whether the file has the key, or any key in the section of this name."""
         return key in self.given or any(name.startswith(f"{key}.") for name in self.given)
 
 
 @dataclass
 class Draft:
-    """A configuration of ours in the making, with the findings about their keys."""
+    """Unfinished dsreason configuration, with the findings about the cosmos-rl keys so far."""
 
     trainer: str
     accepted: frozenset[str] = frozenset()
-    """Keys whose nearest equivalent is good enough for the person who imports."""
+    """cosmos-rl keys that the user passed to `--accept`, allowing them to be left out or approximated."""
     config: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
-    """Findings by their key."""
+    """Verdict and explanation by cosmos-rl key."""
     arguments: list[str] = field(default_factory=list)
-    """Arguments of the command line."""
+    """Additional command-line arguments for the run."""
     num_gpus: int = 1
 
     def set(self, key: str, value: Any) -> None:
-        """`optim.lr`; None leaves our default."""
+        """Set a dsreason key, such as `optim.lr`; None keeps its default."""
         if value is None:
             return
         *sections, name = key.split(".")
@@ -77,7 +77,7 @@ class Draft:
         here[name] = value
 
     def get(self, key: str) -> Any:
-        """Return what was set, or None."""
+        """Return the value of a dsreason key that was set, or None."""
         here: Any = self.config
         for name in key.split("."):
             if not isinstance(here, dict) or name not in here:
@@ -86,15 +86,15 @@ class Draft:
         return here
 
     def note_difference(self, key: str, text: str) -> None:
-        """The run goes on, and is not quite the same."""
+        """Note that the run is possible, but differs in this key."""
         self.notes[key] = ("differs", text)
 
     def wrong(self, key: str, text: str) -> None:
-        """A value that cannot be used at all."""
+        """Report a value that cannot be used at all."""
         self.notes[key] = ("error", text)
 
     def refuse(self, key: str, text: str) -> bool:
-        """Return what would change the result if it were left out; whether the person has accepted that."""
+        """Refuse a key whose omission would change the result, unless the user accepted that; return whether they did."""
         accepted = key in self.accepted
         self.notes[key] = (
             ("differs", f"accepted: {text}") if accepted else ("error", f"{text} (or `dsreason import --accept {key}`)")

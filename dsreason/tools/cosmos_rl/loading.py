@@ -1,4 +1,4 @@
-"""Run configurations of ours, and cosmos-rl's in their place."""
+"""Loading of run configurations from dsreason files or cosmos-rl files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def find_import(path: Path | None) -> Imported | None:
-    """Return what becomes of a file of cosmos-rl; None for a configuration of ours.
+    """Convert a cosmos-rl file; return None for a dsreason configuration or without a path.
 
     Raises:
-        ConfigError: it cannot be read, or has keys that cannot be left out.
+        ConfigError: the file cannot be read, or has keys that cannot be used or left out.
     """
     if path is None:
         return None
@@ -34,10 +34,13 @@ def find_import(path: Path | None) -> Imported | None:
 def load_run(
     trainer: str, schema: type[S], path: Path | None, overrides: Sequence[str], *, default_recipe: str
 ) -> tuple[S, Imported | None]:
-    """The configuration as `load_config` has it, from a file of ours or of cosmos-rl.
+    """Load a configuration like `load_config`, from a dsreason file or a cosmos-rl file.
+
+    Returns:
+        The configuration, and the import that it comes from; None for a dsreason file.
 
     Raises:
-        ConfigError: as `load_config`; also where a file of cosmos-rl is for another command.
+        ConfigError: as for `load_config`, or a cosmos-rl file is for another command.
     """
     imported = find_import(path)
     if imported is None:

@@ -1,4 +1,4 @@
-"""Tables of the findings about the keys of a file of cosmos-rl, and of what both configurations mean."""
+"""Display of the findings about a cosmos-rl file's keys, and of the two configurations' effect, as tables."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HEADS: dict[Verdict, str] = {
     "mapped": "mapped",
     "left out": "no equivalent, ignored safely because …",
 }
-"""Verdicts in the order of the tables: what a person must look at comes first. Errors are raised after them."""
+"""Titles of the tables in display order: verdicts that need attention come first. Errors are raised after the tables."""
 
 
 def show(imported: Imported) -> None:
-    """Print the findings about the keys, and what both configurations mean, on stderr."""
+    """Print the findings about the keys, and the comparison of both configurations, to stderr."""
     console = open_console(stderr=True)
     for verdict in HEADS:
         findings = [finding for finding in imported.findings if finding.verdict == verdict]
@@ -37,7 +37,7 @@ def show(imported: Imported) -> None:
 
 
 def make_keys_table(verdict: Verdict, found: Sequence[KeyFinding]) -> Table:
-    """Keys that were left out for the same reason share a line."""
+    """Return the table of one verdict; keys that were left out for the same reason share a row."""
     title = f"{HEADS[verdict]} ({len(found)})"
     table = Table("key of cosmos-rl", "here", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict])
     if verdict != "left out":
@@ -56,4 +56,4 @@ def make_keys_table(verdict: Verdict, found: Sequence[KeyFinding]) -> Table:
 
 
 MOST_KEYS = 12
-"""Most keys that are listed of those that were left out for one reason."""
+"""Maximum number of keys, and a final "and N more", that are listed per reason."""

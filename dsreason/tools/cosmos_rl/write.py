@@ -1,4 +1,4 @@
-"""The imported configuration as a TOML file that a person goes on with."""
+"""Output of the imported configuration as a TOML file that the user can edit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ORDER = (
     "model", "lora", "data", "optim", "train", "dpo", "grpo", "world", "rollout", "reward", "distill", "validation",
     "checkpoint", "monitor",
 )  # fmt: skip
-"""Order of the sections, as in the recipes."""
+"""Order of the sections in the file, as in the recipes."""
 
 
 def write_toml(imported: Imported, source: str) -> str:
-    """The file: how to start it, what is not the same, then the sections."""
+    """Return the file's content: comments with the command and the differences, followed by the sections."""
     document = tomlkit.document()
     document.add(tomlkit.comment(f"Imported from {source} of cosmos-rl, for {describe_gpus(imported)}."))
     document.add(tomlkit.comment(f"  {write_command(imported, 'this.toml')}"))
@@ -34,7 +34,7 @@ def write_toml(imported: Imported, source: str) -> str:
 
 
 def make_table(values: dict[str, Any]) -> Table:
-    """Plain values first: what follows a section in TOML belongs to it."""
+    """Make a table with plain values first; in TOML, a value after a subtable's header would belong to the subtable."""
     made = tomlkit.table()
     for key, value in values.items():
         if not isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Preparation of data sets before training: fetching, cutting clips, inspecting, and the built-in task."""
+"""Preparation of data sets before training: downloading, cutting clips, inspection and validation."""

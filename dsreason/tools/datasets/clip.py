@@ -1,4 +1,4 @@
-"""Clips that the Hub does not have, cut from the raw videos as their names say (`clip_rules`)."""
+"""Cutting of clips that are not on the Hub from the raw videos, by the rules for their names (`clip_rules`)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from dsreason.tools.datasets.processes import run_tracked
 
 @dataclass(frozen=True)
 class CutClips:
-    """The result for the requested clips."""
+    """Result for the requested clips."""
 
     cut: list[str] = field(default_factory=list)
     present: list[str] = field(default_factory=list)
-    """They were there already."""
+    """Names of the clips that already existed."""
     missing: list[str] = field(default_factory=list)
     """A message for each clip whose raw video is missing."""
     failed: list[str] = field(default_factory=list)
-    """A text for each that could not be cut."""
+    """A message for each clip that could not be cut."""
 
 
 def list_needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = ()) -> list[str]:
-    """The names (without `.mp4`) in the `video` fields of annotation files; by default all JSON files in `folder`.
+    """List the clip names (without `.mp4`) in the `video` fields of the annotation files, by default all JSON files in `folder`.
 
     Raises:
-        DataError: no annotations, or names that do not follow the rule of the data set.
+        DataError: there are no annotations, or a name does not follow the rule of the data set.
     """
     files = list(annotations) or sorted(file for file in folder.glob("*") if file.suffix.lower() in JSON_SUFFIXES)
     if not files:
@@ -57,7 +57,7 @@ def list_needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = 
 
 
 def clip_name(row: Any, dataset: str) -> str:
-    """`{"video": "clips/a.mp4"}` → `a`."""
+    """Return the name of a row's clip: `{"video": "clips/a.mp4"}` → `a`."""
     video = row.get("video") if isinstance(row, dict) else None
     if not isinstance(video, str) or not video:
         raise DataError(f"field 'video': needs the path of a clip, is {video!r:.100}")
@@ -67,7 +67,7 @@ def clip_name(row: Any, dataset: str) -> str:
 
 
 def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 0) -> CutClips:
-    """Cut those clips that are not in `folder` yet, each as `<name>.mp4`, in `workers` processes (0: in this one)."""
+    """Cut the clips that are not in `folder` yet, each to `<name>.mp4`, in `workers` processes (0: in this process)."""
     folder.mkdir(parents=True, exist_ok=True)
     clips = CutClips(present=[name for name in names if (folder / f"{name}.mp4").is_file()])
     cuts: list[tuple[str, Cut]] = []
@@ -79,7 +79,7 @@ def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 
             clips.missing.append(f"{name}: {error}")
         except DataError as error:
             clips.failed.append(f"{name}: {error}")
-    cuts.sort(key=lambda task: task[1].source)  # those of one raw video together
+    cuts.sort(key=lambda task: task[1].source)  # keep the clips of one raw video together
     results = run_tracked(
         partial(cut_one, folder=folder), cuts, lambda task: str(task[1].source), workers, "cutting", "clips"
     )

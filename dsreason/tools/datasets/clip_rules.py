@@ -1,25 +1,25 @@
-"""Rules for the names of Cosmos-Reason1 clips: which raw video a clip was cut from, and which part of it.
+"""Rules for the names of Cosmos-Reason1 clips: the raw video that a clip was cut from, and the range in it.
 
-The rules are those of cosmos-reason1's `process_raw_data.py`. All ranges are half-open: the first frame is in, the last is
-not, so that `end - start` frames are cut.
+The rules are those of cosmos-reason1's `process_raw_data.py`. All ranges are half-open: the start frame is included and the end
+frame is not, so that `end - start` frames are cut.
 
 - agibot, `574-809829-head_center_fisheye_color-440-699-1.mp4`: frames 440 to 698 of the view `head_center_fisheye_color` of
-  episode 809829 of task 574; a sixth part, if there is one, says nothing about the cut.
-- holoassist, `R005-7July-DSLR_coarse_2_fine_41.mp4`: the fine grained action whose `id` is 41 in the annotations of the
-  recording R005-7July-DSLR, from its start to its end in seconds; the coarse action is not looked at.
-- bridgev2, `<folder>.<episode>.totalframe058.clipframe018.mp4`: the first 18 of the 58 frames of an episode; slashes of the
-  folder are written as `-`. There may be a `_` between episode and totalframe.
+  episode 809829 of task 574; an optional sixth part does not affect the cut.
+- holoassist, `R005-7July-DSLR_coarse_2_fine_41.mp4`: the fine-grained action with `id` 41 in the annotations of the
+  recording R005-7July-DSLR, from its start to its end in seconds; the coarse action is ignored.
+- bridgev2, `<folder>.<episode>.totalframe058.clipframe018.mp4`: the first 18 of the 58 frames of an episode; slashes in
+  the folder are written as `-`. There may be a `_` between episode and totalframe.
 
-Raw data may lie in these ways below the folder `raw`:
+The raw data may have these layouts below the folder `raw`:
 
-- agibot (AgiBotWorld): `observations/<task>/<episode>/videos/<view>.mp4`, also without `observations/` or `videos/`, or with
-  `_color` after the view.
-- holoassist: `videos/<recording>/Export_py/Video_pitchshift.mp4` (or `Video.mp4`, `Video_compress.mp4`), also without
-  `videos/`, `videos/<recording>.mp4` or `<recording>.mp4`; and the actions in `data-annotation*.json`, a list of
+- agibot (AgiBotWorld): `observations/<task>/<episode>/videos/<view>.mp4`; `observations/` and `videos/` are optional, and the
+  view may be followed by `_color`.
+- holoassist: `videos/<recording>/Export_py/Video_pitchshift.mp4` (or `Video.mp4`, `Video_compress.mp4`; `videos/` is
+  optional), `videos/<recording>.mp4` or `<recording>.mp4`; and the actions in `data-annotation*.json`, a list of
   `{"video_name": …, "events": [{"label": "Fine grained action", "id": 41, "start": seconds, "end": seconds}, …]}`.
 - bridgev2 (BridgeData V2): the frames (`image_0`) of an episode as `<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …`,
   `<folder>/traj<episode>/images0/…`, `<folder>/raw/traj_group*/traj<episode>/images0/…`, or a video
-  `<folder>/<episode>.mp4`. The published `out.npy` are pickles, which are not read: export their frames first.
+  `<folder>/<episode>.mp4`. The published `out.npy` files are pickles, which are not read: export their frames first.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ FORMS = {
 class Cut:
     """A part of a raw video, or of a folder with its frames as images.
 
-    `[start, end)` counts frames in the order in which they are shown, from 0, or seconds from the first of them.
-    `total` is the number of frames that the raw video should have, where the name says so.
+    The range `[start, end)` is in frames in display order, from 0, or in seconds since the first frame. `total` is the number of
+    frames that the raw video should have; None if the clip's name does not contain it.
     """
 
     source: Path
@@ -70,22 +70,29 @@ class Cut:
 
 
 Actions = dict[str, dict[int, tuple[float, float]]]
-"""Recording → id of a fine action → its start and end in seconds."""
+"""Mapping: recording → id of a fine-grained action → its start and end in seconds."""
 
 
 class MissingRaw(DataError):
-    """The raw video of a clip is not below the raw folder."""
+    """Error raised if the raw video of a clip is missing in the raw folder."""
 
 
 Rule = Callable[[str], Cut]
-"""Maps the name of a clip, without its ending, to what is to be cut. MissingRaw, or DataError if the name is not usable;
-neither repeats the name."""
+"""Function that maps the name of a clip, without its extension, to the part to cut.
+
+It raises MissingRaw if the raw video is missing, and DataError if the name cannot be used.
+"""
 
 
 def choose_rule(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
-    """The rule of a data set; `events` is the file of actions of holoassist.
+    """Return the rule of a data set.
 
-    ConfigError, DataError: no raw folder, or no usable file of actions (holoassist).
+    Args:
+        events: file of HoloAssist's actions; None searches for the file near `raw`.
+
+    Raises:
+        ConfigError: the raw folder or, for HoloAssist, the file of actions is missing.
+        DataError: the file of actions is damaged.
     """
     if not raw.is_dir():
         raise ConfigError(
@@ -100,7 +107,11 @@ def choose_rule(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
 
 
 def check_name(name: str, dataset: str) -> re.Match[str]:
-    """The parts of a clip's name. DataError: it does not follow the rule, or could lead out of the folder."""
+    """Return the parts of a clip's name.
+
+    Raises:
+        DataError: the name does not follow the rule, or could lead out of the folder.
+    """
     pattern = {"agibot": AGIBOT, "holoassist": HOLOASSIST, "bridgev2": BRIDGE}[dataset]
     match = pattern.fullmatch(name)
     if match is None:
@@ -147,7 +158,11 @@ def cut_holoassist(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
 
 
 def find_holoassist_video(recording: str, raw: Path) -> Path:
-    """Find the video of a recording. MissingRaw if it is missing."""
+    """Find the video of a recording.
+
+    Raises:
+        MissingRaw: the video is missing.
+    """
     places = [home / recording / file for home in (raw / "videos", raw) for file in HOLOASSIST_VIDEOS]
     return find_first_file([*places, *list_videos([raw / "videos" / recording, raw / recording])])
 
@@ -163,7 +178,7 @@ def find_first_file(candidates: Sequence[Path]) -> Path:
     return existing_path
 
 
-# ---------------------------------------------------------------- actions of HoloAssist
+# ---------------------------------------------------------------- HoloAssist actions
 
 
 def find_actions(raw: Path) -> Path:
@@ -185,7 +200,7 @@ def read_actions(file: Path) -> Actions:
 
 
 def collect_fine_actions(events: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
-    """Collect the fine actions of one recording by id; of events with the same id the first."""
+    """Collect the fine-grained actions of one recording by id; of events with the same id, keep the first."""
     spans: dict[int, tuple[float, float]] = {}
     for event in events:
         if event["label"] == FINE:

@@ -1,4 +1,4 @@
-"""Cutting frames out of a video, exactly: decoded and encoded again, because a copied stream can only begin at a key frame."""
+"""Frame-accurate cutting of videos. Frames are decoded and re-encoded because a copied stream can only begin at a key frame."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ from dsreason.tools.datasets.clip_rules import Cut
 
 ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
-"""Visually lossless."""
+"""Encoder options for visually lossless quality."""
 ENCODING = 10
-"""Factor by which writing a clip may take longer than decoding it."""
+"""Factor by which the time limit for cutting a clip exceeds the one for decoding its raw video."""
 IMAGE_FPS = Fraction(30)
-"""Rate at which cosmos-reason1 writes the clips of BridgeData V2, though that was recorded at 5 frames per second: the questions
-about such a clip, and the number of its frames that a model sees, depend on it."""
+"""Frame rate at which cosmos-reason1 writes the clips of BridgeData V2, although they were recorded at 5 frames per second.
+
+The questions about such a clip, and the number of its frames that a model sees, depend on this rate.
+"""
 IMAGES = (".jpg", ".jpeg", ".png")
 
 
 def cut_clip(cut: Cut, target: Path) -> None:
-    """Write the frames of `cut` to `target` (H.264 in MP4, no sound), which appears only when complete.
+    """Write the frames of `cut` to `target` (H.264 in MP4, no sound). The file appears only when it is complete.
 
-    Every frame keeps its time and size (an odd side loses a pixel, which H.264 needs), also where the raw video's frame
-    rate varies.
+    Every frame keeps its time, even if the raw video's frame rate varies, and its size, except that an odd side loses a pixel
+    because H.264 needs even sides.
 
     Raises:
-        DataError: the raw video is damaged, or has not these frames.
+        DataError: the raw video is damaged or does not have these frames.
         ConfigError: PyAV has no H.264 encoder.
     """
     if ENCODER not in av.codecs_available:
@@ -66,12 +68,12 @@ def cut_clip(cut: Cut, target: Path) -> None:
         raise DataError(f"{target.name}: cannot be cut from {cut.source}: {error.strerror}") from error
 
 
-# ---------------------------------------------------------------- which frames
+# ---------------------------------------------------------------- frame selection
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Number of frames, their time stamps (none if the file has no usable ones), the unit of these, and the rate."""
+    """Timing of a video: number of frames, time stamps (empty if the file has no usable ones), their unit, and the frame rate."""
 
     count: int
     times: list[int]
@@ -84,7 +86,7 @@ def read_timing(source: Path) -> Timing:
     return _read_timing(source.absolute(), status.st_mtime_ns, status.st_size)
 
 
-@lru_cache(maxsize=8)  # many clips come from one recording, and finding the times reads all of it
+@lru_cache(maxsize=8)  # many clips come from one recording, and reading its times takes a pass over the file
 def _read_timing(source: Path, modified: int, size: int) -> Timing:
     with time_limit(source), open_video(source) as (container, stream):
         count, times = read_packet_times(container, stream)
@@ -110,12 +112,12 @@ def list_frames_of_cut(cut: Cut, video: Timing) -> range:
 
 
 def find_frames_between(times: list[int], time_base: Fraction, start: float, end: float) -> tuple[int, int]:
-    """First frame shown at or after `start` seconds, and the first one at or after `end`; `times` are ascending.
+    """Return the first frame displayed at or after `start` seconds, and the first one at or after `end`.
 
-    An end up to a frame behind the last one is the video's own end. Example: times 0, 100, 200 of 1/1000 s, 0.1 s to
-    0.2 s → (1, 2).
+    `times` must be ascending. An end up to one frame after the last frame is the end of the video; for a later one, the second
+    number is larger than the number of frames. Example: times 0, 100, 200 of 1/1000 s, 0.1 s to 0.2 s → (1, 2).
     """
-    slack = 1e-6  # 0.7 s x 10 frames a second is 7.000000000000001 in binary
+    slack = 1e-6  # 0.7 s x 10 frames per second is 7.000000000000001 in binary
     seconds = [float((time - times[0]) * time_base) for time in times]
     first = next((i for i, frame_time in enumerate(seconds) if frame_time >= start - slack), len(seconds))
     step = seconds[-1] / (len(seconds) - 1) if len(seconds) > 1 else 0.0
@@ -125,16 +127,16 @@ def find_frames_between(times: list[int], time_base: Fraction, start: float, end
 
 
 def check_total(cut: Cut, count: int) -> None:
-    # BridgeData V2 has one image more than actions, and either may have been counted.
+    # BridgeData V2 has one more image than actions, and the name may contain either number.
     if cut.total is not None and abs(count - cut.total) > 1:
         raise DataError(f"{cut.source}: has {count} frames, the clip's name says {cut.total}: not the same episode")
 
 
-# ---------------------------------------------------------------- their pixels
+# ---------------------------------------------------------------- decoding
 
 
 def iter_counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[VideoFrame]:
-    """Yield the frames, with regular times if the file has no usable ones."""
+    """Yield the frames, with evenly spaced times if the file has no usable ones."""
     for number, frame in enumerate(iter_frames_by_count(source, wanted)):
         if not video.times:
             frame.pts, frame.time_base = number, 1 / video.fps
@@ -142,7 +144,7 @@ def iter_counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[
 
 
 def iter_image_frames(cut: Cut) -> Iterator[VideoFrame]:
-    """Yield the images of a folder with im_0.jpg, im_1.jpg, …, in the order of their numbers."""
+    """Yield the images im_0.jpg, im_1.jpg, … of a folder in the order of their numbers."""
     files = sorted((f for f in cut.source.iterdir() if f.suffix.lower() in IMAGES), key=parse_image_number)
     check_total(cut, len(files))
     if cut.end > len(files):
@@ -158,11 +160,15 @@ def parse_image_number(file: Path) -> tuple[int, str]:
     return (int(digits[-1]) if digits else -1), file.name
 
 
-# ---------------------------------------------------------------- writing
+# ---------------------------------------------------------------- encoding
 
 
 def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
-    """All frames, the first one shown at 0. DataError if one has no time."""
+    """Write all frames to `target`, with the first one at time 0.
+
+    Raises:
+        DataError: a frame has no time.
+    """
     first = next(frames)
     origin, unit = time_of(first)
     with av.open(str(target), "w", format="mp4") as container:
@@ -170,19 +176,19 @@ def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
         stream.width, stream.height = first.width // 2 * 2, first.height // 2 * 2
         stream.pix_fmt = "yuv420p"
         stream.codec_context.time_base = stream.time_base = unit
-        stream.codec_context.thread_count = 1  # clips are cut side by side
+        stream.codec_context.thread_count = 1  # several clips are cut in parallel
         if first.rotation:
             stream.set_display_rotation(first.rotation)
         for frame in chain([first], frames):
             converted = frame.reformat(stream.width, stream.height, format="yuv420p")
             converted.pts, converted.time_base, converted.duration = time_of(frame)[0] - origin, unit, frame.duration
-            converted.pict_type = PictureType.NONE  # the encoder chooses its key frames itself
+            converted.pict_type = PictureType.NONE  # lets the encoder choose its own key frames
             container.mux(stream.encode(converted))
         container.mux(stream.encode())
 
 
 def time_of(frame: VideoFrame) -> tuple[int, Fraction]:
-    """Its time stamp, and the seconds that one of it counts."""
+    """Return the frame's time stamp and its unit in seconds."""
     if frame.pts is None or frame.time_base is None:
         raise DataError("a frame has no time, so that the clip cannot keep it; convert the raw video first")
     return frame.pts, frame.time_base

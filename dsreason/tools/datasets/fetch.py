@@ -1,9 +1,8 @@
-"""Data sets from the Hugging Face Hub, laid out as `dsreason eval --data` and the adapters read them.
+"""Download of data sets from the Hugging Face Hub, in the layout that `dsreason eval --data` and the adapters read.
 
-A file `<path>` of the repository becomes `<data_dir>/<task>/<path>`, an archive of clips (`<ds>/clips.tar.gz`,
-`<ds>/clips/part0.tar.gz`) the files in `<data_dir>/<task>/<ds>/clips/`; the archive itself is removed. A download that
-was cut continues where it was, also in a later call. `.fetched.json` remembers the content (its hash on the Hub) of what
-is complete.
+A file `<path>` of the repository is written to `<data_dir>/<task>/<path>`. An archive of clips (`<ds>/clips.tar.gz`,
+`<ds>/clips/part0.tar.gz`) is unpacked to `<data_dir>/<task>/<ds>/clips/` and removed. An interrupted download is resumed, even by
+a later call. `.fetched.json` records the content (its hash on the Hub) of each complete file.
 """
 
 from __future__ import annotations
@@ -37,35 +36,35 @@ REPOSITORIES = {
 DATASETS = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
 
 RECORD, PARTIALS = ".fetched.json", ".partial"
-"""Path → content of what earlier calls completed; and the folder of what they began."""
+"""Names of the file that maps the paths of complete files to their content, and of the folder of partial downloads."""
 DOWNLOADS = 4
-"""Files at a time."""
+"""Number of simultaneous downloads."""
 SPARE_BYTES = 100 * 1024**2
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """A planned fetch."""
+    """Plan of a download."""
 
     repo: str
     revision: str
-    """The commit, so that all files are of one version."""
+    """Commit hash; pinning it ensures that all files are from the same version."""
     folder: Path
     files: list[RemoteFile]
     missing: list[RemoteFile]
-    """Those of `files` that are not in the folder yet."""
+    """Members of `files` that are not in the folder yet."""
     without_clips: list[str]
-    """Data sets asked for that have annotations but no clips in the repository."""
+    """Requested data sets that have annotations but no clips in the repository."""
 
     @property
     def num_bytes(self) -> int:
-        """Left to download, without what earlier calls began."""
+        """Bytes that remain to be downloaded, without those in partial downloads."""
         begun = (min(get_size(locate_partial(self.folder, file)), file.size) for file in self.missing)
         return sum(file.size for file in self.missing) - sum(begun)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes needed on the disk: an archive exists packed and unpacked for a moment, and clips hardly shrink."""
+        """Bytes needed on the disk: an archive and its unpacked files briefly coexist, and clips hardly compress."""
         return self.num_bytes + sum(file.size for file in self.missing if file.is_archive)
 
 
@@ -78,15 +77,15 @@ def plan_fetch(
     datasets: Sequence[str] = (),
     patterns: Sequence[str] = (),
 ) -> FetchPlan:
-    """Return which files of the repository are asked for, and which of them are missing. Nothing is written.
+    """Plan which files of the repository to download, and find those that are missing. Nothing is written.
 
     Args:
-        task: benchmark, sft or rl: the folder below `data_dir`, and the repository where `repo` is None.
-        datasets: only files in these folders; none: in all.
-        patterns: only paths that match one of these (`*.json`, `robovqa/*`); none: all.
+        task: benchmark, sft or rl: the folder below `data_dir`, and the repository if `repo` is None.
+        datasets: folders of the repository to select files from; empty selects all.
+        patterns: patterns of the paths to select (`*.json`, `robovqa/*`); empty selects all.
 
     Raises:
-        DataError: no such repository, revision, data set or file, no access, or no connection.
+        DataError: the repository, revision, data set or file does not exist, or access or connection fails.
     """
     repo = repo or REPOSITORIES[task]
     commit, listed = list_files(repo, revision)
@@ -104,10 +103,10 @@ def plan_fetch(
 
 
 def fetch(plan: FetchPlan) -> None:
-    """Download what is missing, and unpack archives of clips.
+    """Download the missing files, and unpack archives of clips.
 
     Raises:
-        DataError: no access, no connection, damaged content, or too little room on the disk, which is checked first.
+        DataError: access or connection fails, content is damaged, or the disk has too little space, which is checked first.
     """
     free = shutil.disk_usage(find_existing(plan.folder)).free
     if plan.disk_bytes + SPARE_BYTES > free:
@@ -137,20 +136,24 @@ def fetch(plan: FetchPlan) -> None:
                     done.result()
                     put_in_place(plan.folder, downloads[done])
         finally:
-            stopped.set()  # the others stop where they are, and are continued by the next call
+            stopped.set()  # the other downloads stop, and the next call resumes them
             threads.shutdown(wait=True, cancel_futures=True)
     partials = plan.folder / PARTIALS
     if partials.is_dir() and not any(partials.iterdir()):
         partials.rmdir()
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- selection of files
 
 
 def choose(
     listed: Sequence[RemoteFile], repo: str, datasets: Sequence[str], patterns: Sequence[str]
 ) -> list[RemoteFile]:
-    """The files asked for; the repository's own notes (`.gitattributes`) never are."""
+    """Select the requested files; hidden files such as `.gitattributes` are never selected.
+
+    Raises:
+        DataError: a data set does not exist, a pattern matches nothing, or the repository has no files.
+    """
     files = [file for file in listed if not file.path.startswith(".")]
     folders = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
     if absent := [name for name in datasets if name not in folders]:
@@ -177,11 +180,11 @@ def list_without_clips(files: Sequence[RemoteFile], listed: Sequence[RemoteFile]
     return [name for name in folders if name in DATASETS and name not in having]
 
 
-# ---------------------------------------------------------------- one file
+# ---------------------------------------------------------------- processing of a file
 
 
 def locate_partial(folder: Path, file: RemoteFile) -> Path:
-    """Named by path and content: what another version left is never continued."""
+    """Return the path of a partial download; its name depends on path and content, so another version is never resumed."""
     return folder / PARTIALS / hashlib.sha256(f"{file.path} {file.content}".encode()).hexdigest()
 
 
@@ -198,10 +201,10 @@ def put_in_place(folder: Path, file: RemoteFile) -> None:
 
 
 def unpack_clips(archive: Path, clips: Path, name: str) -> None:
-    """The archive's files, whatever folders it has them in, into the folder `clips`.
+    """Unpack all files of the archive directly into the folder `clips`, without the archive's folders.
 
     Raises:
-        DataError: it is damaged, wants out of its folder, or holds two files of one name.
+        DataError: the archive is damaged, has paths that lead out of its folder, or has two files of the same name.
     """
     clips.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=clips.parent, prefix=".unpacking-") as scratch:

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: the files of a data set repository, and downloads that continue where they were cut."""
+"""Access to the Hugging Face Hub: lists of the files in a data set repository, and resumable downloads."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dsreason.files.hub import convert_dataset_errors, convert_hub_error, get_hu
 from dsreason.monitor.progress import Advance
 
 ATTEMPTS = 5
-"""Failed attempts in a row, without a new byte, after which a download gives up."""
+"""Number of consecutive failed attempts, without a new byte, after which a download is given up."""
 TIMEOUT = 60.0
 """Seconds without a byte after which a connection counts as broken."""
 OPEN_LIMIT = 120.0
-"""Seconds until the content of an answer begins, redirects included."""
+"""Time limit in seconds until the content of a response begins, including redirects."""
 LIST_LIMIT = 600.0
-"""Seconds for the list of a repository's files, a page after the other."""
+"""Time limit in seconds for listing all files of a repository, page by page."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """`content` names the bytes: the SHA-256 of a large file, git's hash of a small one."""
+    """File of a repository; `content` identifies its bytes: the SHA-256 of an LFS file, or git's hash of any other file."""
 
     path: str
     size: int
@@ -48,13 +48,13 @@ class RemoteFile:
 
     @property
     def clips(self) -> PurePosixPath:
-        """Folder of an archive's clips: `robovqa/clips.tar.gz` → `robovqa/clips`."""
+        """Folder that an archive's clips are unpacked to: `robovqa/clips.tar.gz` → `robovqa/clips`."""
         parent = PurePosixPath(self.path).parent
         return parent if parent.name == "clips" else parent / "clips"
 
 
 def list_files(repo: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
-    """The commit of a revision, and its files."""
+    """Return the commit of a revision, and its files."""
 
     def ask() -> tuple[str, list[RemoteFile]]:
         api = HfApi(endpoint=get_hub_url())
@@ -75,13 +75,13 @@ def make_remote_file(entry: RepoFile) -> RemoteFile:
 
 
 def download(repo: str, commit: str, file: RemoteFile, partial: Path, advance: Advance) -> None:
-    """The complete content into `partial`; what an earlier call left there is not fetched again.
+    """Download the complete content to `partial`; if it exists, resume the download.
 
-    `advance` is called with the bytes received, before they are written; what it raises ends the download.
+    `advance` is called with the number of bytes received, before they are written; an exception that it raises ends the download.
 
     Raises:
-        DataError: content that differs from the Hub's list; it is removed.
-        HTTPError, OSError: see `convert_dataset_errors`; what was received stays, to be continued.
+        DataError: the content differs from the Hub's list; it is removed.
+        HTTPError, OSError: see `convert_dataset_errors`; the received part is kept, so the download can be resumed.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     url = hf_hub_url(repo, file.path, repo_type="dataset", revision=commit, endpoint=get_hub_url())
@@ -100,7 +100,11 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, advance: A
 
 
 def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
-    """DataError, and nothing left of it, where it is not what the Hub's list says."""
+    """Check the downloaded content against the Hub's list; remove the file if they differ.
+
+    Raises:
+        DataError: the size or the SHA-256 differs.
+    """
     size = partial.stat().st_size
     problem = f"received {size} bytes, the Hub lists {file.size}" if size != file.size else None
     if problem is None and file.sha256 and (digest := compute_sha256(partial)) != file.sha256:
@@ -111,12 +115,15 @@ def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
 
 
 def stream(url: str, partial: Path, start: int, most: int, advance: Advance) -> None:
-    """Download from byte `start` to the end, at byte `most`. huggingface_hub's own download starts anew in every process."""
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # a packed stream cannot be continued
+    """Download from byte `start` to the end, which must be at byte `most`.
+
+    huggingface_hub's own download is not used because it starts from the beginning in every process.
+    """
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # a compressed stream cannot be resumed
     if start:
         headers["Range"] = f"bytes={start}-"
     with open_response(url, headers) as response:
-        if start and response.status_code != 206:  # a server that sends everything again
+        if start and response.status_code != 206:  # the server ignored the range and sends the whole file
             advance(-start)
             start = 0
         with partial.open("r+b" if start else "wb") as file:
@@ -128,18 +135,18 @@ def stream(url: str, partial: Path, start: int, most: int, advance: Advance) -> 
 
 @contextmanager
 def open_response(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    """A response whose content is yet to be read. huggingface_hub's session takes tokens off where a redirect leads elsewhere.
+    """Open a response without reading its content. huggingface_hub's session drops the token on a redirect to another host.
 
     Raises:
-        HTTPError: of the server or the connection.
-        TimeoutError: the server did not begin to answer in time.
+        HTTPError: the server returned an error, or the connection failed.
+        TimeoutError: the server did not begin to respond in time.
     """
 
     def request() -> Any:
         response = stack.enter_context(
             get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT)
         )
-        hf_raise_for_status(response)  # it reads what an error says
+        hf_raise_for_status(response)  # also reads the body of an error response
         return response
 
     with ExitStack() as stack:
@@ -147,11 +154,11 @@ def open_response(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
 
 
 def iter_pieces(response: Any, most: int) -> Iterator[bytes]:
-    """The content as it was sent, not unpacked: nothing packed was asked for.
+    """Yield the content as it was sent, without decompression: the requests ask for uncompressed content.
 
     Raises:
-        DataError: more than `most` bytes.
-        TimeoutError: it comes too slowly.
+        DataError: the server sends more than `most` bytes.
+        TimeoutError: the content arrives too slowly.
     """
     pace = Pace()
     for piece in response.iter_raw():

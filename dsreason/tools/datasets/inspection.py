@@ -1,9 +1,9 @@
 """Inspection of data: counts, lengths, media, labels and duplicates.
 
-Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
-with the seconds that are shown of them.
-Media are the same when their files have the same bytes: files of equal size are compared by SHA-256, so that one clip
-under two names is found, but not one that was encoded again.
+Two rows are duplicates if the user's messages are the same, ignoring case, punctuation and spaces, and the media are the same, in
+the same order and with the same displayed seconds.
+Two media items are the same if their files have the same bytes: files of equal size are compared by SHA-256. This finds a clip
+under two names, but not a re-encoded clip.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dsreason.tools.datasets.row_facts import (
 Media = Mapping[MediumUse, MediumFacts | DataError]
 
 COMMON = 10
-"""Number of the most frequent answers and system prompts that are reported."""
+"""Maximum number of answers, system prompts or pixel differences in a report; the most frequent ones are reported."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The spread of some numbers; 95 % of them do not exceed `p95`."""
+    """Distribution of a set of numbers; 95 % of them do not exceed `p95`."""
 
     min: float
     median: float
@@ -51,7 +51,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class MediaReport:
-    """Facts about the readable files of one kind."""
+    """Facts about the readable media files of one kind."""
 
     files: int
     bytes: int
@@ -63,7 +63,7 @@ class MediaReport:
 
 @dataclass(frozen=True)
 class Letter:
-    """Frequency with which a letter is right, and the expected one if all options of a question were equally likely."""
+    """Number of rows whose correct answer is this letter, and its expected value if all options were equally likely."""
 
     count: int
     expected: float
@@ -71,18 +71,18 @@ class Letter:
 
 @dataclass(frozen=True)
 class PreferenceReport:
-    """Facts about rows with a better and a worse answer. If nearly all better ones are longer, the model learns length."""
+    """Facts about rows with a chosen and a rejected answer. If nearly all chosen answers are longer, the model learns length."""
 
     rows: int
     rejected_characters: Spread | None
     longer_chosen: int
     undecided: int
-    """Rows whose answers are the same."""
+    """Number of rows whose two conversations are the same."""
 
 
 @dataclass(frozen=True)
 class PixelReport:
-    """Number of media items (of measured rows) that cosmos-rl would show in other frames or another size."""
+    """Number of media items, among the measured rows, that cosmos-rl would show with other frames or in another size."""
 
     compared: int
     differing: int
@@ -91,9 +91,9 @@ class PixelReport:
 
 @dataclass(frozen=True)
 class PartReport:
-    """One part of the data: training, validation, or a test set.
+    """Report on one part of the data: training, validation, or a test set.
 
-    `unusable` counts rows by reason, `unreadable_media` files; both are listed in `Inspection.problems`.
+    `unusable` counts rows by reason, and `unreadable_media` counts files; `Inspection.problems` lists both.
     """
 
     rows: int
@@ -105,30 +105,30 @@ class PartReport:
     answer_characters: Spread | None
     tokens: Spread | None
     too_long: int | None
-    """Rows with more tokens than `max_length`; None without a model."""
+    """Number of rows with more tokens than `max_length`; None without a model."""
     media: dict[str, MediaReport]
     letters: dict[str, Letter]
     unlisted_answers: int
-    """Rows whose question lists options that do not include the short answer: they are not multiple choice."""
+    """Number of rows whose question lists options without the short answer; such rows do not count as multiple choice."""
     answers: dict[str, int]
-    """The most frequent short answers of rows without options."""
+    """Most frequent short answers of rows without options, with their counts."""
     best_constant: float | None
-    """Share of rows with short answers or letters that one and the same answer to everything gets right."""
+    """Share of rows with a short answer or letter that the best constant answer gets right; None if there are no such rows."""
     system_prompts: dict[str, int]
     with_think: int
     with_answer_tag: int
     several_turns: int
     duplicates: int
-    """Rows whose question and media an earlier row has."""
+    """Number of rows with the same question and media as an earlier row."""
     pixels: PixelReport | None = None
     """None without a model."""
     preferences: PreferenceReport | None = None
-    """None without multiple-choice rows."""
+    """None if no row has a rejected answer."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Rows of one part that another one has too, whole or only their media."""
+    """Numbers of rows in one part that are also in another part: complete rows, and rows with shared media."""
 
     part: str
     other: str
@@ -142,11 +142,11 @@ class Inspection:
     overlaps: list[Overlap]
     max_length: int | None
     problems: list[dict[str, Any]] = field(default_factory=list)
-    """Every unusable row and unreadable file: part, where, kind, reason."""
+    """All unusable rows and unreadable files, each with the keys part, where, kind and reason."""
     balance: dict[str, Label] = field(default_factory=dict)
-    """Training rows by label, and how many of them an epoch shows; empty without `data.balance`."""
+    """Training rows by label, with the number of them per epoch; empty without `data.balance`."""
     duplicates: list[dict[str, Any]] = field(default_factory=list)
-    """Every row that repeats another one: part, where, of (where that one is)."""
+    """All rows that repeat an earlier row, each with part and where, and the earlier row's of_part and of."""
 
 
 def inspect_data(
@@ -156,11 +156,11 @@ def inspect_data(
     limit: int | None = None,
     workers: int = 0,
 ) -> Inspection:
-    """Look at every row, or at `limit` evenly spaced ones of each data set; only headers of media are read.
+    """Inspect every row, or `limit` evenly spaced rows of each data set; only the headers of media are read.
 
     Args:
-        datasets: by name, in the order of the report; later ones are compared with earlier ones.
-        encoder: with it rows are also measured in tokens.
+        datasets: data sets by name, in the order of the report; each is compared with the earlier ones.
+        encoder: encoder that measures rows in tokens; None skips that.
     """
     facts_of_part: dict[str, list[RowFacts | UnusableRow]] = {}
     for name, dataset in datasets.items():
@@ -194,7 +194,7 @@ def select_usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
 
 
 def compute_content_keys(media: Media, workers: int) -> dict[str, str]:
-    """Path → what the file's content is called. Only files that share their size are read whole."""
+    """Return a key for the content of each file, by path. Only files of the same size as another file are read and hashed."""
     sizes = {use.path: facts.size for use, facts in media.items() if isinstance(facts, MediumFacts)}
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
@@ -216,7 +216,7 @@ def report_media(files: Sequence[MediumFacts]) -> MediaReport:
     )
 
 
-# ---------------------------------------------------------------- one part
+# ---------------------------------------------------------------- report on one part
 
 
 def report(
@@ -292,7 +292,10 @@ def get_modality(row: RowFacts) -> str:
 
 
 def count_letters(rows: Iterable[RowFacts]) -> dict[str, Letter]:
-    """Count right answers by letter. Example: A and B right once each, of options A to D both times → A: 1 (expected 0.5)."""
+    """Count correct answers by letter.
+
+    Example: in two rows with options A to D, A and B are each correct once → A: 1 (expected 0.5).
+    """
     rows_with_letters = [row for row in rows if row.letters]
     right = Counter(row.answer for row in rows_with_letters)
     names = sorted({letter for row in rows_with_letters for letter in row.letters})
@@ -303,7 +306,7 @@ def count_letters(rows: Iterable[RowFacts]) -> dict[str, Letter]:
 
 
 def count_answers(answers: Iterable[str | None]) -> Counter[str]:
-    """Those that differ in case or a last full stop only are one, written as the first of them."""
+    """Count the answers; those that differ only in case or a final full stop count as one, spelled like the first of them."""
     known_answers, first = [answer for answer in answers if answer is not None], dict[str, str]()
     return Counter(first.setdefault(normalise_label(answer), answer) for answer in known_answers)
 

@@ -17,10 +17,10 @@ from dsreason.media.videos import probe_video
 
 
 def list_pixel_differences(encoder: Encoder, sample: Sample) -> list[str]:
-    """A text for each of the sample's media that qwen-vl-utils would show otherwise.
+    """Describe each media item of the sample that qwen-vl-utils would show differently.
 
     Raises:
-        DataError: a medium that cannot be used.
+        DataError: a media item cannot be used.
     """
     parts, planned = list_media_parts(sample.messages), encoder.plan_media(sample)
     texts = (describe_difference(encoder, part, medium) for part, medium in zip(parts, planned, strict=True))
@@ -50,7 +50,7 @@ def describe(shown: Shown) -> str:
 
 
 def find_other_frame(ours: Shown, theirs: Shown) -> str:
-    """Find the first frame that differs if the numbers of frames are equal."""
+    """Describe the first frame that differs; return "" if the frames are equal or their numbers differ."""
     if len(ours.indices) != len(theirs.indices) or ours.indices == theirs.indices:
         return ""
     own_index, other = next(pair for pair in zip(ours.indices, theirs.indices, strict=True) if pair[0] != pair[1])

@@ -1,4 +1,4 @@
-"""Work on many rows or files in worker processes; if one dies, the task it worked on is known."""
+"""Worker processes for tasks on many rows or files; if a worker dies, the task that it was working on is reported."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dsreason.monitor.progress import track
 T = TypeVar("T")
 R = TypeVar("R")
 
-# As the DataLoader does it: what was opened and loaded is shared, and nothing is imported again.
+# Fork, like the DataLoader: workers share everything that is open or loaded, and nothing is imported again.
 FORK = multiprocessing.get_context("fork")
 
 
 def run_tasks(
     work: Callable[[T], R], tasks: Sequence[T], place: Callable[[T], str], *, workers: int
 ) -> Iterator[tuple[int, R | DataError]]:
-    """(number of the task, result) as they come, from `workers` processes; 0 works in this one.
+    """Run the tasks in `workers` processes (0: in this process), and yield (task number, result) in the order of completion.
 
-    A task that fails has a DataError as its result: what `work` raised, or one that begins with its `place`. A process that
-    dies (a decoder that crashes, memory that ran out) costs its task only: another one takes its place.
+    The result of a failed task is a DataError: the one that `work` raised, or one that begins with the task's `place`. If a
+    process dies, because a decoder crashes or memory runs out, only its task fails, and another process replaces it.
     """
     if workers == 0:
         for number, task in enumerate(tasks):
@@ -59,7 +59,7 @@ def run_tasks(
 def run_tracked(
     work: Callable[[T], R], tasks: Sequence[T], place: Callable[[T], str], workers: int, name: str, unit: str
 ) -> list[R | DataError]:
-    """The results of `run_tasks` in the order of the tasks."""
+    """Return the results of `run_tasks` in the order of the tasks, and display the progress."""
     results: dict[int, R | DataError] = {}
     with track(name, len(tasks), unit) as advance:
         for number, result in run_tasks(work, tasks, place, workers=workers):
@@ -73,12 +73,12 @@ def attempt(work: Callable[[T], R], task: T, place: Callable[[T], str]) -> R | D
         return work(task)
     except DataError as error:
         return error
-    except Exception as error:  # noqa: BLE001 (reported with the task's place; the other tasks go on)
+    except Exception as error:  # noqa: BLE001 (reported with the task's location; the other tasks continue)
         return DataError(f"{place(task)}: {type(error).__name__}: {error}")
 
 
 class TaskWorker(Generic[T, R]):
-    """One process, which works on one task at a time."""
+    """A worker process, which works on one task at a time."""
 
     number: int
     task: T
@@ -88,10 +88,10 @@ class TaskWorker(Generic[T, R]):
         self.connection, worker_end = FORK.Pipe()
         self.process = FORK.Process(target=serve, args=(work, place, worker_end, self.connection), daemon=True)
         self.process.start()
-        worker_end.close()  # so that its end is the end of the stream
+        worker_end.close()  # otherwise this process never sees EOF when the worker exits
 
     def give(self, number: int, task: T) -> Connection:
-        """The end at which the result will arrive."""
+        """Send a task to the worker; return the connection on which its result will arrive."""
         self.number, self.task = number, task
         self.connection.send(task)
         return self.connection
@@ -107,7 +107,7 @@ class TaskWorker(Generic[T, R]):
         return result
 
     def end(self) -> None:
-        self.process.kill()  # closing would not reach it: processes forked later hold this end as well
+        self.process.kill()  # closing the connection would not end it: workers forked later hold this end, too
         self.process.join()
 
 
@@ -119,10 +119,10 @@ def exit_reason(exit_code: int) -> str:
 
 
 def serve(work: Callable[[Any], Any], place: Callable[[Any], str], connection: Connection, parents: Connection) -> None:
-    """Until the parent ends it, or dies."""
+    """Run the tasks that arrive on `connection` until the parent kills this process or dies."""
     parents.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
-    torch.set_num_threads(1)  # decoders and tensors: the workers run side by side
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
+    torch.set_num_threads(1)  # the workers run in parallel, so each uses one thread
     while True:
         try:
             task = connection.recv()

@@ -1,4 +1,4 @@
-"""Files on servers that answer ranges: downloads that continue where they were cut, and reading inside a large file."""
+"""Files on servers that support HTTP range requests: resumable downloads, and random access to large files."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from dsreason.monitor.progress import Advance
 from dsreason.tools.datasets.hub import ATTEMPTS, get_size, iter_pieces, open_response
 
 SMALL = 64 * 2**20
-"""Bytes of a file that is read as a whole."""
+"""Maximum size in bytes of a file that is read into memory."""
 SKIPPED = 4 * 1024**2
-"""Bytes that are rather read and thrown away than left out by a new request."""
+"""Largest gap in bytes that is read and discarded; a new request skips larger gaps."""
 PAUSE_S = 1.0
-"""Before a request is made again."""
+"""Seconds between two attempts of a request."""
 
 
 class Version(NamedTuple):
-    """The identity of a file on a server; a download of another version is not continued."""
+    """Version of a file on a server; the download of another version is not resumed."""
 
     size: int
     tag: str
-    """The server's `ETag`, else when the file was last modified; "" if it says neither."""
+    """The server's `ETag`, or else its `Last-Modified`; "" if the server sends neither."""
 
 
 @dataclass(frozen=True)
 class ServedFile:
-    """A file on a server; the token in HF_TOKEN goes to the Hub only."""
+    """A file on a server; the token in HF_TOKEN is sent only to the Hub."""
 
     url: str
     on_hub: bool = False
 
     @contextmanager
     def open(self, start: int = 0, stop: int | None = None) -> Iterator[Any]:
-        """The response with the bytes from `start` on, up to `stop`.
+        """Open the response with the bytes from `start` to `stop` (exclusive; None: the end of the file).
 
         Raises:
-            HTTPError: of the server or the connection.
-            TimeoutError: the server did not begin to answer in time.
-            DataError: the server sends the whole file whatever is asked for.
+            HTTPError: the server returned an error, or the connection failed.
+            TimeoutError: the server did not begin to respond in time.
+            DataError: the server ignores range requests and sends the whole file.
         """
         headers = {**(build_hf_headers() if self.on_hub else {}), "Accept-Encoding": "identity"}
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -59,13 +59,13 @@ class ServedFile:
             yield response
 
     def read(self) -> bytes:
-        """The whole content, of a small file."""
+        """Read the complete content of a small file."""
         with self.open() as response:
             return b"".join(iter_pieces(response, SMALL))
 
     @cached_property
     def version(self) -> Version:
-        """Asked for once."""
+        """Version of the file, which is requested once."""
         with self.open(0, 1) as response:
             headers = response.headers
             size = headers.get("Content-Range", "").rpartition("/")[2]
@@ -77,13 +77,13 @@ class ServedFile:
 
 
 def is_transient(error: HTTPError) -> bool:
-    """Return whether the same request may succeed later: the connection broke, or the server is busy or has a fault."""
+    """Return whether a retry may succeed: the connection failed, or the server is overloaded or has an internal error."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 503
     return status == 429 or status >= 500
 
 
 class Patience:
-    """Counts failed attempts in a row; anything that was received in between makes them start anew."""
+    """Counter of consecutive failed attempts; any received data resets the count."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -92,7 +92,7 @@ class Patience:
         self.failures = 0
 
     def wait(self, error: HTTPError) -> None:
-        """Before the next attempt; raises the error where there should be none."""
+        """Wait before the next attempt; raise the error if it is permanent or the attempts are used up."""
         self.failures += 1
         if self.failures == ATTEMPTS or not is_transient(error):
             raise error
@@ -100,11 +100,11 @@ class Patience:
 
 
 def fetch_part(source: ServedFile, start: int, size: int, partial: Path, advance: Advance) -> None:
-    """`size` bytes from `start` on into the file `partial`; what an earlier call left there is not fetched again.
+    """Download `size` bytes from `start` on to the file `partial`; if the file exists, resume its download.
 
     Raises:
-        HTTPError: after several attempts without a new byte; what was received stays, to be continued.
-        DataError: see `Source.open`.
+        HTTPError: several attempts brought no new byte; the received part is kept, so the download can be resumed.
+        DataError: the file on the server ends too early; see also `ServedFile.open`.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     patience = Patience()
@@ -125,10 +125,10 @@ def fetch_part(source: ServedFile, start: int, size: int, partial: Path, advance
 
 
 class RangedFile(io.RawIOBase):
-    """A file on a server, to be read at any place. Forward it is read in one stream as long as the gaps are small.
+    """Seekable file on a server. Reading forward uses a single stream as long as the gaps are small.
 
-    A tar of small files so takes few requests. The files of fsspec and `HfFileSystem` make one a block, and those of plain
-    servers have other errors, no second attempts, and read on in silence behind an end that came too early.
+    A tar of small files therefore takes few requests. The files of fsspec and `HfFileSystem` make one request per block; those
+    for plain servers also raise other errors, do not retry, and silently continue if the content ends too early.
     """
 
     def __init__(self, source: ServedFile) -> None:
@@ -136,7 +136,7 @@ class RangedFile(io.RawIOBase):
         self.length = source.version.size
         self.position = 0
         self.arrived = 0
-        """Position of the open stream, with what is in `left`."""
+        """Position in the file of the first byte in `left`, or of the next byte of the stream if `left` is empty."""
         self.left = b""
         self.pieces: Iterator[bytes] | None = None
         self.stack = ExitStack()
@@ -174,7 +174,7 @@ class RangedFile(io.RawIOBase):
         return len(piece)
 
     def _read_next(self, most: int) -> bytes:
-        """Read at most `most` bytes at the position."""
+        """Return at most `most` bytes from the current position."""
         gap = self.position - self.arrived
         if self.pieces is None or not 0 <= gap <= SKIPPED:
             self._drop()
@@ -201,7 +201,7 @@ class RangedFile(io.RawIOBase):
 
 
 def describe_failure(source: ServedFile, error: HTTPError) -> str:
-    """Describe the failure, without the URL that a server may have redirected to."""
+    """Describe the failure without a URL that the server may have redirected to."""
     if isinstance(error, HfHubHTTPError):
         return f"{source.url}: the server answers {error.response.status_code}"
     return f"{source.url}: {get_first_line(str(error)) or type(error).__name__}"

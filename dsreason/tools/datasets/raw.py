@@ -1,12 +1,13 @@
-"""The raw videos that clips are cut from, as their publishers offer them; only what is needed is fetched.
+"""Download of the raw videos that clips are cut from, from their publishers; only the needed parts are downloaded.
 
 - agibot: tars on the Hub, `observations/<task>/<first episode>-<last episode>.tar` of AgiBotWorld-Beta, each with
-  `<episode>/videos/<view>.mp4`. Its terms have to be accepted there.
+  `<episode>/videos/<view>.mp4`. Users must accept the terms of the data set on the Hub.
 - holoassist: `video_pitch_shifted.tar` with `<recording>/Export_py/Video_pitchshift.mp4`, and the annotated actions.
-- bridgev2: the shards of the TFDS data set `bridge_dataset`, an episode a record. Which shard has an episode is not published:
-  one after the other is fetched until all are found, its frames are kept as images, and what is in it is remembered.
+- bridgev2: the shards of the TFDS data set `bridge_dataset`, with one episode per record. The shard of an episode is not
+  published: shards are downloaded one by one until all episodes are found. Frames of needed episodes are stored as images, and
+  the list of each shard's episodes is recorded.
 
-They are put where `clip_rules` looks for them.
+The videos are stored at the paths in which `clip_rules` searches for them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ORIGINS = {
     "holoassist": "https://hl2data.z5.web.core.windows.net/holoassist-data-release",
     "bridgev2": "https://rail.eecs.berkeley.edu/datasets/bridge_release/data/tfds/bridge_dataset/1.0.0",
 }
-"""A data set of the Hub, or the address of a folder; those of cosmos-reason1's `process_raw_data.py`."""
+"""Origin by data set: a repository on the Hub or the URL of a folder, as in cosmos-reason1's `process_raw_data.py`."""
 HOLOASSIST_TAR, HOLOASSIST_ACTIONS = "video_pitch_shifted.tar", "data-annotation-trainval-v1_1.json"
 BY_HAND = {
     "agibot": "accept the terms on {hub}/datasets/{origin}, set HF_TOKEN, and unpack observations/<task>/*.tar of it into "
@@ -72,19 +73,19 @@ SPARE_BYTES = 100 * 1024**2
 
 @dataclass(frozen=True)
 class RawPlan:
-    """The raw videos of one data set that clips need and that are missing."""
+    """Plan of the download of one data set's missing raw videos."""
 
     dataset: str
     origin: str
     folder: Path
     clips: int
-    """All that the annotations name."""
+    """Number of all clips in the annotations."""
     videos: dict[str, list[str]]
-    """Raw video → the clips that are cut from it. `327/648642/head`, a recording, or `<folder>.<episode>`."""
+    """Missing raw video → clips cut from it; a key is `<task>/<episode>/<view>`, a recording, or `<folder>.<episode>`."""
 
     @property
     def place(self) -> str:
-        """The origin, to be shown: without a password that stands in it."""
+        """The origin for display, without a password that it may contain."""
         return hide_secrets(self.origin)
 
     @property
@@ -106,13 +107,13 @@ def check_origin(dataset: str, origin: str) -> None:
 
 
 def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, origin: str | None = None) -> RawPlan:
-    """Plan the raw videos that are missing for clips that are not cut yet. Nothing is requested.
+    """Plan the download of raw videos that are missing for clips that are not cut yet. No request is made.
 
     Args:
-        names: of the clips, without their ending.
-        clips: folder of the cut ones.
-        folder: of the raw videos, where `dsreason data clip` will look.
-        origin: another place that offers the same.
+        names: names of the clips, without extension.
+        clips: folder of the clips that are already cut.
+        folder: folder of the raw videos, in which `dsreason data clip` will search.
+        origin: another source of the same files; None uses the one in `ORIGINS`.
     """
     videos: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -139,17 +140,17 @@ def has_raw(dataset: str, name: str, folder: Path) -> bool:
         find[dataset]()
     except MissingRaw:
         return False
-    except DataError:  # there is one, and cutting will say what is wrong with the name
+    except DataError:  # the raw video exists, and cutting will report what is wrong with the name
         return True
     return True
 
 
 def fetch_raw(plan: RawPlan) -> list[str]:
-    """Fetch what is missing; returns a text for each clip whose raw video is not offered.
+    """Download the missing raw videos; return a message for each clip whose raw video the origin does not have.
 
     Raises:
-        DataError: no access, no connection, damaged content, too little room; it says how to get the videos by hand.
-            Also a file or folder that cannot be written.
+        DataError: access or connection fails, content is damaged, the disk has too little space, or a file or folder cannot be
+            written. Except in the last case, the message explains how to get the videos manually.
     """
     if not plan.videos:
         return []
@@ -193,7 +194,7 @@ def convert_server_errors(source: ServedFile) -> Iterator[None]:
 
 
 def fetch_agibot(plan: RawPlan) -> set[str]:
-    """Select the needed views of the tars that may have the episodes."""
+    """Download the needed views from the tars that may contain the episodes; return the videos that were found."""
     commit, files = list_files(plan.origin, None)
     by_tar: dict[str, list[str]] = defaultdict(list)
     for video in plan.videos:
@@ -221,7 +222,7 @@ def list_agibot_members(view: str) -> list[str]:
 
 
 def select_tars(tars: Sequence[str], episode: int) -> list[str]:
-    """Those whose name is a range with the episode in it, `648642-685032.tar`; else all whose name says nothing."""
+    """Select the tars whose range includes the episode (`648642-685032.tar`), or else those whose name is not a range."""
     ranges = {tar: re.fullmatch(r"(\d+)-(\d+)\.tar", tar.rpartition("/")[2]) for tar in tars}
     inside = [tar for tar, match in ranges.items() if match and int(match[1]) <= episode <= int(match[2])]
     return inside or [tar for tar, match in ranges.items() if match is None]
@@ -236,7 +237,11 @@ def fetch_holoassist(plan: RawPlan) -> set[str]:
 
 
 def take(plan: RawPlan, source: ServedFile, wanted: dict[str, str], folder: Path) -> set[str]:
-    """Fetch the members of a tar that are wanted into `folder`, under the endings by which they are; the keys found."""
+    """Download members of a tar to `folder`; return the keys of those that were found.
+
+    Args:
+        wanted: end of a member's path, which is also its path in `folder` → key of the video.
+    """
     if not wanted:
         return set()
     members = find_members(source, wanted, plan.folder / INDICES)
@@ -253,7 +258,7 @@ def take(plan: RawPlan, source: ServedFile, wanted: dict[str, str], folder: Path
 
 
 def fetch_file(plan: RawPlan, source: ServedFile, file: Path) -> None:
-    """Fetch a whole file unless it exists."""
+    """Download a complete file unless it exists."""
     if file.is_file():
         return
     with convert_server_errors(source):
@@ -266,7 +271,7 @@ def fetch_file(plan: RawPlan, source: ServedFile, file: Path) -> None:
 
 
 def locate_partial(plan: RawPlan, source: ServedFile, *part: str | int) -> Path:
-    """The file that a part of this version of a file is fetched into."""
+    """Return the path of the partial download of a part of this version of a file."""
     key = " ".join(map(str, (source.url, *source.version, *part)))
     return plan.folder / PARTIALS / hashlib.sha256(key.encode()).hexdigest()[:24]
 
@@ -283,10 +288,10 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def fetch_bridge(plan: RawPlan) -> set[str]:
-    """Shard after shard until all episodes are found, first those that are known to have some."""
+    """Download shards until all episodes are found, starting with those that are known to contain some."""
     episodes: dict[str, list[str]] = read_json_object(
         plan.folder / EPISODES
-    )  # of the shards that earlier calls looked into
+    )  # episodes by shard, recorded by earlier calls
     fetched: set[str] = set()
     for split in ("train", "val"):
         missing = {video for video in plan.videos if split_of(video) in (split, None)} - fetched
@@ -306,7 +311,7 @@ def fetch_bridge(plan: RawPlan) -> set[str]:
 
 
 def split_of(video: str) -> str | None:
-    """A folder ends in `train` or `val`, which are also the splits."""
+    """Return the split of a video, which is the last word of its folder: `train` or `val`; None if the word is neither."""
     last = re.split(r"[-./]", video.rpartition(".")[0])[-1]
     return last if last in ("train", "val") else None
 
@@ -327,7 +332,11 @@ def shard_names(plan: RawPlan, split: str) -> list[str]:
 
 
 def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], set[str]]:
-    """The episodes in a shard, and those of them whose frames are now on the disk. The shard itself is not kept."""
+    """Download a shard and extract the wanted episodes; the shard is not kept.
+
+    Returns:
+        All episodes in the shard, and the wanted ones, whose frames are now on the disk.
+    """
     source, file = ServedFile(f"{plan.origin}/{shard}"), plan.folder / shard
     fetch_file(plan, source, file)
     inside: list[str] = []
@@ -342,12 +351,12 @@ def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], 
     except (KeyError, IndexError) as error:
         raise DataError(f"{source.url}: an episode has no {error}; it is not the data set bridge_dataset") from error
     finally:
-        file.unlink()  # a damaged one is fetched again
+        file.unlink()  # also if it is damaged, so that it is downloaded again
     return inside, fetched
 
 
 def name_bridge_video(path: bytes | int, episode: bytes | int) -> str:
-    """`/…/bridge_data_all/a/b/train/out.npy` and 12 → `a-b-train.12`, as in the names of clips."""
+    """Name an episode as in the names of clips: `/…/bridge_data_all/a/b/train/out.npy` and 12 → `a-b-train.12`."""
     text, number = (
         str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value) for value in (path, episode)
     )
@@ -358,7 +367,7 @@ def name_bridge_video(path: bytes | int, episode: bytes | int) -> str:
 
 
 def write_frames(images: Sequence[bytes | int], folder: Path) -> None:
-    """All of them or none."""
+    """Write all images to `folder`, or none if an error occurs."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".frames-") as scratch:
         inside = Path(scratch) / folder.name

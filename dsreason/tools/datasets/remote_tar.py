@@ -1,7 +1,7 @@
-"""Single videos out of a tar on a server, without fetching the whole of it.
+"""Search for single videos in a tar on a server, without downloading the complete tar.
 
-A tar has no table of contents: its headers are read one after the other, and what is known of it is kept in an index file,
-so that a later call looks on where this one stopped.
+A tar has no table of contents, so its headers are read one after the other. The result is kept in an index file, and a later call
+continues where the previous one stopped.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Index:
     """Index of the first `offset` bytes of a tar."""
 
     version: tuple[int, str]
-    """Version of the tar, see `Version`."""
+    """Version of the tar; see `Version`."""
     offset: int = 0
     is_complete: bool = False
     members: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Name of a video → where its content begins, and its size."""
+    """Name of a video → offset and size of its content, in bytes."""
 
 
 def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
-    """Find for each key the member, the offset of its content and its size; keys that the tar does not have are left out.
+    """Find for each key the member, the offset of its content, and its size; keys without a member are left out.
 
     Args:
-        wanted: how a member's path may end → the key it is asked by; one member per key is enough.
+        wanted: possible end of a member's path → key; one member per key is enough.
         indices: folder of the index files.
 
     Raises:
-        HTTPError, DataError: it cannot be read; what was learnt of it is kept.
+        HTTPError, DataError: the tar cannot be read; the headers read so far are kept in the index.
     """
     with RangedFile(source) as file:
         index_file = indices / f"{hashlib.sha256(source.url.encode()).hexdigest()[:24]}.json"
@@ -62,7 +62,7 @@ def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -
 
 
 def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: set[str]) -> None:
-    """Read headers from where the index ends, until nothing is missing or the tar ends."""
+    """Read headers from the end of the index on, until no key is missing or the tar ends."""
     name = file.source.url.rpartition("/")[2]
     with track(f"looking into {name}", file.length - index.offset, "bytes") as advance:
         buffered = io.BufferedReader(file)
@@ -81,7 +81,7 @@ def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: 
 
 
 def find_key(member: str, wanted: Mapping[str, str]) -> str | None:
-    """Return the key of `c.mp4`, `b/c.mp4` or `a/b/c.mp4` for the member `a/b/c.mp4`, whichever is requested."""
+    """Return the key of a member: for `a/b/c.mp4`, `wanted` may have `a/b/c.mp4`, `b/c.mp4` or `c.mp4`; None if it has none."""
     parts = member.split("/")
     endings = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((wanted[ending] for ending in endings if ending in wanted), None)
@@ -96,7 +96,7 @@ def select_members(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[s
 
 
 def read_index(file: Path, version: Version) -> Index:
-    """Read the index; return a new one if it is missing, or the tar was replaced by another."""
+    """Read the index; return an empty one if the file is missing or belongs to another version of the tar."""
     try:
         index = Index(**read_json_object(file))
         return index if tuple(index.version) == version else Index(version)

@@ -1,4 +1,4 @@
-"""Every row rendered as training does it, without training: what `dsreason data validate` runs."""
+"""Rendering of every row as in training, but without training, for `dsreason data validate`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from dsreason.errors import DataError
 from dsreason.tools.datasets.processes import run_tracked
 
 Encode = Callable[[Sample], object]
-"""Raises DataError for a sample that cannot be used."""
+"""Function that encodes a sample; it raises DataError if the sample cannot be used."""
 
 
 def render_rows(
     name: str, dataset: SampleDataset, encode: Encode, *, limit: int | None = None, workers: int = 0
 ) -> tuple[int, list[str]]:
-    """Return how many rows were rendered (all, or `limit` evenly spaced ones), and a text for each that cannot be used, in order.
+    """Render all rows, or `limit` evenly spaced rows.
 
-    A text names file, row and field. A row whose media crash a decoder is one of them: it costs its process only.
+    A row whose media crash a decoder is reported, too; the crash ends only a worker process.
+
+    Returns:
+        The number of rendered rows, and a message with file, row and field for each unusable row, in order.
     """
     rows = pick_evenly(len(dataset), limit)
     render = partial(render_row, dataset, encode)

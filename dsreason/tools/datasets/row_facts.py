@@ -1,4 +1,4 @@
-"""Facts that `dsreason data inspect` notes about one row, and about one media file."""
+"""Facts that `dsreason data inspect` collects about each row and each media file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsreason.text import split_response
 from dsreason.tools.datasets.pixels import list_pixel_differences
 
 MISSING_FILE = re.compile(r"\bno (such )?(file|clip|image|video)\b")
-"""Matches the DataErrors about a missing file, whichever adapter looked for it."""
+"""Pattern of the messages about a missing file, for all adapters."""
 
 
 @dataclass(frozen=True)
@@ -34,35 +34,35 @@ class MediumUse:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """Facts about a row that gives a sample. `tokens` is None without a model, or if a media item cannot be measured."""
+    """Facts about a usable row. `tokens` is None without a model, or if a media item cannot be measured."""
 
     where: str
     """File and row."""
     question: str
-    """Hash of the user's words, see `normalise`."""
+    """Hash of the user's normalised messages; see `normalise`."""
     question_length: int
     answer_length: int
     tokens: int | None
     media: tuple[MediumUse, ...]
     seconds: tuple[str, ...]
-    """Shown seconds of each media item, see `format_shown_seconds`."""
+    """Displayed seconds of each media item; see `format_shown_seconds`."""
     answer: str | None
-    """A letter if the question has options, else a short answer."""
+    """Letter if the question has options, or else the short answer; None if there is neither."""
     letters: tuple[str, ...]
     """Letters of the options."""
     is_unlisted: bool
-    """The question lists options that do not include the answer."""
+    """Whether the question lists options that do not include the answer."""
     system_prompt: str
     turns: int
-    """Replies of the assistant."""
+    """Number of the assistant's replies."""
     has_think: bool
     has_answer_tag: bool
     pixel_differences: tuple[str, ...] = ()
-    """Differences of its media, see `pixel_differences`; empty without a model."""
+    """Differences from cosmos-rl in the row's media; see `list_pixel_differences`. Empty without a model."""
     rejected_length: int | None = None
-    """Like `answer_length`, of the worse conversation in a row of preferences."""
+    """Length of the replies in the rejected conversation of a preference row; None for other rows."""
     is_undecided: bool = False
-    """Both conversations of a row of preferences are the same."""
+    """Whether both conversations of a preference row are the same."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class UnusableRow:
 
 @dataclass(frozen=True)
 class MediumFacts:
-    """`size` in bytes; `seconds` and `fps` are None for images."""
+    """Facts about a media file. `size` is in bytes; `seconds` and `fps` are None for images."""
 
     size: int
     height: int
@@ -89,7 +89,7 @@ class MediumFacts:
 def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> RowFacts:
     sample, tokens, differences = dataset[row], None, list[str]()
     if encoder is not None:
-        with suppress(DataError):  # its media are read one by one, and reported there
+        with suppress(DataError):  # the media are read one by one later, and errors are reported then
             tokens, differences = encoder.measure(sample), list_pixel_differences(encoder, sample)
     return collect_row_facts(dataset.describe_location(row), sample, tokens, differences)
 
@@ -126,7 +126,7 @@ def list_replies(messages: Iterable[Message]) -> list[str]:
 
 
 def normalise(text: str) -> str:
-    """Lower case, words and numbers only, one space between them: `Which way?\\n` and `which WAY` are the same."""
+    """Return only words and numbers, in lower case and separated by spaces: `Which way?\\n` and `which WAY` are the same."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 

@@ -1,8 +1,8 @@
-"""TFRecord files of `tf.train.Example`, read without TensorFlow.
+"""Reader for TFRecord files of `tf.train.Example`, without TensorFlow.
 
-A record is its length (8 bytes), a checksum (4), the content, and a checksum (4). The content is a protocol buffer:
+A record consists of its length (8 bytes), a checksum (4), the content, and a checksum (4). The content is a protocol buffer:
 `Example {features = 1: {feature = 1: map of name = 1 to Feature = 2 {bytes_list = 1 | float_list = 2 | int64_list = 3}}}`, see
-tensorflow/core/example/example.proto. Checksums are not compared: a damaged record gives other names than those asked for.
+tensorflow/core/example/example.proto. Checksums are not verified: a damaged record yields names other than the requested ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Feature = list[bytes] | list[int]
 
 
 def read_examples(file: Path, names: Sequence[str]) -> Iterator[dict[str, Feature]]:
-    """Yield for each record the features of these names: lists of bytes or of integers. Those that a record lacks are left out.
+    """Yield the named features of each record, as lists of bytes or of integers; features that a record lacks are left out.
 
     Raises:
         DataError: the file is not a TFRecord file, or is damaged.
@@ -77,7 +77,7 @@ def read_integers(values: bytes) -> list[int]:
 
 
 def iter_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Number and content of each field; fixed ones as their bytes."""
+    """Yield the number and content of each field; the content of a fixed-size field is its bytes."""
     place = 0
     while place < len(message):
         key, place = read_varint(message, place)
@@ -99,7 +99,7 @@ def iter_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
 
 
 def read_varint(message: bytes, place: int) -> tuple[int, int]:
-    """The number that begins at `place`, and where it ends."""
+    """Return the number that begins at `place`, and the position after it."""
     number = shift = 0
     while True:
         byte = message[place]

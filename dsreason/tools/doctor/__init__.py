@@ -1,1 +1,1 @@
-"""`dsreason doctor`: whether a machine can train, a finding with its cure for everything that was looked at."""
+"""`dsreason doctor`: checks whether a machine can train and reports a finding, with a remedy if needed, for each check."""

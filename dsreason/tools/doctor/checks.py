@@ -1,4 +1,4 @@
-"""All checks, the quick ones first; none of them can end the others."""
+"""List of all checks, the quick ones first. A check that raises does not prevent the others from running."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsreason.tools.doctor.finding import DoctorFinding, report_failure, report_
 
 @dataclass(frozen=True)
 class Check:
-    """A check: its name while it runs, and its function."""
+    """A check: the name displayed while it runs, and its function."""
 
     name: str
     look: Callable[[], Iterator[DoctorFinding]]
@@ -42,16 +42,16 @@ TRIALS = (
 
 
 def iter_findings(check: Check) -> Iterator[DoctorFinding]:
-    """Yield the findings of a check; one that fails itself is a finding."""
+    """Yield the findings of a check; if the check itself raises, yield that as a failure."""
     try:
         yield from check.look()
-    except Exception as error:  # noqa: BLE001 (whatever is wrong with the machine)
+    except Exception as error:  # noqa: BLE001 (a broken machine can raise anything)
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         yield report_failure(check.name, f"could not be looked at: {text}", "please report this line")
 
 
 def check_config(config: Any) -> Iterator[DoctorFinding]:
-    """Check that the files a loaded configuration names exist; URLs and names on the hub are not queried."""
+    """Check that the files named in a loaded configuration exist; URLs and names on the Hub are not queried."""
     from dsreason.config.deepspeed import read_deepspeed
 
     try:

@@ -1,4 +1,7 @@
-"""Two ranks that meet and add up numbers, as `python -m dsreason.tools.doctor.collective`. A rank of it is the same module."""
+"""Test of a collective: two ranks connect and sum numbers. Run as `python -m dsreason.tools.doctor.collective`.
+
+The ranks that it starts run the same module.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ from dsreason.screen import print_message
 
 RANKS = 2
 VALUES = 8 * 1024**2
-"""float32 values of the sum that is timed."""
+"""Number of float32 values in the timed all-reduce."""
 
 
 def rank() -> None:
-    """The work of one rank: sums that must be right, one of them large."""
+    """Run one rank: check and time an all-reduce of `VALUES` values.
+
+    Raises:
+        DsReasonError: the sum is wrong.
+    """
     import torch
     import torch.distributed as dist
 
@@ -26,7 +33,7 @@ def rank() -> None:
     world = init_world()
     expected = float(sum(range(1, world.size + 1)))
     values = torch.full((VALUES,), float(world.rank + 1), device=world.device)
-    dist.all_reduce(values.clone())  # the first one connects
+    dist.all_reduce(values.clone())  # the first collective establishes the connection
     started = time.monotonic()
     dist.all_reduce(values)
     total = values.double().mean().item()
@@ -42,7 +49,7 @@ def rank() -> None:
 
 
 def main() -> None:
-    """Run one rank per GPU; without a GPU two ranks share the CPU."""
+    """Run one rank per GPU, at most `RANKS`; without GPUs, run `RANKS` ranks on the CPU."""
     launch.prepare_environment()
     gpus = launch.count_gpus()
     ranks = min(RANKS, gpus) or RANKS
@@ -59,5 +66,5 @@ if __name__ == "__main__":
             rank()
         else:
             main()
-    except Exception as error:  # noqa: BLE001 (reported as in `dsreason` itself)
+    except Exception as error:  # noqa: BLE001 (reported in the same way as by `dsreason`)
         sys.exit(launch.report(error))

@@ -1,4 +1,4 @@
-"""Variables that change what runs, and tokens, which are reported as set or missing and never shown."""
+"""Checks of environment variables that affect runs, and of tokens, which are reported as present or absent but never shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
 }
-"""Variables of a search for a fault that somebody may have forgotten, and the value that costs time."""
+"""Debugging variables that may have been left set, and the value that makes training slow."""
 TOKENS = {
     "Hugging Face": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
     "Weights & Biases": ("WANDB_API_KEY",),
@@ -29,7 +29,7 @@ STORED = {
     "Weights & Biases": ("~/.netrc",),
     "S3": ("~/.aws/credentials",),
 }
-"""Files in which logins are kept."""
+"""Files that store credentials, by service."""
 NEEDED_FOR = {
     "Hugging Face": "gated models and uploads",
     "Weights & Biases": "monitor.wandb",
@@ -80,7 +80,7 @@ def find_suspicious(given: Mapping[str, str]) -> Iterator[DoctorFinding]:
 
 
 def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
-    """Present or not, by variable or by a stored login; not whether they are right."""
+    """Report whether a token for each service is present, as a variable or in a file; do not check whether it is valid."""
     for name, variables in TOKENS.items():
         credentials = [variable for variable in variables if given.get(variable)]
         credentials += [path for path in STORED.get(name, ()) if is_there(Path(path))]
@@ -93,5 +93,5 @@ def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFindin
 def is_there(path: Path) -> bool:
     try:
         return path.expanduser().is_file()
-    except (OSError, RuntimeError):  # RuntimeError: no home
+    except (OSError, RuntimeError):  # RuntimeError: the home folder is unknown
         return False

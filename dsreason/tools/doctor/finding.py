@@ -1,4 +1,4 @@
-"""The finding of a check."""
+"""Findings of checks, and helpers to create them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ Verdict = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One line. Example: `DoctorFinding("compiler", "fail", "no c++ was found", "install g++")`."""
+    """One line of the report.
+
+    Example: `DoctorFinding("compiler", "fail", "no c++ was found", "install g++")`.
+    """
 
     name: str
     verdict: Verdict
     what: str
     cure: str = ""
-    """Advice; empty if nothing has to be done."""
+    """Advice; empty if no action is needed."""
 
 
 def report_pass(name: str, what: str) -> DoctorFinding:
@@ -36,7 +39,10 @@ def report_failure(name: str, what: str, cure: str) -> DoctorFinding:
 
 
 def run_program(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Return the exit code of a program and everything it prints; 124 if it takes longer, 127 if it is missing."""
+    """Return the exit code of a program and everything that it prints.
+
+    The code is 124 if the program takes more than `seconds`, and 127 if it cannot be started.
+    """
     try:
         ended = subprocess.run(
             command,
@@ -54,7 +60,10 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[int, str]:
 
 
 def find_last_line(text: str) -> str:
-    """The line that mostly says why, without secrets and control characters: the last `error:` line, else the last one."""
+    """Return the line most likely to contain the cause: the last one that starts with `error:`, or else the last one.
+
+    Secrets and control characters are removed.
+    """
     printable = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in hide_secrets(text))
     lines = [" ".join(line.split()) for line in printable.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]

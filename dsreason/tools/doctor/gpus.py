@@ -1,4 +1,4 @@
-"""GPUs: those that the driver has and those that torch can use, their memory, and who else uses it."""
+"""GPU checks: the GPUs that the driver and torch see, their memory, and its use by other processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dsreason.tools.doctor.finding import (
 QUERY = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current,ecc.errors.uncorrected.volatile.total"
 SECONDS = 20
 FLASH = (8, 0)
-"""Smallest compute capability with bf16 and flash attention."""
+"""Lowest compute capability that supports bf16 and flash attention."""
 BUSY = 1024
-"""MiB that somebody else may use without being spoken of."""
+"""MiB that other processes may use on a GPU before a warning is issued."""
 
 
 def check_gpus() -> Iterator[DoctorFinding]:
@@ -76,7 +76,7 @@ def check_without_gpus(built_for: str | None, cards: int) -> Iterator[DoctorFind
 
 
 def list_cards() -> list[list[str]]:
-    """Return the fields of `QUERY` of each card; empty without a driver."""
+    """Return the fields of `QUERY` for each card; the list is empty if the driver is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     code, text = run_program(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], SECONDS)
@@ -105,12 +105,12 @@ def check_card(card: list[str]) -> Iterator[DoctorFinding]:
 
 
 def parse_mib(text: str) -> int:
-    """0 if the driver does not say."""
+    """Return the number of MiB in a field of the driver's reply; 0 if the field is not a number."""
     return int(text) if text.isdecimal() else 0
 
 
 def check_driver_answers() -> Iterator[DoctorFinding]:
-    """Report a driver that hangs or fails as such, and not as a machine without GPUs."""
+    """Report a driver that hangs or fails, which would otherwise look like a machine without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return
     code, text = run_program(["nvidia-smi", "-L"], SECONDS)

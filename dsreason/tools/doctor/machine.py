@@ -1,4 +1,4 @@
-"""The host without its GPUs: compiler, memory, disks, limits, videos."""
+"""Checks of the host apart from its GPUs: compiler, memory, disks, limits, videos."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GIB = 1024**3
 LEAST_MEMORY, USUAL_MEMORY = 8, 64
 LEAST_SHARED = 1
 LEAST_DISK, USUAL_DISK = 5, 200
-"""GiB. The usual is what a model of some billion parameters takes with its checkpoints."""
+"""Thresholds in GiB. The usual values are what a model of a few billion parameters needs, including its checkpoints."""
 LEAST_FILES = 4096
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 60
 
 
 def check_compiler() -> Iterator[DoctorFinding]:
-    """DeepSpeed and vLLM compile parts of themselves at the first start."""
+    """Check that a C++ compiler works: DeepSpeed and vLLM compile parts of themselves on their first run."""
     compiler_name = os.environ.get("CXX")
     compiler = shutil.which(compiler_name) if compiler_name else next(filter(None, map(shutil.which, COMPILERS)), None)
     cure = "install g++ (Debian: build-essential), or set CXX to a C++ compiler"
@@ -68,7 +68,7 @@ def check_memory() -> Iterator[DoctorFinding]:
 
 
 def check_shared_memory(folder: Path) -> Iterator[DoctorFinding]:
-    """Data workers and NCCL hand over through it."""
+    """Check the size of the shared memory, through which data workers and NCCL exchange data."""
     try:
         size = shutil.disk_usage(folder).total / GIB
     except OSError as error:
@@ -134,7 +134,7 @@ def check_limits() -> Iterator[DoctorFinding]:
 
 
 def check_videos() -> Iterator[DoctorFinding]:
-    """Write a clip of a few frames, and read it again."""
+    """Check that a clip of a few frames can be written and read back."""
     import av
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Ports of this host, and the hosts of a hostfile."""
+"""Checks of this host's ports and of the hosts in a hostfile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsreason.tools.doctor.finding import (
 )
 
 MASTER_PORT = 29500
-"""Port at which torchrun and `deepspeed` meet by default."""
+"""Default rendezvous port of torchrun and `deepspeed`."""
 SSH_SECONDS = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "StrictHostKeyChecking=accept-new")
 
@@ -50,10 +50,10 @@ def check_ports() -> Iterator[DoctorFinding]:
 
 
 def read_hostfile(file: Path) -> list[tuple[str, int]]:
-    """(host, slots) of each line `node-0 slots=8`.
+    """Return (host, slots) for each line of the form `node-0 slots=8`.
 
     Raises:
-        ConfigError: it cannot be read, or a line is of another form.
+        ConfigError: the file cannot be read, a line has another form, or no host is listed.
     """
     try:
         lines = file.read_text().splitlines()
@@ -74,7 +74,10 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
 
 
 def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[DoctorFinding]:
-    """Each by ssh, all at the same time: reachable without a password, and with the same version at the same place."""
+    """Check all hosts over SSH, at most 16 at a time.
+
+    Each must be reachable without a password and have the same version of dsreason at the same path as this host.
+    """
     if shutil.which("ssh") is None:
         yield report_failure(
             "hosts",

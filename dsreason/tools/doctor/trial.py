@@ -1,4 +1,4 @@
-"""Short runs of what training does: a collective of two ranks, and GRPO's one step of a tiny model with its engine."""
+"""Trial runs: a collective of two ranks, and one GRPO step of a tiny model with its rollout engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TINY = {
     "checkpoint.export": "none",
     "rollout.show_every": "0",
 }
-"""Try the engine on the built-in task and model: it starts, sleeps, wakes, gets weights, and its answers are checked."""
+"""Settings of a trial of the engine on the built-in task and model: it starts, sleeps, wakes and receives weights, and its
+answers are checked."""
 
 
 def check_collective() -> Iterator[DoctorFinding]:
@@ -73,5 +74,5 @@ def check_engine() -> Iterator[DoctorFinding]:
 
 
 def is_outside_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this shell is none that a launcher made: else the runs above would join its job."""
+    """Return whether this process was not started by a launcher; otherwise the trial runs would join the launcher's job."""
     return not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environment.keys()

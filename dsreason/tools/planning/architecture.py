@@ -1,4 +1,4 @@
-"""Sources of a model's shape: its folder, a tiny model, the Hub's config.json, or the table of published ones."""
+"""Lookup of a model's architecture: from its folder, a tiny model, the Hub's config.json, or the table of published models."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from dsreason.models.load import read_model_config, resolve_model
 from dsreason.tools.planning.published import list_architectures
 
 PATIENCE_S = 5.0
-"""Seconds for the Hub's answer."""
+"""Time limit of a request to the Hub, in seconds."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     config: Any
-    """transformers' configuration."""
+    """The configuration as a transformers object."""
     source: str
-    """Source of the shape, for people."""
+    """Description of where the configuration comes from, for display."""
 
 
 @cache
 def find_architecture(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Architecture:
-    """The architecture of a `model.path`; no weights are read or downloaded, but for a small random `tiny:` model.
+    """Find the architecture of a `model.path`. No weights are read or downloaded; only a small random `tiny:` model is built.
 
     Raises:
-        CheckpointError: config.json is missing, or not of a supported model.
-        ConfigError: the path is in S3, or neither the Hub nor the table knows it.
+        CheckpointError: config.json is missing or describes an unsupported model, or neither the Hub nor the table has the model.
+        ConfigError: the path is in S3.
     """
     if path.startswith("tiny:"):
         folder = resolve_model(ModelConfig(path=path), get_cache_dir() / "models")
@@ -75,7 +75,7 @@ def load_from_hub(name: str, revision: str | None) -> Architecture:
 
 
 def ask_hub(name: str, revision: str | None) -> bytes:
-    """config.json, asked for once: the library's own downloads try again for half a minute."""
+    """Download config.json without retries; huggingface_hub's own download functions retry for half a minute."""
     address = hf_hub_url(name, "config.json", revision=revision)
     response = get_session().get(address, headers=build_hf_headers(), timeout=PATIENCE_S, follow_redirects=True)
     hf_raise_for_status(response)

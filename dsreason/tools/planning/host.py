@@ -1,4 +1,4 @@
-"""Memory of one host that its ranks take, and disk space of checkpoints and exports."""
+"""Memory that the ranks of one host need, and disk space of checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dsreason.tools.planning.request import PlanRequest
 from dsreason.tools.planning.states import States
 
 PROCESS = 4 * GIB
-"""Allowance for a rank: Python, torch and CUDA's libraries. Not measured on a GPU."""
+"""Allowance in bytes for each rank: Python, torch and the CUDA libraries. It was not measured on a GPU."""
 WORKER = GIB
-"""Allowance for a process that decodes media, with the rows it holds."""
+"""Allowance in bytes for each process that decodes media, including the rows that it holds."""
 
 
 def has_reference(request: PlanRequest) -> bool:
-    """Return whether a copy of the trained weights is kept for a KL; with adapters the base is the reference."""
+    """Return whether a copy of the trained weights is kept for the KL penalty; with adapters, the base model is the reference."""
     config = request.config
     return isinstance(config, GRPOConfig) and not config.lora.rank and bool(build_objective(config.grpo).kl_coef)
 
@@ -26,10 +26,10 @@ def plan_host(
     """Plan the memory of one host.
 
     Args:
-        waiting: bytes of one rank's activations that wait there.
-        moved: bytes of one rank's optimizer that wait there while completions are sampled.
-        vllm: bytes of one rank.
-        teacher: bytes of one rank.
+        waiting: bytes of activations per rank that are offloaded to the host.
+        moved: bytes of optimizer state per rank that are on the host while completions are sampled.
+        vllm: bytes per rank for vLLM.
+        teacher: bytes per rank for the teacher.
     """
     config, ranks = request.config, request.machine.ranks_per_host
     shares = request.width * request.parameters.count_trained_share(request.machine.gpus)
@@ -51,7 +51,10 @@ def plan_host(
 
 
 def compute_checkpoint_copy(request: PlanRequest) -> int:
-    """Bytes of one host, which a checkpoint is copied to where they are free; else training waits until it is written."""
+    """Return the host memory, in bytes per host, for the copy from which a checkpoint is written in the background.
+
+    If that much memory is not free, training waits until the checkpoint is written.
+    """
     checkpoint, machine = request.config.checkpoint, request.machine
     if not checkpoint.background or not (checkpoint.every or checkpoint.last):
         return 0
@@ -59,7 +62,7 @@ def compute_checkpoint_copy(request: PlanRequest) -> int:
 
 
 def compute_checkpoint_bytes(request: PlanRequest) -> int:
-    """Return the bytes of all ranks: master weights, moments and the weights themselves; only of adapters if they are trained."""
+    """Return a checkpoint's bytes over all ranks: master weights, moments and weights; with LoRA, those of the adapters only."""
     parameters, width = request.parameters, request.width
     frozen = 0 if request.config.lora.rank else parameters.numel - parameters.num_trained
     return (12 + width) * parameters.num_trained + width * frozen
@@ -68,13 +71,13 @@ def compute_checkpoint_bytes(request: PlanRequest) -> int:
 def export_bytes(request: PlanRequest) -> int:
     dtype = request.config.checkpoint.export_dtype
     width = request.width if dtype == "auto" else {"bf16": 2, "fp32": 4}[dtype]
-    if request.config.lora.rank:  # the adapter beside the merged model
+    if request.config.lora.rank:  # the adapter in addition to the merged model
         return width * (request.parameters.numel + request.parameters.num_trained)
     return width * request.parameters.numel
 
 
 def plan_disk(request: PlanRequest) -> PlannedPhase:
-    """All that is kept, and the checkpoint that is being written."""
+    """Plan the disk space of the checkpoints to keep, the checkpoint being written, and the export."""
     checkpoint = request.config.checkpoint
     num_kept = max(checkpoint.keep, 1) + checkpoint.keep_best + 1
     writes = checkpoint.every > 0 or checkpoint.last

@@ -1,4 +1,4 @@
-"""A model's parameters, counted on the meta device: what each is, and whether it is trained."""
+"""Parameters of a model, counted on the meta device: the size and kind of each, and whether it is trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BLOCK = re.compile(r".*\.(?:(?:layers|blocks|deepstack_merger_list)\.\d+|merger)\.")
-"""Beginning of a parameter's name that says which block it is in."""
+"""Prefix of a parameter's name that identifies its block."""
 Kind = Literal["trained", "frozen", "adapter", "nf4"]
 
 
@@ -33,7 +33,7 @@ Kind = Literal["trained", "frozen", "adapter", "nf4"]
 class PlannedParameter:
     name: str
     numel: int
-    """Values; of one in 4 bits those that its bytes stand for."""
+    """Number of values; of a 4-bit parameter, the number of values before quantization."""
     kind: Kind
     bytes_each: int
 
@@ -43,7 +43,7 @@ class PlannedParameter:
 
     @property
     def elements(self) -> int:
-        """Number of elements that ZeRO-3 cuts: values, or bytes of a parameter in 4 bits."""
+        """Number of elements that ZeRO-3 shards: values, or bytes of a 4-bit parameter."""
         return count_blocks(torch.Size([self.numel])) * ROW_BYTES if self.kind == "nf4" else self.numel
 
     @property
@@ -51,34 +51,34 @@ class PlannedParameter:
         return self.elements * (1 if self.kind == "nf4" else self.bytes_each)
 
     def share(self, ranks: int) -> int:
-        """Bytes of the part that one rank keeps; the last one's is padded."""
+        """Return the bytes of one rank's shard; the last shard is padded to the same size."""
         return -(-self.elements // ranks) * (1 if self.kind == "nf4" else self.bytes_each)
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """All of a model, tied ones once."""
+    """All parameters of a model; tied parameters are listed once."""
 
     all: tuple[PlannedParameter, ...]
 
     @cached_property
     def blocks(self) -> dict[str, int]:
-        """Bytes of each decoder layer and vision block, which ZeRO-3 gathers as a whole."""
+        """Bytes of each decoder layer and vision block, the units that ZeRO-3 gathers."""
         return sum_blocks(self.all, lambda parameter: parameter.nbytes)
 
     @cached_property
     def trained_blocks(self) -> dict[str, int]:
-        """Trained values of each of these."""
+        """Number of trained values in each decoder layer and vision block."""
         return sum_blocks(self.trained, lambda parameter: parameter.numel)
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes that ZeRO-3 has whole at a time: of the largest block, or of a larger parameter outside of blocks."""
+        """Most bytes that ZeRO-3 gathers at a time: the largest block, or a larger parameter outside of the blocks."""
         return max(*self.blocks.values(), *(parameter.nbytes for parameter in self.all))
 
     @cached_property
     def numel(self) -> int:
-        """Parameters of the model itself, without adapters."""
+        """Number of values of the model without adapters."""
         return sum(parameter.numel for parameter in self.all if parameter.kind != "adapter")
 
     @cached_property
@@ -93,16 +93,16 @@ class Parameters:
         return sum(parameter.numel for parameter in self.all if parameter.kind == kind)
 
     def count_trained_share(self, ranks: int) -> int:
-        """Values of the trained parameters that one rank keeps."""
+        """Count the values in one rank's shards of the trained parameters."""
         return sum(-(-parameter.numel // ranks) for parameter in self.trained)
 
     def largest(self, among: Callable[[PlannedParameter], bool] = lambda one: True) -> int:
-        """Values of the largest parameter."""
+        """Return the number of values of the largest parameter that `among` accepts; 0 if there is none."""
         return max((parameter.numel for parameter in self.all if among(parameter)), default=0)
 
 
 def sum_blocks(parameters: Iterable[PlannedParameter], size: Callable[[PlannedParameter], int]) -> dict[str, int]:
-    """Sizes of each block's parameters together, by the beginning of their names."""
+    """Sum the sizes of each block's parameters, by the prefix of their names."""
     sizes: Counter[str] = Counter()
     for parameter in parameters:
         if match := BLOCK.match(parameter.name):
@@ -111,13 +111,17 @@ def sum_blocks(parameters: Iterable[PlannedParameter], size: Callable[[PlannedPa
 
 
 def build_meta_model(architecture: Architecture, config: RunConfig) -> PreTrainedModel:
-    """Without memory behind its tensors."""
+    """Build the model on the meta device, where tensors have no memory."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
     return build_empty_model(architecture.config, dtype, "auto", config.model.trust_remote_code)
 
 
 def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
-    """ConfigError for patterns of `model.freeze` and `lora.targets` that match nothing."""
+    """Count the parameters of a model as the run trains it.
+
+    Raises:
+        ConfigError: a pattern of `model.freeze` or `lora.targets` matches nothing.
+    """
     family = get_family(model.config.model_type)
     named_parameters = dict(model.named_parameters())
     frozen = set(named_parameters) if config.lora.rank else check_freeze(named_parameters, config.model.freeze)
@@ -144,7 +148,7 @@ def is_nf4(name: str, model: nn.Module, family: Family) -> bool:
 def list_adapter_parameters(
     model: nn.Module, config: RunConfig, layers: Iterable[str], width: int
 ) -> list[PlannedParameter]:
-    """The matrices A `[rank, in]` and B `[out, rank]` of each layer."""
+    """List the matrices A `[rank, in]` and B `[out, rank]` of each layer."""
     adapters = []
     for name in layers:
         layer: Any = model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""Parts of a plan: phases of a run, and the contents of a memory during each."""
+"""Parts of a plan: the phases of a run, and the contents of a memory during each phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """Example: `PlannedPhase("optimizer step", (Item("weights", 2**34),))`."""
+    """Contents of one memory during a phase of the run.
+
+    Example: `PlannedPhase("optimizer step", (MemoryItem("weights", 2**34),))`.
+    """
 
     name: str
     items: tuple[MemoryItem, ...]

@@ -1,4 +1,4 @@
-"""Memory of a model's pieces at work: a text layer, a vision block, a merger, the output layer with its loss."""
+"""Memory of a model's pieces in forward and backward: text layer, vision block, merger, and output layer with the loss."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NUMBER = re.compile(r"\.\d+\.")
-"""Prefix of a layer in the names of parameters."""
+"""Layer number in the name of a parameter, with the dots around it."""
 
 
 @dataclass(eq=False)
 class Pieces:
-    """One of each piece, on the meta device, frozen or with adapters as in the run."""
+    """A model on the meta device that is cut down to one piece of each kind, frozen or with adapters as in the run."""
 
     model: PreTrainedModel
     shape: ModelShape
@@ -72,8 +72,10 @@ class Pieces:
 
     @cache  # noqa: B019
     def head(self, tokens: int, chunk: int, *, with_entropy: bool, trained: bool) -> Traced:
-        """Log-probabilities of `tokens` targets from their hidden states, `chunk` at a time; what comes of the whole chunks
-        after the second is added by its size."""
+        """Trace the log-probabilities of `tokens` targets, computed from their hidden states `chunk` at a time.
+
+        At most two chunks are traced; the gradients of the other hidden states are added by their size.
+        """
         traced = min(tokens, 2 * chunk)
         width = (self.shape.vocabulary, self.shape.hidden)
         weight = torch.empty(width, dtype=self.dtype, device="meta", requires_grad=trained)
@@ -86,7 +88,7 @@ class Pieces:
             return torch.cat([logprobs, entropy]) if with_entropy else logprobs
 
         traced_run = trace(run, (traced, self.shape.hidden), self.dtype)
-        gradient_bytes = (tokens - traced) * self.shape.hidden * self.dtype.itemsize  # of the hidden states' gradient
+        gradient_bytes = (tokens - traced) * self.shape.hidden * self.dtype.itemsize  # of the untraced hidden states
         return Traced(traced_run.kept, traced_run.peak + gradient_bytes)
 
     @cache  # noqa: B019
@@ -135,7 +137,7 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
 
 
 def drop_layer_number(name: str) -> str:
-    """Without the number of the layer: `model.layers.7.mlp.up_proj` → `model.layers..mlp.up_proj`."""
+    """Remove the layer number from a name: `model.layers.7.mlp.up_proj` → `model.layers..mlp.up_proj`."""
     return NUMBER.sub("..", name)
 
 
@@ -146,7 +148,7 @@ def quantize_empty(model: nn.Module, pattern: str, dtype: torch.dtype) -> None:
 
 
 def put_adapters(model: PreTrainedModel, config: RunConfig, targets: set[str], dtype: torch.dtype) -> None:
-    """Adapters on the remaining layers, of those that get one in the whole model."""
+    """Add adapters to those of the remaining layers whose counterparts have one in the full model."""
     names = [name for name, _ in model.named_modules() if drop_layer_number(name) in targets]
     exact = tuple(f"^{re.escape(name)}$" for name in names)
     model.requires_grad_(False)

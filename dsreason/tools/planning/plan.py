@@ -1,4 +1,4 @@
-"""The plan of a run: its phases on a GPU, its host, its disk, and whether all fits."""
+"""Plan of a run: its phases on a GPU, host memory and disk space, and whether it fits."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from dsreason.tools.planning.validation import plan_held_out
 
 @dataclass
 class Plan:
-    """Example: `plan_run(request).fits`."""
+    """Plan of a run.
+
+    Example: `plan_run(request).fits`.
+    """
 
     request: PlanRequest
     phases: list[PlannedPhase]
-    """Bytes of one GPU."""
+    """Phases of the run, with the contents of one GPU's memory."""
     host: PlannedPhase
     disk: PlannedPhase
     vllm: VLLM | None = None
     notes: list[str] = field(default_factory=list)
     offloaded: int = 0
-    """Bytes of one rank that move to the host for each rollout."""
+    """Bytes per rank that are moved to the host for each rollout."""
 
     @property
     def fullest(self) -> PlannedPhase:
@@ -43,12 +46,12 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Bytes of a GPU that are left in the fullest phase; below 0 they lack."""
+        """Bytes of a GPU that are free in the fullest phase; negative if the phase does not fit."""
         return self.limit - self.fullest.total
 
     @cached_property
     def problems(self) -> list[str]:
-        """Why it does not fit."""
+        """Reasons why the run does not fit; empty if it fits."""
         lines = [
             f"{phase.name}: needs {phase.total / GIB:.1f} GiB, {(phase.total - self.limit) / GIB:.1f} more than a GPU has"
             for phase in self.phases
@@ -67,7 +70,11 @@ class Plan:
 
 
 def plan_run(request: PlanRequest) -> Plan:
-    """ConfigError if the run would refuse to start on that machine."""
+    """Plan the run.
+
+    Raises:
+        ConfigError: the run would refuse to start on this machine.
+    """
     config = request.config
     states = compute_states(request)
     outside = [MemoryItem("CUDA context and libraries", CONTEXT, "allowance")]
@@ -95,9 +102,9 @@ def plan_run(request: PlanRequest) -> Plan:
     training = plan_training(request, held)
     if config.data.validation != 0 and not isinstance(
         config, DPOConfig
-    ):  # whose held-out pairs are cut as trained ones
+    ):  # DPO batches held-out pairs like training pairs, so validation needs no more memory
         training.append(plan_held_out(request, held))
-    # vLLM fills its share to the last byte, so that phase has no fragments.
+    # vLLM fills its share to the last byte, so its phase needs no allowance for fragmentation.
     phases = [phase if vllm and phase is sampling[-1] else add_fragments(phase) for phase in [*sampling, *training]]
     waiting = compute_activations(request).on_host
     host = plan_host(request, states, waiting, moved=offload.moved, vllm=vllm.host if vllm else 0, teacher=on_host)
@@ -113,7 +120,7 @@ def add_fragments(phase: PlannedPhase) -> PlannedPhase:
 
 
 def compute_teacher_bytes(request: PlanRequest) -> tuple[int, int, int]:
-    """Return the bytes of one rank: on the GPU, on the host, and of the whole model while it reads."""
+    """Return the teacher's bytes per rank: its shard on the GPU or on the host, and the weights gathered in its forward pass."""
     config = request.config
     if not isinstance(config, GRPOConfig) or config.distill.teacher is None or config.distill.by_server:
         return 0, 0, 0

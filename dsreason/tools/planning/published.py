@@ -1,11 +1,11 @@
-"""Architectures of published models, for where the Hub cannot be reached: what their config.json says, as far as sizes go."""
+"""Architectures of published models, used if the Hub cannot be reached: the values in their config.json that determine sizes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Sizes = tuple[int, int, int, int, int, int, bool]
-"""Hidden size, layers, attention heads, key-value heads, intermediate size, vocabulary; whether the output layer is tied."""
+"""Hidden size, layers, attention heads, key-value heads, intermediate size, vocabulary size, and whether the head is tied."""
 
 QWEN2: dict[str, Sizes] = {
     "0.5B": (896, 24, 14, 2, 4864, 151936, True),
@@ -25,7 +25,7 @@ QWEN3: dict[str, Sizes] = {
     "32B": (5120, 64, 64, 8, 25600, 151936, False),
 }
 QWEN3_HEAD = 128
-"""Channels of a head in all of Qwen3."""
+"""Channels per attention head in all Qwen3 models."""
 
 
 def make_text_config(sizes: Sizes) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def make_text_only(model_type: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def list_architectures() -> dict[str, dict[str, Any]]:
-    """Return the values of config.json by name on the Hub, in lower case."""
+    """Return the values of config.json by the model's name on the Hub in lower case."""
     qwen3_vl_2b, qwen3_vl_8b = (
         make_qwen3_vl(QWEN3["1.7B"], large_tower=False),
         make_qwen3_vl(QWEN3["8B"], large_tower=True),

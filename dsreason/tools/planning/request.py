@@ -18,7 +18,7 @@ from dsreason.tools.planning.pieces import Pieces, build_pieces
 from dsreason.tools.planning.shape import ModelShape, read_shape
 
 USABLE = 0.985
-"""Memory in GiB of a GPU by the GB that it is sold with: an H100 of 80 GB has 79.2, an H200 of 141 GB 139.8."""
+"""Ratio of a GPU's usable GiB to its nominal GB: an 80 GB H100 has 79.2 GiB, a 141 GB H200 has 139.8 GiB."""
 GPUS_PER_HOST = 8
 
 ZERO_DEFAULTS = {
@@ -31,17 +31,17 @@ ZERO_DEFAULTS = {
     "stage3_max_reuse_distance": 0,
     "contiguous_gradients": True,
 }
-"""DeepSpeed's (0.19.8) if its JSON leaves a key out, but for the reuse distance, which is ours (`config/deepspeed.py`)."""
+"""Defaults of DeepSpeed 0.19.8 for keys missing in its JSON; the reuse distance is the default of `config/deepspeed.py`."""
 
 
 @dataclass(frozen=True)
 class Machine:
     gpus: int
     gpu_memory: float = 80.0
-    """GB of one GPU, as it is sold."""
+    """Nominal memory of one GPU in GB."""
     gpus_per_host: int = GPUS_PER_HOST
     device: Literal["cuda", "cpu"] = "cuda"
-    """`cpu` is for comparing with what a CPU measured."""
+    """Device that the plan is for; `cpu` allows comparing plans with measurements on a CPU."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Zero:
-    """The part of a DeepSpeed JSON that decides where what lies."""
+    """The section `zero_optimization` of a DeepSpeed JSON, which determines the placement of the training state."""
 
     section: Mapping[str, Any]
 
@@ -78,7 +78,11 @@ class Zero:
 
 @dataclass
 class PlanRequest:
-    """One trainer's configuration on one machine. ConfigError if the run would refuse to start so."""
+    """Configuration of one trainer on one machine.
+
+    Raises:
+        ConfigError: the run would refuse to start in this combination.
+    """
 
     trainer: str
     config: RunConfig
@@ -87,9 +91,9 @@ class PlanRequest:
     """Name or path of the DeepSpeed JSON."""
     config_name: str = "the run configuration"
     media_tokens: int | None = None
-    """Tokens of a row on one rank; None: as many as the configuration allows."""
+    """Media tokens per row on one rank; None: as many as the configuration allows."""
     trained_tokens: int | None = None
-    """The same; None: all."""
+    """Trained tokens per row on one rank; None: all tokens."""
     architecture: Architecture = field(init=False)
     zero: Zero = field(init=False)
 
@@ -120,12 +124,12 @@ class PlanRequest:
 
     @property
     def width(self) -> int:
-        """Bytes of a weight."""
+        """Bytes per weight."""
         return 2 if self.config.train.precision == "bf16" else 4
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of one forward, whoever computes it."""
+        """Tokens per forward pass, over all ranks that share a row."""
         budget, _ = self.config.token_budget
         if budget is not None:
             return budget
@@ -134,5 +138,5 @@ class PlanRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward on one rank."""
+        """Tokens per forward pass on one rank."""
         return math.ceil(self.row_tokens / self.config.ranks_per_row)

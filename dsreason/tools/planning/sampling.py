@@ -1,4 +1,4 @@
-"""The phases in which completions are sampled: vLLM awake beside the policy's weights, or plain transformers' own copy."""
+"""Phases in which completions are sampled, by vLLM or by a separate copy of the model in plain transformers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dsreason.tools.planning.request import PlanRequest
 from dsreason.tools.planning.states import States
 
 BLOCK = 16
-"""Tokens of one block of vLLM's KV cache."""
+"""Tokens per block of vLLM's KV cache."""
 GRAPHS = GIB
-"""Allowance for compiled graphs and vLLM's own buffers: not measured. They stay while it sleeps."""
+"""Allowance in bytes for compiled graphs and vLLM's own buffers, which stay while vLLM sleeps. It was not measured."""
 EAGER = GIB // 4
-"""The same with `rollout.enforce_eager`."""
+"""The same allowance with `rollout.enforce_eager`."""
 SAMPLER_COPIES = 3
-"""Bytes of the logits in float32, while tokens are drawn."""
+"""Number of float32 copies of the logits that exist while tokens are sampled."""
 FINGERPRINT = 2 * 2**24 * 8
-"""Bytes of the float64 copies that a sync compares."""
+"""Bytes of the float64 copies that a weight sync compares."""
 
 
 @dataclass
 class VLLM:
-    """vLLM's engine on one GPU."""
+    """Memory of vLLM's engine on one GPU, in bytes."""
 
     request: PlanRequest
     config: GRPOConfig
@@ -39,12 +39,12 @@ class VLLM:
 
     @property
     def share(self) -> int:
-        """Bytes of the GPU that it may use while it is awake."""
+        """Bytes of the GPU that vLLM may use while it is awake."""
         return int(self.request.machine.gpu_bytes * self.config.rollout.gpu_memory_utilization)
 
     @cached_property
     def weights(self) -> int:
-        """The whole model in the run's precision: adapters are merged, and 4 bits are not kept."""
+        """Bytes of the weights on one GPU: adapters are merged, and 4-bit weights are expanded to the run's precision."""
         return -(-self.request.parameters.numel * self.request.width // self.parallel)
 
     @property
@@ -53,12 +53,12 @@ class VLLM:
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and its completion."""
+        """Maximum number of tokens of a prompt and its completion together."""
         return self.config.model.max_length + self.config.validation.max_completion_length
 
     @property
     def sequences(self) -> int:
-        """Completions that it draws at the same time."""
+        """Maximum number of completions that the engine samples at the same time."""
         engines = self.request.machine.gpus // self.parallel
         num_completions = -(-self.config.grpo.prompts_per_step // engines) * self.config.grpo.num_generations
         max_num_seqs = self.config.rollout.engine_options.get("max_num_seqs")
@@ -66,7 +66,7 @@ class VLLM:
 
     @cached_property
     def working(self) -> int:
-        """Largest memory of its forward, by which it measures what remains for the KV cache."""
+        """Peak bytes of vLLM's forward pass, which it measures at start to determine the size of the KV cache."""
         shape, pieces = self.request.shape, self.request.pieces
         batched = int(self.config.rollout.engine_options.get("max_num_batched_tokens", BATCHED_TOKENS))
         layer = pieces.trace_text_layer(batched, training=False).peak // self.parallel
@@ -79,12 +79,12 @@ class VLLM:
 
     @property
     def cache(self) -> int:
-        """Bytes that are left for keys and values."""
+        """Bytes that remain for the KV cache; negative if the share is too small."""
         return self.share - self.weights - self.working - self.overhead
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token."""
+        """Bytes of the keys and values per token."""
         shape = self.request.shape
         heads = max(1, shape.kv_heads // self.parallel)
         return 2 * shape.layers * heads * shape.head_size * self.request.width
@@ -95,7 +95,7 @@ class VLLM:
 
     @property
     def whole_sequences(self) -> float:
-        """Sequences of the greatest length that the cache holds at the same time."""
+        """Number of sequences of maximum length that the KV cache holds at the same time."""
         return self.cache_tokens / self.longest
 
     @property
@@ -104,7 +104,7 @@ class VLLM:
 
     @property
     def host(self) -> int:
-        """Bytes of one rank: processed media, and at sleep level 1 a copy of its weights."""
+        """Bytes of host memory per rank: processed media and, at sleep level 1, a copy of vLLM's weights."""
         media = max(1.0, 2 * self.longest * MEDIA_BYTES_PER_TOKEN / GIB) * GIB
         return int(media) + (self.weights if self.config.rollout.sleep_level == 1 else 0)
 
@@ -122,7 +122,7 @@ class VLLM:
 
 
 def sync_bucket(vllm: VLLM) -> int:
-    """Bytes of the whole weights that a weight sync gathers at a time."""
+    """Return the bytes of full weights that a weight sync gathers at a time."""
     largest = max(parameter.numel for parameter in vllm.request.parameters.all) * vllm.request.width
     return max(int(vllm.config.rollout.sync_bucket_mb * 2**20), largest)
 
@@ -130,7 +130,7 @@ def sync_bucket(vllm: VLLM) -> int:
 @dataclass(frozen=True)
 class RolloutOffload:
     moved: int
-    """Bytes of one rank that move to the host and back for each rollout."""
+    """Bytes per rank that move to the host and back for each rollout."""
     staying: tuple[MemoryItem, ...]
     note: str = ""
 
@@ -138,10 +138,12 @@ class RolloutOffload:
 def plan_offload(
     request: PlanRequest, states: States, vllm: VLLM | None, extra: tuple[MemoryItem, ...]
 ) -> RolloutOffload:
-    """Plan what moves. Only GRPO has a choice: other trainers move everything for a validation by answers.
+    """Plan which training state moves to the host for a rollout.
+
+    Only GRPO has a choice: other trainers move everything for a validation with generated answers.
 
     Args:
-        extra: what lies on the GPU beside DeepSpeed's memory.
+        extra: items on the GPU in addition to DeepSpeed's memory.
 
     Raises:
         ConfigError: `rollout.offload` is "never", and vLLM's share does not fit.
@@ -175,7 +177,7 @@ def build_rollout_memory(vllm: VLLM, states: States, extra: tuple[MemoryItem, ..
 
 
 def describe_modes(mode: OffloadMode, memory: RolloutMemory) -> str:
-    """Return a note with the GiB that move in each mode."""
+    """Return a note with the GiB that move in each offload mode."""
     moves = ", ".join(f'"{name}" {describe_amount(name, memory)}' for name in get_args(OffloadMode))
     return f'rollout.offload = "{mode}"; state that moves to the host and back for each rollout, per GPU: {moves}'
 
@@ -223,7 +225,7 @@ def plan_vllm_phases(vllm: VLLM, states: States, extra: tuple[MemoryItem, ...]) 
 def plan_answering(
     request: PlanRequest, states: States, batch: int, completion: int, extra: tuple[MemoryItem, ...]
 ) -> PlannedPhase:
-    """Plain transformers: a whole copy of the model on every GPU, which answers `batch` prompts together."""
+    """Plan sampling with plain transformers: a full copy of the model on every GPU, which answers `batch` prompts at a time."""
     shape, width = request.shape, request.width
     longest = request.config.model.max_length + completion
     token = 2 * shape.layers * shape.kv_heads * shape.head_size * width

@@ -1,4 +1,4 @@
-"""The sizes of a model that memory is reckoned from."""
+"""Sizes of a model that determine its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.monitor.flops import get_head_size
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Example: `read_shape(config)` of a transformers configuration."""
+    """Sizes of a model; `read_shape` reads them from a transformers configuration."""
 
     hidden: int
     layers: int
@@ -21,15 +21,15 @@ class ModelShape:
     head_size: int
     vision_hidden: int = 0
     vision_depth: int = 0
-    """Blocks; 0: the model reads only text."""
+    """Number of vision blocks; 0 if the model is text-only."""
     merge: int = 1
-    """Patches along one side of a token."""
+    """Patches per token along each side."""
     patch_values: int = 0
-    """Values of one patch."""
+    """Values per patch."""
     mergers: int = 0
-    """Number of mergers, which give features as wide as a token's: the last one, and those of deeper layers."""
+    """Number of mergers, whose features have the text model's hidden size: the final one, and one per DeepStack layer."""
     token_pixels: int = 0
-    """Pixels behind one token, in one frame."""
+    """Pixels per token in one frame."""
 
     def count_patches(self, tokens: int) -> int:
         return tokens * self.merge**2

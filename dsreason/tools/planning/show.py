@@ -1,4 +1,4 @@
-"""A plan for people, and as JSON."""
+"""Display of a plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {"trained": "trained", "frozen": "frozen", "adapter": "in adapters", "nf
 
 
 def write_headline(plan: Plan) -> list[str]:
-    """Return what was planned, and from what."""
+    """Return the first lines of the report: the planned run, its machine, architecture and parameter counts."""
     request = plan.request
     machine, parameters = request.machine, request.parameters
     several = "s" if machine.gpus > 1 else ""
@@ -28,7 +28,7 @@ def write_headline(plan: Plan) -> list[str]:
 
 
 def make_phase_table(plan: Plan) -> Table:
-    """GiB of one GPU, by phase."""
+    """Return a table of one GPU's memory in GiB by phase."""
     table = Table(title="GiB on each GPU", title_justify="left")
     for name in ("phase", "what", "note"):
         table.add_column(name, overflow="fold")
@@ -68,7 +68,7 @@ def write_verdict(plan: Plan, found: list[Suggestion]) -> list[str]:
 
 
 def to_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
-    """Bytes; `phases` are of one GPU, `host_memory` of one host."""
+    """Return the plan as JSON. Sizes are in bytes; `phases` describe one GPU, `host_memory` describes one host."""
     request = plan.request
     return {
         "trainer": request.trainer,

@@ -1,4 +1,4 @@
-"""Memory of DeepSpeed's weights, gradients and optimizer, on each GPU and on its host. Taken from DeepSpeed 0.19.8."""
+"""Memory of the weights, gradients and optimizer on each GPU and on its host, as allocated by DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of one rank. On the host: what it adds there."""
+    """Bytes of one rank's training state; the `host_` fields are in host memory, all others on the GPU."""
 
     weights: int
     persistent: int
-    """Bytes of small parameters, which ZeRO-3 leaves whole."""
+    """Bytes of small parameters, which ZeRO-3 does not shard."""
     gradients: int
     masters: int
     moments: int
@@ -41,7 +41,7 @@ def compute_states(request: PlanRequest) -> States:
 
 
 def compute_sharded(request: PlanRequest) -> States:
-    """ZeRO-3: everything is cut over the ranks."""
+    """Compute the states of ZeRO-3, which shards everything across the ranks."""
     zero, ranks, parameters = request.zero, request.machine.gpus, request.parameters
     weights = sum(parameter.share(ranks) for parameter in parameters.all)
     trained = parameters.count_trained_share(ranks)
@@ -62,7 +62,7 @@ def compute_sharded(request: PlanRequest) -> States:
         moments=0 if off else moments,
         bucket=bucket,
         host_weights=weights if params_off else 0,
-        # One buffer that micro-batches add to, and one that the optimizer reads.
+        # Micro-batches accumulate into one buffer, and the optimizer reads another.
         host_gradients=2 * pinned(gradients) if off else 0,
         host_masters=masters if off else 0,
         host_moments=moments if off else 0,
@@ -70,7 +70,7 @@ def compute_sharded(request: PlanRequest) -> States:
 
 
 def compute_replicated(request: PlanRequest) -> States:
-    """Stages 1 and 2: every rank has all weights; the optimizer is cut, and at stage 2 gradients are as well."""
+    """Compute the states of stages 1 and 2: weights are replicated; the optimizer and, at stage 2, gradients are sharded."""
     zero, ranks, parameters = request.zero, request.machine.gpus, request.parameters
     trained = parameters.num_trained
     share, off = -(-trained // ranks), zero.offloads("optimizer")
@@ -90,16 +90,16 @@ def compute_replicated(request: PlanRequest) -> States:
 
 
 def round_pinned_size(nbytes: int) -> int:
-    """torch rounds a block of pinned memory up to a power of two."""
+    """Round up to a power of two, as torch does for blocks of pinned memory."""
     return 1 << max(0, nbytes - 1).bit_length() if nbytes else 0
 
 
 def compute_gathered(request: PlanRequest) -> tuple[int, int]:
-    """Bytes that are whole at a time under ZeRO-3: of weights at work, and of those that are fetched ahead.
+    """Return the bytes of weights that ZeRO-3 gathers at a time: those in use, and those that are prefetched.
 
-    Whole at a time is one block, such as a decoder layer, or one parameter outside of blocks; on the way from forward to
-    backward also what is used again within `stage3_max_reuse_distance` values, there and back. What is fetched is copied once
-    on its way.
+    The weights in use are one block, such as a decoder layer, or one parameter outside of the blocks. At the turn from forward
+    to backward, ZeRO-3 keeps the weights that are used again within `stage3_max_reuse_distance` values, counted there and back,
+    if these are more. Prefetched weights count twice because the gather copies them.
     """
     zero, parameters = request.zero, request.parameters
     lie_here = request.machine.device == "cpu" or not zero.offloads("param")

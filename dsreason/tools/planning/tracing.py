@@ -1,6 +1,6 @@
-"""Memory of a piece of a model, forward and backward, counted on the meta device: every tensor that lives, and when it goes.
+"""Memory of forward and backward of a piece of a model, traced on the meta device from the lifetimes of all tensors.
 
-Nothing is computed. What kernels take inside themselves, beside the tensors they give back, is not seen.
+Nothing is computed. Workspace that kernels allocate internally, in addition to the tensors that they return, is not counted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import AttentionInterface
 from dsreason.errors import ConfigError
 
 ATTENTION = "flash_planned"
-"""Name for transformers. A vision tower hands over all of a medium at once where the name has "flash" in it."""
+"""Name of the attention in transformers; because of "flash" in it, a vision tower passes a complete media item at a time."""
 MOST_TOKENS = 10**9
-"""Most tokens of one forward: the bytes of what is computed from more do not fit into 64 bits."""
+"""Maximum number of tokens per forward pass; the byte counts of more tokens would overflow 64 bits."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, bytes of the tensors that operations have made and nobody has let go: `now`, and their `peak`."""
+    """Counter of the bytes of live tensors created in this context: the current number `now`, and its maximum `peak`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ def get_storage_id(tensor: Tensor) -> int:
 
 
 class FlashAttention(torch.autograd.Function):
-    """Attention that keeps queries, keys, values and result, as torch's flash kernel does. `[1, H, T, d]` → `[1, T, H, d]`."""
+    """Attention that saves queries, keys, values and output, like torch's flash kernel: `[1, H, T, d]` → `[1, T, H, d]`."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -82,12 +82,12 @@ AttentionInterface.register(ATTENTION, trace_attention)
 
 
 class Traced(NamedTuple):
-    """Bytes beside the input and the parameters."""
+    """Traced memory in bytes, without the input and the parameters."""
 
     kept: int
-    """Bytes that wait for the backward pass, the output included."""
+    """Bytes that are kept for the backward pass, including the output."""
     peak: int
-    """Largest memory of forward and backward; gradients of parameters are given away as they come, as DeepSpeed takes them."""
+    """Peak bytes in forward and backward; parameter gradients are freed once computed, because DeepSpeed takes them over."""
 
 
 def trace(
@@ -97,9 +97,13 @@ def trace(
     *,
     training: bool = True,
 ) -> Traced:
-    """Trace `run` on an input of that shape, which needs a gradient itself.
+    """Trace `run` on an input of this shape.
 
-    `training=False`: only the forward, which keeps nothing. ConfigError if torch could not say how large that is.
+    Args:
+        training: trace forward and backward, with a gradient for the input, too; otherwise only a forward that keeps nothing.
+
+    Raises:
+        ConfigError: the input has more than `MOST_TOKENS` tokens.
     """
     if shape[-2] > MOST_TOKENS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The phases of a training step on one GPU: forward and backward at its fullest moment, and the optimizer."""
+"""Phases of a training step on one GPU: forward and backward at its peak, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from dsreason.tools.planning.states import FP32, States, compute_gathered
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one rank's row."""
+    """Bytes of the activations of a row on one rank."""
 
     inputs: int
-    """Inputs of the text layers, or all that they keep if nothing is recomputed; until the backward pass."""
+    """What the text layers keep for the backward pass: only their inputs, or everything without gradient checkpointing."""
     around: int
-    """Embeddings, last hidden states and those of trained tokens, norms: beside the layers."""
+    """Tensors outside of the layers: embeddings, last hidden states, hidden states of trained tokens, final norm."""
     tower: int
-    """Memory that the vision tower keeps."""
+    """What the vision tower keeps for its backward pass; 0 if it is frozen."""
     pixels: int
     features: int
-    """Features of media, as wide as tokens, in and out of the mergers."""
+    """What the mergers keep for their backward pass, and at least their output, the features of media tokens."""
     deeper: int
-    """Part of the tower that the mergers of deeper layers keep until their block's turn comes."""
+    """What the mergers of the DeepStack layers keep until the backward pass reaches their block."""
     layer: int
     block: int
     head: int
     logits: int
-    """Tokens whose logits exist at a time."""
+    """Number of tokens whose logits exist at a time."""
     on_host: int = 0
-    """Bytes that wait on the host instead."""
+    """Bytes that are offloaded to the host until the backward pass."""
 
 
 def compute_activations(request: PlanRequest) -> Activations:
@@ -65,13 +65,13 @@ def compute_activations(request: PlanRequest) -> Activations:
 
 
 def compute_logits_chunk(request: PlanRequest) -> int:
-    """Return the tokens whose logits exist at a time."""
+    """Return the number of tokens whose logits exist at a time."""
     most = MAX_LOGITS_ON_GPU if request.machine.device == "cuda" else MAX_LOGITS
     return max(1, most // request.shape.vocabulary)
 
 
 def compute_vision_bytes(request: PlanRequest) -> tuple[int, int, int, int, int]:
-    """Return the fields of `Activations`: tower, pixels, features, deeper and block."""
+    """Return the fields tower, pixels, features, deeper and block of `Activations`."""
     shape, width, pieces = request.shape, request.width, request.pieces
     if not shape.vision_depth:
         return 0, 0, 0, 0, 0
@@ -84,7 +84,7 @@ def compute_vision_bytes(request: PlanRequest) -> tuple[int, int, int, int, int]
         recomputing = request.config.model.gradient_checkpointing
         each = patches * shape.vision_hidden * width if recomputing else block.kept
         tower = shape.vision_depth * each
-    copied = FP32 if request.machine.device == "cuda" else 0  # on a CPU they lie there already
+    copied = FP32 if request.machine.device == "cuda" else 0  # on a CPU, the float32 pixels are not copied
     pixels = patches * shape.patch_values * (copied + width)
     merger = pieces.merger(patches, training=trained)
     features = shape.mergers * max(merger.kept, tokens * shape.hidden * width)
@@ -93,7 +93,7 @@ def compute_vision_bytes(request: PlanRequest) -> tuple[int, int, int, int, int]
 
 
 def count_media_tokens(request: PlanRequest) -> int:
-    """Return the most media tokens of a row on one rank."""
+    """Return the maximum number of media tokens in a row on one rank."""
     if request.media_tokens is not None:
         return request.media_tokens
     budget, _ = request.config.token_budget
@@ -103,7 +103,7 @@ def count_media_tokens(request: PlanRequest) -> int:
 
 
 def count_shown_tokens(request: PlanRequest, samples: int) -> int:
-    """Return the most media tokens of a number of samples: all of them, or what `[data.vision]` allows."""
+    """Return the maximum number of media tokens in `samples` samples: all tokens, or fewer if `[data.vision]` limits them."""
     cell = request.shape.token_pixels
     limits = []
     for vision in (source.vision for source in request.config.data.list_sources()):
@@ -117,7 +117,7 @@ def count_shown_tokens(request: PlanRequest, samples: int) -> int:
 
 
 def compute_exchanged(request: PlanRequest) -> int:
-    """Return what the ranks of a row send each other for attention, and get: queries, keys and values."""
+    """Return the bytes of queries, keys and values that a rank exchanges with the other ranks of a row for attention."""
     shape, ranks = request.shape, request.config.ranks_per_row
     if ranks == 1:
         return 0
@@ -131,7 +131,7 @@ def is_tower_trained(request: PlanRequest) -> bool:
 
 
 def find_head_name(request: PlanRequest) -> str:
-    """Return the name of the parameter that the output layer multiplies with."""
+    """Return the name of the output layer's weight, which is the embedding if the two are tied."""
     names = {parameter.name for parameter in request.parameters.all}
     head_weight = f"{get_family(request.architecture.config.model_type).modules.head}.weight"
     return head_weight if head_weight in names else next(name for name in names if name.endswith("embed_tokens.weight"))
@@ -146,10 +146,10 @@ def is_tied(request: PlanRequest) -> bool:
 
 
 def compute_reduction(request: PlanRequest) -> tuple[int, int]:
-    """Copies that a rank makes of gradients on their way to the ranks that keep them: of a bucket, and of the largest.
+    """Return the bytes of gradient copies during the reduction: of a bucket, and of the largest gradient that exceeds the bucket.
 
-    Those that share the bucket are put in order in a copy of it. One that is larger than the bucket goes by itself: as it
-    is, and in fp32. The output layer's goes when the first gradient of the last layer comes.
+    Gradients that share the bucket are reordered in a copy of it. A gradient larger than the bucket is reduced separately, with
+    one copy as it is and one in fp32. The output layer's gradient is reduced when the first gradient of the last layer arrives.
     """
     bucket = request.zero.number("reduce_bucket_size")
     large = max((parameter.numel for parameter in request.parameters.trained if parameter.numel > bucket), default=0)
@@ -159,7 +159,7 @@ def compute_reduction(request: PlanRequest) -> tuple[int, int]:
 
 
 def list_held_items(states: States, extra: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
-    """Return what lies on a GPU while the policy is trained or measured. `extra`: beside DeepSpeed's."""
+    """Return the contents of a GPU while the policy is trained or evaluated: DeepSpeed's memory and the items in `extra`."""
     return (
         MemoryItem("weights", states.weights + states.persistent),
         MemoryItem("gradients, fp32", states.gradients),
@@ -170,7 +170,7 @@ def list_held_items(states: States, extra: tuple[MemoryItem, ...]) -> tuple[Memo
 
 
 def plan_training(request: PlanRequest, held: tuple[MemoryItem, ...]) -> list[PlannedPhase]:
-    """Plan the phases of one GPU, on which `held` lies throughout."""
+    """Plan the phases of a training step on one GPU; the items in `held` are on the GPU throughout."""
     return [forward_backward(request, held), plan_optimizer_step(request, held)]
 
 
@@ -183,13 +183,13 @@ def plan_optimizer_step(request: PlanRequest, held: tuple[MemoryItem, ...]) -> P
 
 
 def compute_block_gradients(request: PlanRequest) -> MemoryItem:
-    """Gradients of the largest block: ZeRO-3 reduces those of a block it gathers as a whole together, at its end."""
+    """Return the gradients of the largest block: ZeRO-3 reduces all gradients of a block together, after its backward pass."""
     trained = request.parameters.trained_blocks if request.zero.stage == 3 else {}
     return MemoryItem("gradients of a block until they are reduced", request.width * max(trained.values(), default=0))
 
 
 def forward_backward(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
-    """At the fullest of its moments."""
+    """Plan forward and backward at the moment with the highest memory use."""
     activations = compute_activations(request)
     at_work, ahead = compute_gathered(request)
     small_buckets, one_large = compute_reduction(request)
@@ -205,7 +205,7 @@ def forward_backward(request: PlanRequest, held: tuple[MemoryItem, ...]) -> Plan
         *media,
         MemoryItem("features of media", activations.features),
     )
-    tied = 0  # its gradient by the output layer waits for that by the inputs
+    tied = 0  # the gradient from the output layer waits for the one from the inputs
     if is_tied(request) and is_head_trained(request):
         tied = request.width * request.shape.vocabulary * request.shape.hidden
     embedding = MemoryItem("gradient of the tied embedding", tied)

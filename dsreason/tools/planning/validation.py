@@ -1,4 +1,4 @@
-"""The forward that measures held-out rows: nothing waits for a backward pass, but a row may be a longer one."""
+"""Memory of the forward pass on held-out rows: nothing is kept for a backward pass, but rows may be longer than in training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsreason.tools.planning.training import compute_logits_chunk, count_shown_t
 
 
 def plan_held_out(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
-    """`validation.micro_batch_size` rows are one forward, whatever `[train]` says of tokens."""
+    """Plan the loss of held-out rows: a forward pass takes `validation.micro_batch_size` rows; `[train]` does not limit them."""
     shape, pieces, width = request.shape, request.pieces, request.width
     samples = request.config.validation.micro_batch_size
     tokens = samples * request.config.model.max_length

@@ -1,1 +1,1 @@
-"""Every key of cosmos-rl: what it takes, what becomes of it, or why nothing does."""
+"""Tables of all cosmos-rl keys: the kind of value, and the dsreason keys that it becomes or the reason to leave it out."""

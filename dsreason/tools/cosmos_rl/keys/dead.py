@@ -1,4 +1,4 @@
-"""Keys that stand in files of cosmos-rl, also in its own examples, and that it does not read."""
+"""Suggestions for keys that occur in cosmos-rl files, even in its own examples, although cosmos-rl does not read them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MEANT: dict[str, str] = {
     "ema_update_step_interval": "train.ema_update_interval",
     "timestep_fraction": "policy.diffusers.timesteps_fraction",
 }
-"""Probably intended keys, by the last part of the name."""
+"""Probably intended key, by the last part of the unread key's name."""
 GONE = {"cp_rotate_method": "it was of another kind of context parallelism, which cosmos-rl no longer has"}
 
 
 def suggest(key: str, cosmos: Settings) -> str:
-    """Return what to say of a key that is in no table: the known key that is most like it."""
+    """Return a message about a key that is in no table, with the most similar known key if there is one."""
     name = key.rpartition(".")[2]
     if key.startswith("custom."):
         return "cosmos-rl gives [custom] to your script, and nothing here reads this key"
@@ -42,7 +42,7 @@ def suggest(key: str, cosmos: Settings) -> str:
 
 
 def suggest_by_name(name: str, cosmos: Settings) -> str | None:
-    """The key whose last name is most like it."""
+    """Return the key whose last part is most similar to `name`; None if none is similar enough."""
     names = {known_key.rpartition(".")[2]: known_key for known_key in reversed(cosmos.keys)}
     near = find_nearest(name, names, cutoff=0.75)
     return names[near] if near else None

@@ -1,4 +1,4 @@
-"""Keys of GRPO only: `[train.train_policy]` of the type grpo, `[rollout]`, `[distillation]`."""
+"""Keys that only GRPO reads: `[train.train_policy]` with the type grpo, `[rollout]` and `[distillation]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of one key of cosmos-rl, and short forms for the tables beside this file."""
+"""Description of a cosmos-rl key, and short constructors for the tables in this folder."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Takes = Literal["bool", "int", "number", "string", "list", "table", "names", "numbers", "tables", "rewards", "any"]
-"""Kind of a value; 1 is also a number. "names" and "numbers" are one or a list of them, "tables" is such a list, and
-"rewards" are names or a table of their weights."""
+"""Kind of a value. "number" includes integers; "names" and "numbers" are one or a list of them, "tables" is a list of tables, and
+"rewards" are names or a table of weights by name."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of cosmos-rl.
+    """Description of one cosmos-rl key.
 
-    Example: `Key(1e-6, "number", ("optim.lr",), copies=True)` is copied as it is.
+    Example: the value of `Key(1e-6, "number", ("optim.lr",), copies=True)` is copied unchanged.
     """
 
     default: Any
-    """Value that cosmos-rl takes if the file does not have the key."""
+    """Value that cosmos-rl uses if the key is missing."""
     takes: Takes
     becomes: tuple[str, ...] = ()
-    """Our keys that it decides, alone or with others; none: it is left out."""
+    """dsreason keys that depend on this key, possibly together with others; empty if the key is left out."""
     copies: bool = False
-    """Its value becomes that of the first of them."""
+    """Whether the first key in `becomes` gets the converted value."""
     convert: Callable[[Any], Any] = lambda value: value
-    """Conversion if the value is copied. ValueError says what is wrong with the value."""
+    """Conversion of a copied value; it raises ValueError with an explanation if the value cannot be converted."""
     because: str = ""
-    """Why it can be left out."""
+    """Reason why the key can be left out."""
     only: tuple[Any, ...] | None = None
-    """The values for which that holds; None: all."""
+    """Values for which the key can be left out; None: all values."""
     instead: str = ""
-    """Advice for any other value."""
+    """Advice for other values."""
     trainers: tuple[str, ...] = ("sft", "dpo", "grpo")
-    """Trainers of ours for which cosmos-rl reads it."""
+    """dsreason trainers for which the key is relevant; cosmos-rl does not read it in other kinds of training."""
 
     def of(self, *trainers: str) -> Key:
-        """The same, read for these trainers only."""
+        """Return a copy that is read only for these trainers."""
         return replace(self, trainers=trainers)
 
 
 def infer_takes(default: Any) -> Takes:
-    """Return what a key with this default takes."""
+    """Infer the kind of a key's values from its default."""
     kinds: dict[type, Takes] = {bool: "bool", int: "int", float: "number", str: "string", list: "list", dict: "table"}
     return kinds.get(type(default), "any")
 
@@ -50,27 +50,27 @@ def infer_takes(default: Any) -> Takes:
 def make_copied(
     default: Any, key: str, takes: Takes | None = None, *, convert: Callable[[Any], Any] = lambda value: value
 ) -> Key:
-    """A key whose value, converted, is that of `key` here."""
+    """Make a key whose converted value is copied to the dsreason key `key`."""
     return Key(default, takes or infer_takes(default), (key,), copies=True, convert=convert)
 
 
 def make_joint(default: Any, *keys: str, takes: Takes | None = None) -> Key:
-    """A key that decides these of ours together with others."""
+    """Make a key that determines these dsreason keys together with other keys."""
     return Key(default, takes or infer_takes(default), keys)
 
 
 def make_unused(default: Any, because: str, takes: Takes | None = None) -> Key:
-    """A key without an equivalent, whatever its value: nothing that is computed depends on it."""
+    """Make a key that is left out for all values, because no result depends on it."""
     return Key(default, takes or infer_takes(default), because=because)
 
 
 def make_fixed(default: Any, *values: Any, because: str, instead: str, takes: Takes | None = None) -> Key:
-    """A key without an equivalent, which can be left out for these values."""
+    """Make a key without an equivalent, which can be left out only for these values."""
     return Key(default, takes or infer_takes(default), because=because, only=values, instead=instead)
 
 
 def restrict_all(keys: dict[str, Key], *trainers: str) -> dict[str, Key]:
-    """All of these, read for the same trainers."""
+    """Return copies of the keys that are read only for these trainers."""
     return {name: key.of(*trainers) for name, key in keys.items()}
 
 
@@ -86,18 +86,18 @@ SHOWN: dict[Takes, str] = {
     "tables": "a list of tables",
     "rewards": "a name, a list of names or a table of weights",
 }
-"""Expected kinds of values, for messages."""
+"""Descriptions of the kinds of values, for messages."""
 
 
 def to_list(value: Any) -> list[Any]:
-    """One or several, as several; None is none."""
+    """Return a list unchanged, any other value as a list with one item, and None as an empty list."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
 def is_of_kind(value: Any, takes: Takes) -> bool:
-    """Return whether a value is of the kind; True does not count as a number."""
+    """Return whether a value is of this kind; booleans are not numbers."""
     if takes == "any":
         return True
     if takes in ("names", "numbers", "tables"):

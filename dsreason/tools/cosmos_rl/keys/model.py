@@ -1,4 +1,4 @@
-"""`[policy]`, `[validation]`, `[logging]`, `[profiler]`, `[custom]` and what stands outside of sections."""
+"""Keys of `[policy]`, `[validation]`, `[logging]`, `[profiler]` and `[custom]`, and top-level keys."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ VISION = (
     ("video_start", "video_start"),
     ("video_end", "video_end"),
 )
-"""Keys of `[custom.vision]`, and ours."""
+"""Keys of `[custom.vision]`, each with its dsreason key in `[data.vision]`."""
 
 CUSTOM: dict[str, Key] = {
     "custom.dataset.annotation_path": make_joint("", "data.path", "data.adapter"),

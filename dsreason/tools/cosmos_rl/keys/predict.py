@@ -1,4 +1,4 @@
-"""The older trainer of Cosmos-Predict2.5 (FlowGRPO, DDRL), whose files have `[model.rl]`, `[trainer]` and data loaders."""
+"""Keys of the older trainer of Cosmos-Predict2.5 (FlowGRPO, DDRL): `[model.rl]`, `[trainer]`, data loaders and others."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ LOCAL_KEYS = {
     "pin_memory": True,
     "offline_text_embedding": False,
 }
-"""Keys of `type = "local"`, whose loaders have no section `dataloader`."""
+"""Keys and defaults of loaders of `type = "local"`, which have no section `dataloader`."""
 LOADER_KEYS = {
     "use_cache": False,
     "cache_size": 16,
@@ -155,7 +155,7 @@ SET_KEYS = {
 
 
 def build_loader_keys() -> dict[str, Key]:
-    """Both loaders of both splits: what the training one of clips says counts, the rest is left out."""
+    """Build the keys of both loaders of both splits. Those of training clips are converted; nearly all others are left out."""
     keys: dict[str, Key] = {}
     for split in ("train", "val"):
         keys[f"dataloader_{split}.type"] = make_unused("web", LOADER)

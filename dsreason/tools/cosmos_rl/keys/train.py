@@ -1,4 +1,4 @@
-"""`[train]` without its `train_policy`: optimizer, precision, sharding, checkpoints."""
+"""Keys of `[train]`, apart from those that only GRPO reads, and the loss keys of DPO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""World models in diffusers' format: `[policy.diffusers]`, and what the other sections mean there."""
+"""Keys for world models in diffusers' format: `[policy.diffusers]`, and the keys of other sections as read for world models."""
 
 from __future__ import annotations
 

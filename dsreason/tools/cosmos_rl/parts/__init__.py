@@ -1,1 +1,1 @@
-"""Keys of theirs that decide something together: each file converts one part of our configuration."""
+"""Conversion of cosmos-rl keys that depend on each other; each file converts one part of the dsreason configuration."""

@@ -1,4 +1,4 @@
-"""Rows: where they are, which adapter reads them, how their media are sampled, and which are held out."""
+"""Conversion of the data: path, adapter, media sampling, and held-out rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPT = (
     "(docs/moving-from-cosmos-rl.md), and set data.adapter and data.path"
 )
 REQUEST = "Please answer the question in the following format: <think> your reasoning </think> <answer> your answer </answer>."
-"""Request of cosmos-rl's RL loader for a format; the adapter leaves that to `data.system_prompt`."""
+"""Format instruction that cosmos-rl's RL loader adds; the adapter does not, so `data.system_prompt` contains it."""
 
 
 def convert_rows(cosmos: Settings, draft: Draft) -> None:
@@ -32,7 +32,10 @@ def convert_rows(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_custom_source(cosmos: Settings, *sections: str) -> dict[str, Any]:
-    """`[custom.dataset]`, as the scripts of cosmos-reason1 and 2 read it; `train_dataset` is that of the TAO toolkit."""
+    """Convert `[custom.dataset]` of the cosmos-reason1 and cosmos-reason2 scripts, or the TAO toolkit's `train_dataset`.
+
+    The result is empty if no section names any data.
+    """
     for section in sections:
         path = f"custom.{section}"
         custom_names = {name: cosmos.given.get(f"{path}.{name}") or "" for name in CUSTOM}
@@ -49,7 +52,7 @@ CUSTOM = ("annotation_path", "media_path", "media_root", "path", "system_prompt"
 
 
 def convert_named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str, str]) -> dict[str, Any]:
-    """A data set by name or folder, as the adapter that reads its rows wants it; {} where none is named."""
+    """Convert a data set given by name or folder to the settings of its adapter; {} if the section names none."""
     key = f"{section}.name" if cosmos[f"{section}.name"] else f"{section}.local_dir"
     name = cosmos[key]
     if not name:
@@ -73,7 +76,7 @@ def convert_named_source(cosmos: Settings, draft: Draft, section: str, columns: 
 
 
 def choose_adapter(name: str, key: str, draft: Draft) -> str:
-    """Choose the adapter by the name and, for an existing folder, by its content."""
+    """Choose the adapter by the data set's name and, for an existing folder, its content."""
     plain = "jsonl" if draft.trainer == "grpo" else "preferences" if draft.trainer == "dpo" else "conversations"
     word = name.rstrip("/").lower()
     if "cosmos-reason1-sft" in word:
@@ -93,7 +96,7 @@ def choose_adapter(name: str, key: str, draft: Draft) -> str:
 
 
 def convert_columns(cosmos: Settings, draft: Draft) -> dict[str, str]:
-    """Return the columns that the adapter reads under other names."""
+    """Return the columns whose names in the data differ from the adapter's: adapter's name → name in the data."""
     if draft.trainer == "grpo":
         prefix = "train.train_policy"
         columns = {
@@ -110,7 +113,7 @@ def convert_columns(cosmos: Settings, draft: Draft) -> dict[str, str]:
 
 
 def convert_vision(cosmos: Settings, adapter: str) -> dict[str, Any]:
-    """`[custom.vision]`, or what the scripts take without it: another sum of pixels for Reason2 than for Reason1."""
+    """Convert `[custom.vision]`; without it, use the scripts' defaults, whose pixel limits differ between Reason1 and Reason2."""
     if "custom.vision" in cosmos:
         vision_keys = {own_key: cosmos[f"custom.vision.{their_key}"] for their_key, own_key in VISION}
         return {name: value for name, value in vision_keys.items() if value is not None}
@@ -123,7 +126,10 @@ def convert_vision(cosmos: Settings, adapter: str) -> dict[str, Any]:
 
 
 def convert_validation(cosmos: Settings, draft: Draft) -> None:
-    """Convert validation: cosmos-rl validates only if `[validation] enable` is true; without separate rows, on training rows."""
+    """Convert validation.
+
+    cosmos-rl validates only if `[validation] enable` is true; without a separate data set, it uses rows of the training data.
+    """
     if not cosmos["validation.enable"]:
         for key in cosmos.given:
             if key.startswith(("validation.", "custom.val_dataset.")) and key != "validation.enable":
@@ -169,7 +175,7 @@ def convert_held_out(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_answers(cosmos: Settings, draft: Draft) -> None:
-    """Convert the sampling of GRPO's validation."""
+    """Convert the sampling settings of GRPO's validation."""
     greedy = cosmos["validation.top_k"] == 1
     draft.set("validation.temperature", 0.0 if greedy else cosmos["validation.temperature"])
     draft.set("validation.top_p", cosmos["validation.top_p"])

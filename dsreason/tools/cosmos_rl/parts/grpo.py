@@ -1,4 +1,4 @@
-"""Parts of GRPO only: the objective, rollouts, rewards and the teacher."""
+"""Conversion of the parts that only GRPO has: objective, rollouts, rewards and teacher."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dsreason.tools.cosmos_rl.parts.train import is_divisible
 
 POLICY = "train.train_policy"
 NO_CLIP_LOW, NO_CLIP_HIGH = 1.0, 1e9
-"""Clips that no ratio reaches."""
+"""Clip ranges that no ratio leaves."""
 MOST_UTILIZATION = 0.6
-"""Largest share of the GPU for vLLM beside a policy that waits on the same GPU."""
+"""Maximum share of the GPU for vLLM, because the policy stays on the same GPU."""
 REWARDS = {
     "format": "any white space may stand between the tags; cosmos-rl wants one empty line, which its own prompt does not show",
     "single_choice": "the last <answer> counts, cosmos-rl reads the first",
@@ -21,7 +21,7 @@ REWARDS = {
     "direct_math": "",
     "overlong": "",
 }
-"""cosmos-rl's rewards, which have the same names here, and what they read otherwise."""
+"""Rewards of cosmos-rl, which have the same names in dsreason, with a description of the difference, or ""."""
 
 
 def convert_algorithm(cosmos: Settings, draft: Draft) -> None:
@@ -48,7 +48,7 @@ def convert_algorithm(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_groups(cosmos: Settings, draft: Draft) -> None:
-    """Completions of a step in whole groups, and the optimizer steps that they are cut into."""
+    """Convert the completions per step to complete groups, and the number of optimizer steps that share them."""
     size, key = cosmos["rollout.n_generation"], "train.train_batch_per_replica"
     batch = cosmos[key] * max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.set("grpo.num_generations", size)
@@ -77,7 +77,7 @@ def convert_groups(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_objective(cosmos: Settings, draft: Draft) -> None:
-    """Convert the mean over tokens that the loss is, and the divisor of advantages."""
+    """Convert the loss's averaging over tokens, the normalization of advantages, and dynamic sampling."""
     variant, loss, key = cosmos[f"{POLICY}.variant"], cosmos[f"{POLICY}.loss_type"], f"{POLICY}.loss_type"
     longest = cosmos[f"{POLICY}.unbiased_loss_max_tokens"]
     if variant not in ("grpo", "gspo", "dapo"):
@@ -133,7 +133,10 @@ def convert_clips(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_correction(cosmos: Settings, draft: Draft) -> None:
-    """cosmos-rl's usual ratio is 1 whatever was sampled; ours is corrected for what the engine sees otherwise."""
+    """Convert the correction of the mismatch between the engine's and the trainer's log-probabilities.
+
+    By default, cosmos-rl's ratio ignores the mismatch, whereas dsreason corrects it.
+    """
     all_tokens = cosmos["rollout.sampling_config.top_p"] == 1 and cosmos["rollout.sampling_config.top_k"] < 1
     decoupled, cap = cosmos[f"{POLICY}.use_decoupled_loss"], cosmos[f"{POLICY}.behav_imp_weight_cap"]
     if not all_tokens:
@@ -194,7 +197,7 @@ def convert_utilization(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_temperature(cosmos: Settings, draft: Draft) -> None:
-    """One here; cosmos-rl samples at one and divides the logits of training by another."""
+    """Convert the two temperatures, for sampling and for the logits in training, to the only one that dsreason has."""
     sampled, trained = "rollout.sampling_config.temperature", f"{POLICY}.temperature"
     given_keys = [key for key in (sampled, trained) if key in cosmos.given]
     values = {cosmos[key] for key in given_keys}

@@ -1,4 +1,4 @@
-"""Files of the older trainer of Cosmos-Predict2.5: FlowGRPO and DDRL."""
+"""Conversion of files for the older trainer of Cosmos-Predict2.5: FlowGRPO and DDRL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.tools.cosmos_rl.keys.key import is_of_kind, to_list
 CLIPS = "dataloader_train.video_dataloader.dataloader"
 LOCAL = "dataloader_train.video_dataloader"
 SIZES = {"256": (192, 320), "480": (480, 832), "720": (704, 1280)}
-"""Height and width of its resolutions."""
+"""Height and width in pixels by the name of a resolution."""
 SAMPLER = (
     "noise is added by Flow-GRPO's SDE (world.sde, noise_level) on the model's own schedule: the nearest of ours to EDM's "
     "sampler with churn, not the same; its log-probabilities leave the standard deviation out"
@@ -34,7 +34,7 @@ def convert_world(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_ranks(cosmos: Settings, draft: Draft) -> None:
-    """A group is num_rollout ranks with a clip each, of which several may compute one together."""
+    """Convert the ranks. A group has `num_rollout` clips, each computed by one rank or by several ranks together."""
     draft.num_gpus = max(cosmos["model.fsdp_shard_size"], 1) * max(cosmos["model.dp_replicate_size"], 1)
     together, group = max(cosmos["model_parallel.context_parallel_size"], 1), cosmos["model.rl.num_rollout"]
     draft.set("train.context_parallel_size", together)
@@ -127,7 +127,7 @@ def convert_clips(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_size(cosmos: Settings, draft: Draft) -> None:
-    """Width and height of a local folder's loader, else the name of a resolution."""
+    """Convert the loader's width and height for a local folder, or else the name of a resolution."""
     key = f"{LOCAL}.video_size"
     if value := cosmos[key]:
         if not isinstance(value, list) or len(value) != 2 or not all(isinstance(side, int) for side in value):
@@ -161,7 +161,7 @@ def convert_rewards(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_named_rewards(given: Any, usual: dict[str, Any], draft: Draft) -> None:
-    """Rewards by name with their weights, or as tables."""
+    """Convert rewards given as weights by name, or as a list of tables."""
     services = (
         [{"name": name, "weight": weight} for name, weight in given.items()] if isinstance(given, dict) else given
     )
@@ -175,7 +175,7 @@ def convert_named_rewards(given: Any, usual: dict[str, Any], draft: Draft) -> No
 
 
 def clip_norm(cosmos: Settings, draft: Draft) -> None:
-    """Name of the callback that clips gradients; all others only show something."""
+    """Convert the arguments of the callback that clips gradients; all other callbacks only log or display."""
     callbacks = to_list(cosmos["trainer.callbacks"])
     clips = [
         callback["args"]

@@ -1,4 +1,4 @@
-"""Parts that all trainers of language models share: ranks, batches, optimizer, model, checkpoints; and preferences."""
+"""Conversion of the parts that all language-model trainers share (ranks, batches, optimizer, model, checkpoints), and of DPO."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dsreason.tools.cosmos_rl.draft import Draft, Settings
 from dsreason.tools.cosmos_rl.keys.key import to_list
 
 LOSSES = {"sigmoid": "sigmoid", "bco_pair": "bco", "sft": "sft"}
-"""cosmos-rl's losses of preferences, and ours."""
+"""Preference losses of cosmos-rl, with their names in dsreason."""
 
 
 def count_gpus(cosmos: Settings, role: str) -> int:
-    """GPUs of one replica of "policy" or "rollout"; where the shards are "automatic", its launcher starts one."""
+    """Return the GPUs per replica of "policy" or "rollout"; an automatic number of shards counts as 1, as in its launcher."""
     sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
     count = max(cosmos[f"{role}.parallelism.dp_shard_size"], 1)
     for name in sizes:
@@ -22,13 +22,13 @@ def count_gpus(cosmos: Settings, role: str) -> int:
 
 
 def count_data_parallel_ranks(cosmos: Settings) -> int:
-    """Data-parallel ranks of one replica of the policy."""
+    """Return the number of data-parallel ranks per replica of the policy."""
     shards = max(cosmos["policy.parallelism.dp_shard_size"], 1)
     return int(shards * max(cosmos["policy.parallelism.dp_replicate_size"], 1))
 
 
 def convert_ranks(cosmos: Settings, draft: Draft) -> None:
-    """Batches and ranks: in SFT and DPO a batch is of a data-parallel rank, in GRPO of a replica."""
+    """Convert batches and ranks. cosmos-rl's batch size is per data-parallel rank in SFT and DPO, and per replica in GRPO."""
     kind = cosmos["train.train_policy.trainer_type"]
     if kind not in ("", "sft", "dpo", "grpo"):
         draft.refuse(
@@ -62,7 +62,7 @@ def convert_ranks(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_loading(cosmos: Settings, draft: Draft) -> None:
-    """Workers of the data; none there means our default here, since it changes speed only."""
+    """Convert the data workers; 0 becomes dsreason's default, because the number affects only speed."""
     draft.set("data.workers", cosmos["train.train_policy.dataloader_num_workers"] or None)
     draft.set("data.prefetch", cosmos["train.train_policy.dataloader_prefetch_factor"] or None)
 
@@ -236,7 +236,7 @@ def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
 
 
 def convert_preferences(cosmos: Settings, draft: Draft) -> None:
-    """Convert DPO. cosmos-rl's has no reference model: its loss uses only the policy's log-probabilities."""
+    """Convert the DPO losses. cosmos-rl has no reference model: its loss uses only the policy's log-probabilities."""
     losses, weights = cosmos["custom.dpo_loss_type"], cosmos["custom.dpo_loss_weights"]
     names, weights = to_list(losses), None if weights is None else to_list(weights)
     if unknown := [name for name in names if name not in LOSSES]:
@@ -264,5 +264,5 @@ def convert_preferences(cosmos: Settings, draft: Draft) -> None:
 
 
 def is_divisible(value: Any, parts: int) -> bool:
-    """Return whether it can be cut into equal parts."""
+    """Return whether a value can be divided into `parts` equal integer parts."""
     return parts > 0 and value % parts == 0

@@ -1,4 +1,4 @@
-"""World models in diffusers' format: DiffusionNFT, and SFT of clips."""
+"""Conversion of files for world models in diffusers' format: DiffusionNFT, and SFT on clips."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsreason.tools.cosmos_rl.parts.train import (
 
 POLICY, DIFFUSERS = "train.train_policy", "policy.diffusers"
 DECAYS = {0: "none", 1: "slow", 2: "late"}
-"""`weight_copy_decay_type`, and `world.nft_decay`."""
+"""Values of `weight_copy_decay_type`, with those of `world.nft_decay`."""
 
 
 def convert_world(cosmos: Settings, draft: Draft) -> None:
@@ -143,12 +143,12 @@ def convert_prompts(cosmos: Settings, draft: Draft) -> None:
 
 
 def split_of(given: Any, usual: str) -> str:
-    """The first one that is named."""
+    """Return the first nonempty name in a split setting, or else `usual`."""
     return next((name for name in to_list(given) if name), usual)
 
 
 def prompt_file(name: str, split: Any) -> str:
-    """Return the file of a task's prompts where cosmos-rl looks for it, or the named file of that folder."""
+    """Return the prompt file of a split: `name` if it is a file, or a file in the folder `name` or in cosmos-rl's cache."""
     folder = Path(name).expanduser()
     if folder.suffix in (".txt", ".jsonl"):
         return name

@@ -1,1 +1,1 @@
-"""Duration of a step by phase: arithmetic, memory and network of a GPU against its rates."""
+"""Duration of a training step by phase, estimated from its arithmetic, memory traffic and network traffic and the GPU's rates."""

@@ -1,7 +1,7 @@
-"""Seconds of each phase of a step, and of a whole run.
+"""Estimates of the seconds of each phase of a step, and of the whole run.
 
-A phase takes as long as the slowest of what it needs: arithmetic, memory, network, and the host that starts the kernels. They
-overlap: ZeRO-3 gathers the next blocks and reduces the last gradients while the GPU computes.
+A phase takes as long as its slowest part: arithmetic, memory traffic, network traffic, or the host's launching of kernels. The
+parts overlap: ZeRO-3 gathers the next blocks and reduces the previous gradients while the GPU computes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dsreason.tools.planning.plan import Plan
 from dsreason.tools.planning.request import PlanRequest
 
 FRAME = (1, 32, 32)
-"""Patches of a medium's frame; 256 tokens if two by two make one."""
+"""Assumed patch grid of a frame: time, height, width. These are 256 tokens if 2 x 2 patches are merged into one token."""
 UPDATE_BYTES = 30
-"""Read and written per trained parameter by AdamW: gradient 4, master weight 8, two moments 16, weight 2."""
+"""Bytes that AdamW reads and writes per trained parameter: gradient 4, master weight 8, two moments 16, weight 2."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,26 @@ class Load:
     """Assumptions about the data and the network."""
 
     tokens_per_sample: int
-    """Tokens of a sample, of GRPO of a prompt."""
+    """Tokens per sample; for GRPO, tokens per prompt."""
     media_share: float = 0.5
-    """Share of them that stands for images and videos."""
+    """Share of these tokens that represents images and videos."""
     network: float = 50 * GB
-    """Bytes per second of a GPU between hosts."""
+    """Network bandwidth of each GPU to other hosts, in bytes per second."""
     num_samples: int | None = None
-    """Rows to train on, for the length of a run without `train.max_steps`."""
+    """Number of training rows, which determines the length of a run without `train.max_steps`; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Example: `Timed("optimizer step", 0.09, "GPU memory")`."""
+    """Duration of one phase.
+
+    Example: `Timed("optimizer step", 0.09, "GPU memory")`.
+    """
 
     name: str
     seconds: float
     limit: str
-    """Resource that the phase waits for."""
+    """Resource that limits the phase."""
 
 
 def time_slowest(name: str, **seconds: float) -> Timed:
@@ -55,13 +58,13 @@ def time_slowest(name: str, **seconds: float) -> Timed:
 
 @dataclass(frozen=True)
 class Duration:
-    """The duration of one optimizer step, and what it was estimated from."""
+    """Duration of one optimizer step, with the rates and assumptions behind the estimate."""
 
     rates: Rates
     load: Load
     phases: tuple[Timed, ...]
     tokens: float
-    """Trained on in a step, by all GPUs."""
+    """Tokens per step that all GPUs together train on."""
     steps: int | None
     gpus: int
 
@@ -83,7 +86,7 @@ class Duration:
 
 
 def estimate_duration(plan: Plan, rates: Rates, load: Load) -> Duration:
-    """Estimate a step of the planned run, and how many of them it has."""
+    """Estimate the duration of a step of the planned run, and the number of steps."""
     request = plan.request
     config, gpus = request.config, request.machine.gpus
     model = FlopsModel(request)
@@ -117,7 +120,7 @@ def count_steps(request: PlanRequest, load: Load) -> int | None:
 
 
 class FlopsModel:
-    """FLOPs of the planned model, by whether it is trained as configured or altogether."""
+    """FLOPs of the planned model: with the configured parameters trained, and with all of them trained."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
@@ -129,7 +132,7 @@ class FlopsModel:
         self.trained: ModelFlops = compute_model_flops(model)
 
     def work(self, tokens: float, sample: int, load: Load) -> Work:
-        """Samples of `sample` tokens, a share of which stand for frames; all other tokens are trained."""
+        """Divide tokens into samples of `sample` tokens; `load.media_share` of them represent frames, all others are trained."""
         count = tokens / sample
         media = load.media_share * tokens if self.request.shape.vision_depth else 0.0
         frames = round(media * self.request.shape.merge**2 / (FRAME[0] * FRAME[1] * FRAME[2]))
@@ -142,7 +145,7 @@ class FlopsModel:
         return self.whole.step(work) / 3
 
     def training(self, work: Work) -> float:
-        """Forward, backward and, with checkpointing, the forward once more."""
+        """Return the FLOPs of a forward and a backward pass and, with gradient checkpointing, of the recomputed forward pass."""
         recomputation = self.forward(work) if self.request.config.model.gradient_checkpointing else 0.0
         return self.trained.step(work) + recomputation
 
@@ -154,11 +157,11 @@ class FlopsModel:
 def time_training(
     request: PlanRequest, model: FlopsModel, rates: Rates, load: Load, tokens: float, sample: int
 ) -> Timed:
-    """All micro-batches of a step on one GPU: forward and backward, with the gathers and reductions of ZeRO."""
+    """Estimate forward and backward of all micro-batches of a step on one GPU, with the gathers and reductions of ZeRO."""
     rows = cut_rows(tokens, request.row_tokens)
     work = model.work(tokens, sample, load)
     arithmetic = model.training(work) / request.config.ranks_per_row / rates.training
-    # A short row takes the host as long as a full one.
+    # A short row costs the host as much time as a full one.
     host_per_row = model.blocks * rates.block_seconds * (1.0 if request.zero.stage == 3 else 0.6)
     computing = sum(max(arithmetic * row / tokens, host_per_row) for row in rows)
     network = len(rows) * exchange_seconds(request, rates, load)
@@ -169,13 +172,13 @@ def time_training(
 
 
 def cut_rows(tokens: float, row_tokens: int) -> list[float]:
-    """Return the tokens of each micro-batch: full rows, then the rest."""
+    """Return the number of tokens of each micro-batch: full rows, followed by one with the remainder."""
     full_rows = max(0, math.ceil(tokens / row_tokens) - 1)
     return [*[float(row_tokens)] * full_rows, tokens - full_rows * row_tokens]
 
 
 def exchange_seconds(request: PlanRequest, rates: Rates, load: Load) -> float:
-    """Seconds of a micro-batch in which a GPU sends: weights gathered twice at stage 3, gradients reduced in float32."""
+    """Return the seconds of communication per micro-batch: two gathers of the weights at stage 3, and float32 gradients."""
     gpus, machine = request.machine.gpus, request.machine
     if gpus == 1:
         return 0.0
@@ -190,13 +193,13 @@ def time_optimizer_step(request: PlanRequest, rates: Rates) -> Timed:
     share = UPDATE_BYTES * request.parameters.num_trained / request.machine.gpus
     if request.zero.offloads("optimizer"):
         host = share * request.machine.ranks_per_host / rates.host_update
-        copies = 6 / UPDATE_BYTES * share / rates.to_host  # gradients there, weights back
+        copies = 6 / UPDATE_BYTES * share / rates.to_host  # gradients to the host, weights back
         return time_slowest("optimizer step", host_memory=host, copies_to_the_host=copies)
     return time_slowest("optimizer step", GPU_memory=share / rates.update)
 
 
 def time_forwards(model: FlopsModel, rates: Rates, load: Load, tokens: float, sample: int, count: int) -> Timed:
-    """Old and reference log-probabilities."""
+    """Estimate the `count` forward passes per step that compute old or reference log-probabilities."""
     arithmetic = count * model.forward(model.work(tokens, sample, load)) / rates.inference
     micro_batches = len(cut_rows(tokens, model.request.row_tokens))
     host = count * micro_batches * model.blocks * rates.block_seconds / 3
@@ -204,7 +207,7 @@ def time_forwards(model: FlopsModel, rates: Rates, load: Load, tokens: float, sa
 
 
 def time_sampling_phases(plan: Plan, rates: Rates, load: Load, model: FlopsModel) -> list[Timed]:
-    """A rollout: training state out of the way, weights into vLLM, completions, and back."""
+    """Estimate the phases of a rollout: offload the training state, sync the weights to vLLM, sample, and reload the state."""
     request = plan.request
     config = request.config
     assert isinstance(config, GRPOConfig)

@@ -1,4 +1,4 @@
-"""Rates of GPUs, and their sources. Edit this file when a card has been measured."""
+"""Rates of GPU models, and their sources. Edit this file when a card has been measured."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from dsreason.monitor.flops import PEAK_TFLOPS, find_peak_flops
 GB = 1e9
 MEASURED = "measured on an H200, 2026-11-26 (benchmarks/RESULTS.md)"
 TRAINED_SHARE = 0.316
-"""Share of the peak that a training pass of long rows reached on an H200, recomputation counted."""
+"""Share of the peak FLOP/s that training on long rows reached on an H200; recomputation counts as work."""
 INFERENCE_SHARE = 0.5
-"""Share of the peak in prefill and in forwards without a backward pass: assumed."""
+"""Assumed share of the peak FLOP/s in prefill and in forward passes without a backward pass."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one GPU and its host; bytes and FLOPs per second."""
+    """Rates of one GPU and its host, in bytes or FLOPs per second."""
 
     card: str
-    """A name of `PEAK_TFLOPS`."""
+    """Name of the card, a key of `PEAK_TFLOPS`."""
     memory: float
-    """Bytes of GPU memory read and written."""
+    """Bandwidth of the GPU memory."""
     to_host: float = 55 * GB
-    """Copies to pinned memory and back, each way."""
+    """Bandwidth of copies to pinned host memory, and of copies back."""
     between_gpus: float = 360 * GB
-    """Sent by each GPU to the others of its host."""
+    """Bandwidth at which each GPU sends to the other GPUs of its host."""
     update: float = 660 * GB
-    """Bytes of optimizer state per second of an optimizer step on the GPU."""
+    """Bytes of optimizer state that an optimizer step on the GPU processes per second."""
     host_update: float = 60 * GB
-    """The same of a host whose GPUs' optimizer state is offloaded, shared by them."""
+    """The same rate for optimizer state that is offloaded to the host; all GPUs of the host share it."""
     sync: float = 7.8 * GB
-    """Weights into vLLM, checked."""
+    """Rate of the weight sync to vLLM, including its check."""
     block_seconds: float = 0.0096
-    """Host time of a decoder layer or vision block per micro-batch: forward, recomputation and backward under ZeRO-3."""
+    """Host seconds per micro-batch for a decoder layer or vision block: forward, recomputation and backward under ZeRO-3."""
     decode_seconds: float = 0.0047
-    """Host time of a decoded token, of all sequences together."""
+    """Host seconds per decoding step, which adds one token to all sequences."""
     wake_seconds: float = 0.3
     """Seconds to wake vLLM and put it to sleep again."""
     source: str = "published peak and memory; the rest as " + MEASURED
 
     @property
     def peak(self) -> float:
-        """Dense bf16 FLOP/s of the data sheet."""
+        """Dense bf16 FLOP/s according to the data sheet."""
         return PEAK_TFLOPS[self.card] * 1e12
 
     @property
@@ -62,11 +62,12 @@ CARDS = {
     "b200": Rates("B200", memory=8000 * GB, between_gpus=720 * GB),
     "l40s": Rates("L40S", memory=864 * GB, to_host=25 * GB, between_gpus=25 * GB),
 }
-"""Rates by the name that `--card` takes. Memory and links between GPUs are those of NVIDIA's data sheets, links at 80 %."""
+"""Rates by the card's name in `--card`. Bandwidths of memory and of links between GPUs are from NVIDIA's data sheets; links are
+assumed to reach 80 %."""
 
 
 def find_card(device_name: str, gpu_memory: float) -> str:
-    """Return the card that a local GPU is, or one of that memory (GB)."""
+    """Return the key in `CARDS` of a local GPU or, if its model is unknown, of a card with similar memory (GB)."""
     if (peak := find_peak_flops(device_name)) is not None:
         known_rates = {key: rates for key, rates in CARDS.items() if rates.peak == peak and rates.card in device_name}
         if known_rates:

@@ -1,4 +1,4 @@
-"""The estimate of time for people, and as JSON."""
+"""Display of the time estimate as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.tools.planning.duration.rates import GB
 
 
 def time_table(duration: Duration) -> Table:
-    """Seconds of an optimizer step by phase, and what each waits for."""
+    """Return a table of the seconds and the limiting resource of each phase of an optimizer step."""
     table = Table(title="seconds per optimizer step", title_justify="left")
     for name in ("phase", "limited by"):
         table.add_column(name, overflow="fold")
@@ -25,7 +25,7 @@ def time_table(duration: Duration) -> Table:
 
 
 def describe_time(duration: Duration) -> list[str]:
-    """The speed, the length of the run, and how all of it is known."""
+    """Return lines about the speed, the length of the run, and the assumptions and sources behind them."""
     slowest, rates, load = duration.time_slowest, duration.rates, duration.load
     lines = [
         f"speed: {duration.tokens_per_second:,.0f} tokens/s on {duration.gpus} {rates.card}; most of the time goes to "
