@@ -74,7 +74,7 @@ def overlong(completion: str, sample: Sample, *, buffer: int | None = None, fact
     """
     missing = {"completion_length", "max_completion_length"} - sample.meta.keys()
     if missing:
-        raise ValueError(f"overlong needs {' and '.join(sorted(missing))} in sample.meta; with_length puts them there")
+        raise ValueError(f"overlong needs {' and '.join(sorted(missing))} in sample.meta; `add_length` puts them there")
     longest = sample.meta["max_completion_length"]
     return compute_soft_overlong(
         sample.meta["completion_length"], longest, max(longest // 5, 1) if buffer is None else buffer, factor=factor

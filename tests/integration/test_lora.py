@@ -285,7 +285,7 @@ def test_export_is_rejected_when_base_files_changed(found: Any, folder: Path, tm
     state = checkpoint / "trainer_state.json"
     state.write_text(state.read_text().replace(str(folder / "model"), str(tmp_path / "other")))
     write_marker(checkpoint)
-    with pytest.raises(CheckpointError, match="which has other files now"):
+    with pytest.raises(CheckpointError, match="whose files have changed"):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

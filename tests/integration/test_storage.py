@@ -294,7 +294,7 @@ def test_outage_is_tolerated_but_refusal_raises(server: Any, proxy: Proxy, caplo
     proxy.faults = [Fault("PUT", "503 SlowDown")] * 2
     check_target("s3://bucket/run", tolerate_outage=True)
     assert "checkpoint.upload: s3://bucket/run/" in caplog.text
-    assert "503 SlowDown (said the test); training goes on" in caplog.text
+    assert "503 SlowDown (said the test); training continues" in caplog.text
     proxy.faults = [Fault("PUT", "403 AccessDenied")]
     with pytest.raises(ConfigError, match="403 AccessDenied"):
         check_target("s3://bucket/run", tolerate_outage=True)
@@ -511,7 +511,7 @@ def test_missing_model_is_reported(server: Any, proxy: Proxy, tmp_path: Path) ->
     put(server, "models/other/readme.txt", b"x")
     for path, message in {
         "s3://bucket/none": "nothing is below this address",
-        "s3://bucket/models/other": "no config.json there",
+        "s3://bucket/models/other": "has no config.json",
         "https://me:sentinel@host/model": "https://…@host/model: is an address",
     }.items():
         with pytest.raises(CheckpointError, match="^model.path") as caught:

@@ -310,7 +310,7 @@ def test_torchrun_continues_after_losing_a_host(
         (
             OTHER_PORTS,
             "the ranks met at 10.77.0.1:29500, but then could not connect to each other",
-            "look at firewalls",
+            "check firewalls",
         ),
     ],
     ids=["of the store", "of the ranks"],

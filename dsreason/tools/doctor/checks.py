@@ -53,13 +53,14 @@ def iter_findings(check: Check) -> Iterator[DoctorFinding]:
 def check_config(config: Any) -> Iterator[DoctorFinding]:
     """Check that the files named in a loaded configuration exist; URLs and names on the Hub are not queried."""
     from dsreason.config.deepspeed import read_deepspeed
+    from dsreason.config.schema_data import DataConfig
 
     try:
         read_deepspeed(config.deepspeed)
         yield report_pass("deepspeed", config.deepspeed)
     except DsReasonError as error:
         yield report_failure("deepspeed", str(error), "name another --ds-config")
-    sources = config.data.list_sources() if hasattr(config.data, "all_sources") else (config.data,)
+    sources = config.data.list_sources() if isinstance(config.data, DataConfig) else (config.data,)
     paths = {"model.path": config.model.path} | {
         f"data.path ({number})": source.path for number, source in enumerate(sources, 1)
     }

@@ -337,17 +337,27 @@ def test_crashing_check_is_reported_as_finding() -> None:
     assert "Input/output error" in findings[1].what
 
 
-def test_what_a_configuration_names_is_looked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("data", "paths"),
+    [
+        ({"adapter": "jsonl", "path": "./no.jsonl"}, {"data.path (1)": "fail"}),
+        (
+            {"sources": [{"adapter": "jsonl", "path": "./no.jsonl"}, {"adapter": "jsonl", "path": "rows.jsonl"}]},
+            {"data.path (1)": "fail", "data.path (2)": "pass"},
+        ),
+    ],
+    ids=["one source", "two sources"],
+)
+def test_files_named_in_configuration_are_checked(
+    data: dict[str, Any], paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dsreason.config.schema import SFTConfig
 
-    config = SFTConfig.model_validate(
-        {"model": {"path": str(tmp_path)}, "data": {"adapter": "jsonl", "path": "./no.jsonl"}}
-    )
-    assert verdicts(checks.check_config(config)) == [
-        ("deepspeed", "pass"),
-        ("model.path", "pass"),
-        ("data.path (1)", "fail"),
-    ]
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    config = SFTConfig.model_validate({"model": {"path": str(tmp_path)}, "data": data})
+    expected = {"deepspeed": "pass", "model.path": "pass", **paths}
+    assert verdicts(checks.check_config(config)) == list(expected.items())
 
 
 def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
