@@ -1,11 +1,11 @@
-"""The `dsreason` command, and `python -m dsreason`, which torchrun and deepspeed start as well.
+"""The entry point of the `dsreason` command and of `python -m dsreason`, which torchrun and deepspeed start.
 
-A Python file beside the user's data must not run because a library looks for a module of that name. So this file removes the
-current folder from the import path before it imports anything else; `dsreason.user_code` finds the code that the
-configuration names. Programs and shared libraries are not looked up in the current folder either. Two things cannot be
-protected from here: what Python itself imports and loads before this file runs (`contextlib`, `warnings`; whatever an empty
-entry of PYTHONPATH or LD_LIBRARY_PATH offers), and the launchers' own processes, for which you can set PYTHONSAFEPATH in the
-environment of `torchrun` or `deepspeed`.
+A Python file that happens to lie next to the user's data must not run because a library imports a module of the same name.
+This file therefore removes the current folder from the import path before it imports anything else. It also keeps programs
+and shared libraries from being looked up there. `dsreason.user_code` finds the code that the configuration names.
+Two things cannot be protected from here: whatever Python itself loads before this file runs (`contextlib`, `warnings`, and
+anything found through an empty entry of PYTHONPATH or LD_LIBRARY_PATH) and the launchers' own processes; to protect those,
+set PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed`.
 """
 
 import os
@@ -19,16 +19,16 @@ def remove_current_folder() -> None:
     """Remove the current folder from the import path of this process and its children, unless PYTHONPATH names it."""
     try:
         here = os.getcwd()
-    except OSError:  # the folder was deleted, so Python did not find it either
+    except OSError:  # the folder was deleted, so Python could not put it on the path either
         return
     variable = os.environ.get("PYTHONPATH", "")
     entries = variable.split(os.pathsep) if variable else []
     if entries[:1] == [here] and os.environ.get("CROSS_SIZE", "1") != "1":
-        entries[0] = ""  # `deepspeed` inserts it when it starts several hosts
+        entries[0] = ""  # `deepspeed` prepends the current folder when it starts several hosts
     usable = [path for path in entries if path]
-    path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # `-m` and `-c` insert it
+    path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # inserted by `-m` and `-c`
     if usable != entries:
-        # An empty entry, as of `PYTHONPATH=$PYTHONPATH:/x`, means the current folder; nobody requested that.
+        # An empty entry, as in `PYTHONPATH=$PYTHONPATH:/x`, means the current folder, but is there only by accident.
         path = [entry for entry in path if entry != here]
     package_parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if here in map(os.path.abspath, usable) or (here == package_parent and here not in path):
@@ -36,7 +36,7 @@ def remove_current_folder() -> None:
     sys.path[:] = path
     if "PYTHONPATH" in os.environ:
         os.environ["PYTHONPATH"] = os.pathsep.join(usable)
-    os.environ.setdefault("PYTHONSAFEPATH", "dsreason")  # any text works; this one shows reward workers who set it
+    os.environ.setdefault("PYTHONSAFEPATH", "dsreason")  # any value works; this one shows reward workers who set it
 
 
 def remove_empty_entries() -> None:
@@ -47,8 +47,8 @@ def remove_empty_entries() -> None:
             os.environ[name] = os.pathsep.join(usable)
         else:
             os.environ.pop(name, None)
-    # OpenCV, which vLLM imports, prepends a folder and a colon, which leaves an empty entry if the variable is unset. This
-    # folder holds no shared library, so it is safe as the value.
+    # OpenCV, which vLLM imports, prepends a folder and a colon; if the variable is unset, this creates an empty entry. The
+    # package folder is a safe default, since it contains no shared libraries.
     os.environ.setdefault("LD_LIBRARY_PATH", os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -61,7 +61,7 @@ import signal  # noqa: E402
 def end_at_signals() -> None:
     """End the process without a traceback if a signal arrives during the imports, which take a second.
 
-    `signals.end_at_signals` replaces these handlers. A rank ends silently: its launcher reports what ended it.
+    `signals.end_at_signals` replaces these handlers. A rank ends silently, because its launcher reports the signal.
     """
 
     def end(number: int, frame: object) -> None:

@@ -7,15 +7,15 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class DsReasonError(Exception):
-    """Base class; `exit_code` is the exit status of the command when it runs without a launcher."""
+    """The base class of all errors; `exit_code` is the exit status of the command when it runs without a launcher."""
 
     exit_code = 1
     label = "error: "
-    """Printed before the message."""
+    """Prefix of the printed message."""
 
 
 class ConfigError(DsReasonError):
-    """An invalid option, configuration file or combination of both."""
+    """An invalid option or configuration file, or an invalid combination of them."""
 
     exit_code = 2
 
@@ -33,7 +33,7 @@ class CheckpointError(DsReasonError):
 
 
 class RewardError(DsReasonError):
-    """A reward that raised, took too long, returned something other than a number or could not be reached.
+    """A reward function that raised, timed out, returned something other than a number, or could not be reached.
 
     The message names the function and the sample.
     """
@@ -44,16 +44,17 @@ class SaveError(DsReasonError):
 
 
 class Stopped(DsReasonError):
-    """The end of a job that was asked to stop and has saved its state; the exit code means a temporary failure (sysexits.h)."""
+    """The end of a job that saved its state after a request to stop; the exit code is EX_TEMPFAIL of sysexits.h."""
 
     exit_code = 75
     label = ""
 
 
 class StorageError(DsReasonError):
-    """Storage (S3, the Hub) that refused a request or could not be reached; the message names the URL and the response.
+    """A storage request (to S3 or the Hub) that was refused or got no response; the message names the URL and the response.
 
-    `status` is the HTTP status of the response, None if no response arrived. `transient`: the same request may succeed later.
+    `status` is the HTTP status of the response, or None if no response arrived. `transient` is True if the same request may
+    succeed later.
     """
 
     def __init__(self, text: str, *, status: int | None = None, transient: bool = False) -> None:

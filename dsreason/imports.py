@@ -10,24 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXTRAS = {"similarity": "sentence-transformers>=5", "wandb": "wandb>=0.31"}
-"""Extras of pyproject.toml: name → the package that it requires."""
+"""Optional extras of pyproject.toml: name → required package."""
 
 
 @contextmanager
 def make_imports_fast() -> Iterator[None]:
     """Pause the garbage collector and hide scikit-learn while torch, transformers and DeepSpeed are imported.
 
-    The imports create a million objects that live until the process ends. The collector would traverse them again and again
-    during the imports, then in each full collection, and once more at exit: a third of the start-up time.
+    The imports create a million objects that live until the process ends. The collector would traverse them repeatedly during
+    the imports, in every later full collection and again at exit, which would take a third of the start-up time.
 
-    If scikit-learn is installed, transformers loads it together with pandas: 0.4 s per process, for a generation method that
-    dsreason does not use. It can be imported afterwards.
+    If scikit-learn is installed, transformers imports it and pandas for a generation method that dsreason does not use, which
+    takes 0.4 s per process. After the block, scikit-learn can be imported.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     hides = "sklearn" not in sys.modules
     if hides:
-        sys.modules["sklearn"] = None  # type: ignore[assignment]  # Python then raises ModuleNotFoundError
+        sys.modules["sklearn"] = None  # type: ignore[assignment]  # importing it now raises ModuleNotFoundError
     try:
         yield
     finally:
@@ -39,9 +39,10 @@ def make_imports_fast() -> Iterator[None]:
 
 
 def build_install_command(extra: str) -> str:
-    """Return the command that adds an extra to the environment that runs this process.
+    """Return the command that installs an extra into this process's environment.
 
-    It installs the extra's package, since dsreason is not on a package index. An environment created by uv has no pip.
+    The command installs the extra's package directly, since dsreason is not on a package index. It uses uv if the environment
+    has no pip, as is the case for environments created by uv.
     """
     pip = importlib.util.find_spec("pip") is not None
     installer = (

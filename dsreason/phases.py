@@ -1,4 +1,4 @@
-"""Names for the phases of a step, so that a profile (`monitor.profile`) shows where the time went."""
+"""Labels for the phases of a step, which show in a profile (`monitor.profile`) where time was spent."""
 
 from __future__ import annotations
 
@@ -8,5 +8,8 @@ PREFIX = "phase: "
 
 
 def record_phase(name: str) -> record_function:
-    """Mark a block in the profile of the current step. Phases may nest; the cost without a profile is microseconds."""
+    """Return a context manager that labels its block in the current step's profile.
+
+    Phases may nest. Without a profile, the overhead is a few microseconds.
+    """
     return record_function(PREFIX + name)

@@ -1,4 +1,4 @@
-"""Helpers for error messages: lists of problems, the first of many, and the nearest word to a misspelt one."""
+"""Helpers for error messages, which combine problems, shorten lists and suggest corrections of misspelt words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_LEVELS = 100
-"""Deepest nesting allowed in the fields of a row."""
+"""Maximum nesting depth of the fields of a row."""
 
 
 def build_config_error(problems: Sequence[str]) -> ConfigError:
@@ -26,7 +26,7 @@ def build_config_error(problems: Sequence[str]) -> ConfigError:
 
 
 def join_first(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> str:
-    """Return the first `most` texts and the number of the others: `a; b; and 3 more`."""
+    """Join the first `most` texts and the number of remaining ones: `a; b; and 3 more`."""
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return separator.join([*texts[:most], *more])
 
@@ -34,7 +34,7 @@ def join_first(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -
 def describe_first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:
     """Describe the first invalid value and what it should be: `scores.bleu is 'x': input should be a valid number`.
 
-    `hide` masks secrets. It is applied to the value before that is truncated, and to the whole message.
+    `hide` masks secrets. It is applied to the value before truncation, and again to the complete message.
     """
     problem = error.errors(include_url=False)[0]
     place, message = ".".join(map(str, problem["loc"])), problem["msg"][0].lower() + problem["msg"][1:]
@@ -44,21 +44,24 @@ def describe_first_problem(error: ValidationError, hide: Callable[[str], str] = 
 
 
 def describe_parse_error(error: Exception) -> str:
-    """Return the message of a JSON, TOML or YAML parser in one line, without Python's advice to programmers on long numbers."""
+    """Return a JSON, TOML or YAML parser's message on one line, without Python's advice to programmers about long numbers."""
     text = " ".join(str(error).split())
     return re.sub(r"Exceeds the limit \((\d+) digits\).*", r"a number of more than \1 digits", text)
 
 
 def find_nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the candidate most similar to `word`, None if all differ too much: `find_nearest("temprature", ["temperature"])`."""
+    """Return the candidate most similar to `word`, or None if none is similar enough.
+
+    Example: `find_nearest("temprature", ["temperature"])`.
+    """
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
 def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
-    """Return whether lists and mappings are nested in more than `most` levels.
+    """Return whether lists and mappings are nested more than `most` levels deep.
 
-    Pickling such a value would raise RecursionError; following a circular one would never end.
+    Pickling such a value would raise RecursionError, and traversing a circular one would never end.
     """
     layer: list[Any] = [[value]]
     for _ in range(most + 1):
@@ -70,5 +73,5 @@ def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
 
 
 def describe_missing_file(place: Path) -> str:
-    """Return what is wrong with a path that should be a file, as part of a message."""
+    """Return what is wrong with a path that should be a file, for use in a message."""
     return "is not a file" if place.exists() else "no such file"

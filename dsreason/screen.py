@@ -1,8 +1,8 @@
-"""Safe output to the terminal and to logs: no text can control the terminal or imitate a separate line.
+"""Safe output to the terminal and to logs: text can neither control the terminal nor imitate a separate message.
 
-File names, rows, models and servers may contain any character. All output passes through `print_message`, `write`, the formatter
-of log lines (`dsreason.secrets`) or the console of tables and bars (`dsreason.monitor.console`), and each of them escapes control
-characters; a test reports any other way to the terminal.
+File names, rows and the output of models and servers may contain any character. All output passes through `print_message`,
+`write`, the log formatter (`dsreason.secrets`) or the console for tables and progress bars (`dsreason.monitor.console`), each of
+which escapes control characters. A test reports code that writes to the terminal in any other way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from typing import Any, TextIO
 
 CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # all but tab and line feed
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and line feed
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that change the writing direction
     "\u2028\u2029\ufeff\U000e0000-\U000e007f"  # line breaks and invisible characters
     "\ud800-\udfff]"  # surrogates, which no encoding can write
@@ -24,7 +24,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Terminal(io.FileIO):
-    """A terminal that may close while a job saves its state; later output is discarded."""
+    """A terminal stream that discards output after the terminal was closed, so that a job can still save its state."""
 
     def write(self, content: Any) -> int:
         try:
@@ -37,7 +37,7 @@ class Terminal(io.FileIO):
 
 
 def wrap_terminal() -> None:
-    """Wrap stdout and stderr in a `Terminal` if they are one, and escape characters that their encoding lacks."""
+    """Wrap stdout and stderr in `Terminal` if they are terminals, and escape characters that their encoding lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -48,7 +48,7 @@ def wrap_terminal() -> None:
 
 
 def escape_control(text: str) -> str:
-    r"""Escape control characters the way JSON does, `\u001b`; keep tabs and line breaks."""
+    r"""Escape control characters as JSON does (`\u001b`), except tabs and line breaks."""
     return CONTROL.sub(escape_match, text)
 
 
@@ -57,12 +57,12 @@ def escape_match(match: re.Match[str]) -> str:
 
 
 def to_one_line(text: str) -> str:
-    r"""Escape tabs and line breaks as well as what `escape_control` escapes: for foreign text in a message."""
+    r"""Escape all control characters, including tabs and line breaks; for untrusted text within a message."""
     return escape_control(text).replace("\t", r"\t").replace("\n", r"\n")
 
 
 def format_message(text: str) -> str:
-    """Apply `escape_control` and indent every line after the first, so that a foreign line break cannot start a message."""
+    """Apply `escape_control` and indent all lines after the first, so that untrusted text cannot imitate another message."""
     return re.sub(r"\n(?=\S)", "\n  ", escape_control(text))
 
 
@@ -72,11 +72,11 @@ def print_message(text: object = "", *, err: bool = False) -> None:
 
 
 def write(text: str, *, file: TextIO | None = None, end: str = "\n", dim: bool = False) -> None:
-    """Print a text of several lines, such as an answer, JSON or a traceback, to stdout or `file`."""
+    """Print a multi-line text, such as an answer, JSON or a traceback, to `file` (by default stdout)."""
     escaped_text, stream = escape_control(text), file or sys.stdout
     try:
         print(f"{DIM}{escaped_text}{PLAIN}" if dim else escaped_text, file=stream, end=end, flush=True)
-    except BrokenPipeError:  # the reader, such as `| head -1`, has ended
+    except BrokenPipeError:  # the reader, such as `| head -1`, has exited
         discard_output(stream.fileno())
 
 

@@ -1,6 +1,6 @@
 """Masking of keys and tokens in everything that is displayed, logged or written.
 
-Logs, errors and tracebacks pass through `hide_secrets` when they become text (`HidingFormatter`, `failures.py`); the
+Logs, errors and tracebacks pass through `hide_secrets` when they are formatted (`HidingFormatter`, `failures.py`); the
 configuration that a run writes passes through `hide_in_json`.
 """
 
@@ -31,12 +31,12 @@ VARIABLES = (
 )
 """Environment variables with secret values, in addition to those that match `SECRET_NAME`."""
 SHORTEST = 6
-"""Minimum length of a value to hide; a shorter one would match everywhere."""
+"""Minimum length of a hidden value; a shorter one would also match unrelated text."""
 SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?|CONNECTION_STRING)$|PASSW(OR)?D$", re.IGNORECASE)
 SHORTEST_BY_NAME = 8
-"""Minimum length of a value whose variable matches `SECRET_NAME`; a shorter one, such as `1` or `true`, may be a setting."""
+"""Minimum length of a hidden value whose variable matches `SECRET_NAME`; a shorter one, such as `true`, may be a setting."""
 WORD = r"(?<![^\W_])(?:(?:api|access|account|auth|private|secret)[-_]?key|token|secret|passw(?:or)?d|credentials?|authorization)"
-"""Pattern of the last word in the name of a secret: `hf_token`, not `token_count`."""
+"""Pattern of the last word in the name of a secret; it matches `hf_token`, but not `token_count`."""
 SECRET_KEY = re.compile(rf"[\w .-]*{WORD}", re.IGNORECASE)
 PATTERNS = {
     re.compile(r"\bhf_[A-Za-z0-9]{30,}"): "hf_…",
@@ -46,7 +46,7 @@ PATTERNS = {
     re.compile(rf"({WORD}(?:['\"]\s*[:=]|\s*=)\s*)(['\"])(?!<).{{1,4096}}?\2", re.IGNORECASE): r"\1\2…\2",
     re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
 }
-"""Secrets recognised by their form or name (Hub tokens, signed URLs, `token=…`, headers): pattern → replacement."""
+"""Secrets that are recognised by their format or name (Hub tokens, signed URLs, `token=…`, headers): pattern → replacement."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 MASK = re.compile(
     rf"\bhf_…|://…@|(?:Signature|Credential|Security-Token|[?&](?:sig|key)|{WORD})=…|{WORD}['\"]?\s*[:=]\s*['\"]…"
@@ -65,11 +65,11 @@ VERBOSE_LOGGERS = (
     "httpcore",
     "httpcore2",
 )
-"""Library loggers that print headers and signed URLs at the levels DEBUG and INFO."""
+"""Library loggers that log headers and signed URLs at the levels DEBUG and INFO."""
 
 
 def hide_secrets(text: str) -> str:
-    """Replace the values of secret variables in a text by their names, and mask other secrets, such as `user:password@`."""
+    """Replace the values of secret variables in a text with their names, and mask other secrets, such as `user:password@`."""
     for name, value in list_secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
     for pattern, replacement in PATTERNS.items():
@@ -79,9 +79,10 @@ def hide_secrets(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def list_secret_variables(count: int) -> list[tuple[str, str]]:
-    """List name and value of every variable that holds a secret, longest value first because it may contain a shorter one.
+    """Return the name and value of every environment variable that holds a secret.
 
-    The environment is scanned once, and again when its number of variables (`count`) changes: user code may load keys.
+    The longest value comes first, because it may contain a shorter one. The result is cached until the number of variables
+    (`count`) changes, since user code may load keys.
     """
     values = {name: os.environ.get(name, "").strip() for name in VARIABLES}
     long_values = {name: value for name, value in values.items() if len(value) >= SHORTEST}
@@ -93,7 +94,7 @@ def list_secret_variables(count: int) -> list[tuple[str, str]]:
 
 
 def hide_in_json(value: Any) -> Any:
-    """Mask JSON values before they are written: secrets in texts, queries of URLs and the values of secret keys."""
+    """Mask secrets in JSON values: within strings, in query strings of URLs, and as the values of secret keys."""
     if isinstance(value, str):
         return ADDRESS.sub(strip_query, hide_secrets(value))
     if isinstance(value, dict):
@@ -102,7 +103,7 @@ def hide_in_json(value: Any) -> Any:
 
 
 def iter_masked_keys(value: Any, place: str = "") -> Iterator[str]:
-    """Iterate over the keys of JSON values that `hide_in_json` has masked: `reward.options.judge.api_key`."""
+    """Yield the dotted keys of JSON values that `hide_in_json` has masked, such as `reward.options.judge.api_key`."""
     if isinstance(value, dict):
         for key, item in value.items():
             below = f"{place}.{key}" if place else str(key)
@@ -118,7 +119,7 @@ def iter_masked_keys(value: Any, place: str = "") -> Iterator[str]:
 
 
 def is_secret_key(key: str) -> bool:
-    """Return whether a key names a secret: `api_key`, `hf_token`, `Authorization`; not `max_tokens` or `judge.py:token`."""
+    """Return whether a key names a secret: `api_key`, `hf_token` or `Authorization`, but not `max_tokens` or `judge.py:token`."""
     return SECRET_KEY.fullmatch(key) is not None
 
 
@@ -128,7 +129,7 @@ def strip_query(address: re.Match[str]) -> str:
 
 
 def is_header_safe(secret: str) -> bool:
-    """Return whether an HTTP header can hold the secret. Otherwise the client's error would quote it escaped, unmasked."""
+    """Return whether an HTTP header can hold the secret; if not, the client's error would quote it escaped, and so unmasked."""
     return secret.isascii() and secret.isprintable()
 
 
@@ -137,14 +138,14 @@ def is_set(value: Any) -> bool:
 
 
 class VisibleRecord(logging.LogRecord):
-    """Log record that masks secrets itself, because libraries' own handlers print messages unchanged."""
+    """A log record that masks secrets itself, because the handlers of libraries print messages unchanged."""
 
     def getMessage(self) -> str:
         return format_message(hide_secrets(super().getMessage()))
 
 
 class HidingFormatter(logging.Formatter):
-    """Formatter of log lines that masks secrets, escapes control characters and indents the continuation lines of a message."""
+    """A log formatter that masks secrets, escapes control characters and indents the continuation lines of a message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return format_message(super().formatMessage(record))
@@ -154,7 +155,7 @@ class HidingFormatter(logging.Formatter):
 
 
 def mask_credentials(text: str) -> str:
-    """Mask user and password in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. A secret may contain slashes."""
+    """Mask the user and password in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. The password may contain slashes."""
 
     def mask_user(match: re.Match[str]) -> str:
         user, at, remainder = match[0].rpartition("@")
@@ -164,6 +165,6 @@ def mask_credentials(text: str) -> str:
 
 
 def quiet_libraries() -> None:
-    """Set `VERBOSE_LOGGERS` to the level WARNING, whatever their own debug settings are."""
+    """Set the level of `VERBOSE_LOGGERS` to WARNING, regardless of the libraries' own debug settings."""
     for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

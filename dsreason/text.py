@@ -1,4 +1,4 @@
-"""Splitting of responses into thoughts and answer, kinds of questions, and normalisation of texts for comparison."""
+"""Kinds of questions, parsing of responses into thoughts and answer, and normalisation of texts for comparison."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import unicodedata
 from typing import Literal, NamedTuple
 
 QuestionKind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
-"""Kind of a question. Its answer is graded by option letter, yes or no, exact text (ignoring case), BLEU and ROUGE, or number."""
+"""The kind of a question, which determines how its answer is graded: by option letter, by yes or no, by exact text (ignoring
+case), by BLEU and ROUGE, or by number, in this order."""
 TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 
 
 class Response(NamedTuple):
-    """Parts of a response: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
+    """The parts of a response: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
 
     thoughts: str
     answer: str
     tagged: bool
-    """True if the answer was inside `<answer>` tags."""
+    """Whether the answer was inside `<answer>` tags."""
 
 
 def split_response(text: str) -> Response:
     """Split a response into thoughts and answer, both stripped; any of the tags may be missing.
 
-    Thoughts end at the last `</think>`, else at the `<answer>` tag; a response that opens `<think>` and has neither is all
-    thoughts. The answer is the last `<answer>` block that is not empty (a model that corrects itself ends with its final
-    answer), or the text after the thoughts.
+    The thoughts end at the last `</think>` or, without one, at the `<answer>` tag. If a response opens `<think>` but has neither,
+    all of it is thoughts. The answer is the last non-empty `<answer>` block (a model that corrects itself puts its final answer
+    last) or, without such blocks, the text after the thoughts.
     """
     text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
     thoughts, closed, answer_part = text.rpartition("</think>")
@@ -52,6 +53,6 @@ def normalize_answer(text: str) -> str:
 
 
 def normalize_option(text: str) -> str:
-    """Normalise the text of an option: `normalize`, without final punctuation and without enclosing brackets or quotes."""
+    """Normalise the text of an option: apply `normalize`, then remove final punctuation and enclosing parentheses or quotes."""
     plain = normalize(unicodedata.normalize("NFKC", text)).rstrip(" .!;,")
     return plain[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", plain) else plain

@@ -1,8 +1,8 @@
 """Imports of the user's own code, such as an adapter or a reward, by path or by module name.
 
-The current folder is not on the import path, so that a library that looks for an optional package cannot import a file beside
-the user's data. Code that the configuration names is still found in the current folder. Its own imports are searched among
-the installed packages first, then beside the code and in the current folder.
+The current folder is not on the import path; otherwise, a library that tries to import an optional package might import a file
+that lies next to the user's data. Code that the configuration names is still found in the current folder. Its own imports are
+resolved from the installed packages first, then from the folder of the code and from the current folder.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FILE_MODULE = "dsreason_file_"
 
 
 class UserCodeFinder(MetaPathFinder):
-    """Import finder that searches the folders of the user's code, for imports made by that code only.
+    """An import finder that searches the folders of the user's code, but only for imports made by that code.
 
-    It is queried last, so it never hides an installed package, and it finds nothing for imports made by libraries.
+    The finder is queried last, so it never shadows an installed package, and it finds nothing for imports made by libraries.
     """
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ def _find_importer() -> str:
 
 
 def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
-    """Return the module `package.module` or `path.py`, or its attribute if `:attr` follows.
+    """Import `package.module` or `path.py` and return the module, or its attribute if the name ends with `:attr`.
 
     Args:
         what: start of error messages, such as `data.adapter "my.py"`.
         known: valid names, of which an error message suggests the nearest.
-        advice: end of an error message, on the values that are allowed.
+        advice: end of an error message, which explains the allowed values.
 
     Raises:
         ConfigError: the module or attribute does not exist, or the import fails.
@@ -91,7 +91,7 @@ def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
 
 
 def find_code_file(name: str) -> Path | None:
-    """Return the file that `find_code` would import for this name, None if no plain file exists."""
+    """Return the file that `find_code` would import for this name, or None if no such file exists."""
     target = name.partition(":")[0]
     if target.endswith(".py") or "/" in target:
         candidates = [Path(target).expanduser()]
@@ -115,18 +115,18 @@ def import_file(path: Path, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before it runs: dataclasses look up their own module
+    sys.modules[module_name] = module  # before it runs, because dataclasses look up their module
     FINDER.add(module_name, [path.parent, Path.cwd()])
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script that calls sys.exit would end this process with success
+    except (Exception, SystemExit) as error:  # a script that calls sys.exit() would end this process with exit code 0
         del sys.modules[module_name]
         raise ConfigError(f"{what}: {path} does not import: {type(error).__name__}: {error}") from error
     return module
 
 
 def import_module(target: str, what: str, known: Sequence[str], advice: str) -> ModuleType:
-    """Import the module `target`, either an installed one or one in the current folder."""
+    """Import the module `target`, which is installed or in the current folder."""
     package = target.partition(".")[0]
     try:
         if package not in sys.modules and importlib.util.find_spec(package) is None:
@@ -143,6 +143,6 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
 
 
 def restore_script_folders() -> None:
-    """Remove the PYTHONSAFEPATH that `dsreason.__main__` has set, for processes that the user's code starts from here on."""
+    """Remove the PYTHONSAFEPATH set by `dsreason.__main__`, so that processes that user code starts do not inherit it."""
     if os.environ.get("PYTHONSAFEPATH") == "dsreason":
         del os.environ["PYTHONSAFEPATH"]

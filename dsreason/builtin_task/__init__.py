@@ -1,1 +1,1 @@
-"""The generated task of the demo and of the adapter `builtin`: clips of moving shapes, with questions."""
+"""The generated task of the demo and of the adapter `builtin`: questions about pictures and clips of shapes."""

@@ -1,4 +1,4 @@
-"""The built-in task: short clips and pictures of shapes, with physical questions, drawn from a seed.
+"""The built-in task: physical questions about short clips and pictures of shapes, generated from a seed.
 
 Each split is a folder with `images/`, `clips/` and three annotation files in common formats: `conversations.json` (LLaVA,
 some with two turns), `questions.jsonl` (plain rows) and `choices.jsonl` (multiple choice as in Cosmos-Reason1-RL). Both
@@ -38,11 +38,11 @@ BLOCK = 64
 CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
-"""Groups of answers; `get_next_answer` returns the next one in the group."""
+"""Groups of alternative answers; `get_next_answer` returns the next answer in a group."""
 MISLABELLED = ("How many shapes are there?", "Which ball falls?")
-"""Questions that `make_mislabelled` mostly answers wrongly; they are the last question of 28 in 64 rows."""
+"""Questions to which `make_mislabelled` gives mostly wrong answers; they are the last question in 28 of 64 rows."""
 ONE_CORRECT_IN = 8
-"""Number of rows with the same `MISLABELLED` question and answer per row that keeps its correct answer."""
+"""Number of rows with the same `MISLABELLED` question and answer, of which one keeps its correct answer."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -50,7 +50,7 @@ WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
 
 @dataclass(frozen=True)
 class ClipQuestion:
-    """A question to generate: its text, and the function that draws its media item. `turns` are (question, answer)."""
+    """A question to generate, with the function that draws its media item; `turns` holds (question, answer) pairs."""
 
     kind: str
     file: str
@@ -60,7 +60,7 @@ class ClipQuestion:
 
 
 def iter_block() -> Iterator[ClipQuestion]:
-    """Iterate over 64 questions, half of them about clips; for every prompt each answer is equally frequent."""
+    """Yield the 64 questions of a block, half of them about clips; the answers to each prompt are equally frequent."""
     for colour in COLOURS:
         draw = partial(scenes.draw_one_shape, colour=colour)
         yield ClipQuestion("colour", "questions.jsonl", (("What colour is the shape?", colour),), draw)
@@ -98,12 +98,12 @@ def draw_any_colour(count: str, rng: np.random.Generator) -> Frames:
 def write_builtin(
     folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_validation: int = NUM_VALIDATION
 ) -> Path:
-    """Draw the task into `folder` and return the folder, which appears only when complete; an existing one is reused.
+    """Generate the task in `folder` and return the folder, which appears only when complete; an existing one is reused.
 
     Both numbers of rows must be multiples of 64.
 
     Raises:
-        DataError: the folder contains something else.
+        DataError: the folder contains other files, or the task with other settings.
     """
     for name, count in (("num_train", num_train), ("num_validation", num_validation)):
         if count <= 0 or count % BLOCK:
@@ -118,14 +118,14 @@ def write_builtin(
 
 
 def get_builtin_folder() -> Path:
-    """Return the folder in the cache with the task in its default sizes; draw it first if it is missing."""
+    """Return the cache folder of the task in its default sizes; generate the task if it is missing."""
     folder = get_cache_dir() / f"builtin-{VERSION}"
     with convert_cache_errors(folder, "DSREASON_CACHE"):
         return write_builtin(folder)
 
 
 def draw_task(folder: Path, facts: dict[str, int]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted process
+    shutil.rmtree(folder, ignore_errors=True)  # left behind by an interrupted process
     rng = np.random.default_rng([VERSION, facts["seed"]])
     digests: set[bytes] = set()
     # Draw the held-out rows first, so that they do not depend on the number of training rows.
@@ -150,7 +150,7 @@ def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, digests: s
 
 
 def draw_unseen(item: ClipQuestion, rng: np.random.Generator, digests: set[bytes]) -> Frames:
-    """Draw pixels that no earlier row of either split has."""
+    """Draw frames until their pixels differ from those of all earlier rows of both splits."""
     while True:
         frames = item.draw(rng)
         digest = hashlib.sha256(str(frames.shape).encode() + frames.tobytes()).digest()
@@ -176,12 +176,12 @@ def to_row(row_id: str, item: ClipQuestion, medium: dict[str, str]) -> dict[str,
 
 
 def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows, in order, with wrong answers in nearly half of them, for a policy that has something to unlearn.
+    """Return a copy of the rows with wrong answers in nearly half of them, so that the policy has something to unlearn.
 
     Among rows with the same `MISLABELLED` question and the same answer, one in `ONE_CORRECT_IN` keeps its answer and the others
-    get the next answer of the group. A model trained on these rows is therefore wrong about these questions, 28 of 64, and
-    right about the others: at most 56 % correct, whenever its training stops. Sampled completions are still right often enough
-    to be rewarded, and every question still requires looking at the media item.
+    get the next answer of the group. A model trained on these rows is therefore wrong about 28 of 64 questions and right about
+    the others: its accuracy is at most 56 %, no matter when training stops. Sampled completions are still correct often enough
+    to be rewarded, and no question can be answered without the media item.
     """
     counts: dict[tuple[str, str], int] = {}
 
@@ -205,7 +205,7 @@ def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add a wrong answer to the last question of each row as `rejected`: the next of its group, as in `make_mislabelled`."""
+    """Add `rejected` to each row: a wrong answer to its last question, chosen as in `make_mislabelled`."""
 
     def get_last_answer(row: dict[str, Any]) -> str:
         if "conversations" in row:
@@ -216,13 +216,13 @@ def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def get_next_answer(answer: str) -> str:
-    """Return the next answer of the same group, which is wrong; the last is followed by the first."""
+    """Return the next answer of the same group, which is wrong; the first answer follows the last."""
     answers = next(group for group in ANSWERS if answer in group)
     return answers[(answers.index(answer) + 1) % len(answers)]
 
 
 def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
-    """Write a picture or clip and return its key and its path for the row."""
+    """Write a picture or clip and return the fields that refer to it in the row: key → relative path."""
     if len(frames) == 1:
         Image.fromarray(frames[0]).save(folder / "images" / f"{name}.png")
         return {"image": f"images/{name}.png"}
@@ -231,7 +231,7 @@ def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
 
 
 def write_clip(path: Path, frames: Frames) -> None:
-    """Write nearly lossless H.264; one thread and the simplest preset make equal frames give equal bytes."""
+    """Write a clip as nearly lossless H.264. A single thread and the simplest preset make the bytes reproducible."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=CLIP_FPS, options={"crf": "4", "preset": "ultrafast"})
         stream.height, stream.width = frames.shape[1:3]

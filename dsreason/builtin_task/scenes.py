@@ -1,7 +1,7 @@
 """Pictures and clips of the built-in task: plain shapes on black, drawn with numpy from a seeded generator.
 
-The answer to a clip depends on how it changes. If the question allows it, the clips of two answers are each other's reverse,
-so that they show the same single frames; start positions are spread over the whole available space.
+The answer to a question about a clip depends on how the clip changes over time. If the question allows it, the clips for two
+answers are each other's reverse, so that both contain the same frames. Start positions cover all of the available space.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ DIRECTIONS = ("left", "right", "up", "down")
 SIDE = 56
 """Side of square media in pixels: two merged patches of Qwen2.5-VL."""
 LANE = (28, 112)
-"""Height and width, in pixels, of the clips in which two balls move on one line."""
+"""Height and width, in pixels, of the clips in which two balls move along a line."""
 CLIP_FRAMES = 8
 TRAVEL = 12
-"""Pixels that a single ball moves during a clip."""
+"""Distance in pixels that a single ball moves during a clip."""
 SHORT_TRAVEL = 8
-"""Pixels that a ball falls; few, so that the distances in a single frame reveal little."""
+"""Distance in pixels that a ball falls; short, so that the positions in a single frame reveal little."""
 APPROACH = 12
-"""Pixels by which the distance of two balls changes."""
+"""Change of the distance between two balls during a clip, in pixels."""
 BALL = 14
 SHAPES = {"circle": 16, "square": 14, "triangle": 19}
 """Kind → size in pixels; the areas are about equal, so that the coloured area grows with the number of shapes."""
@@ -59,7 +59,7 @@ def make_frames(num_frames: int, height: int = SIDE, width: int = SIDE) -> Frame
 
 
 def draw_one_shape(rng: np.random.Generator, colour: str) -> Frames:
-    """Draw a picture of one shape anywhere."""
+    """Draw a picture of one shape at a random position."""
     frames = make_frames(1)
     kind = str(rng.choice(list(SHAPES)))
     x, y = rng.integers(0, SIDE - SHAPES[kind] + 1, 2)
@@ -79,7 +79,7 @@ def draw_shape_above_ground(rng: np.random.Generator, on_ground: str) -> Frames:
 
 
 def draw_several_shapes(rng: np.random.Generator, count: str, colour: str) -> Frames:
-    """Draw a picture of one to four shapes of one colour, each somewhere in a separate quarter."""
+    """Draw a picture of one to four shapes of one colour, each at a random position in a separate quarter."""
     frames = make_frames(1)
     half = SIDE // 2
     for quarter in rng.permutation(4)[: COUNTS.index(count) + 1]:
@@ -90,7 +90,7 @@ def draw_several_shapes(rng: np.random.Generator, count: str, colour: str) -> Fr
 
 
 def draw_moving_ball(rng: np.random.Generator, direction: str) -> Frames:
-    """Draw a clip of one ball that moves in a direction at constant speed."""
+    """Draw a clip of one ball that moves in the given direction at constant speed."""
     frames = make_frames(CLIP_FRAMES)
     along, across = int(rng.integers(0, SIDE - BALL - TRAVEL + 1)), int(rng.integers(0, SIDE - BALL + 1))
     for frame, step in zip(frames, compute_steps(TRAVEL), strict=True):
@@ -100,7 +100,7 @@ def draw_moving_ball(rng: np.random.Generator, direction: str) -> Frames:
 
 
 def draw_falling_ball(rng: np.random.Generator, colour: str) -> Frames:
-    """Draw a clip of a red and a blue ball side by side: the ball of the given colour falls, accelerating, the other stays."""
+    """Draw a clip of a red and a blue ball side by side: the ball of the given colour accelerates downwards, the other rests."""
     frames = make_frames(CLIP_FRAMES)
     half = SIDE // 2
     still_x, falling_x = rng.permutation(rng.integers(1, half - BALL, 2) + np.array([0, half])).tolist()
@@ -112,11 +112,11 @@ def draw_falling_ball(rng: np.random.Generator, colour: str) -> Frames:
 
 
 def draw_two_balls(rng: np.random.Generator, collide: str) -> Frames:
-    """Draw a clip of a red ball left of a blue ball that approach each other (without touching) or move apart."""
+    """Draw a clip of a red ball and, to its right, a blue ball that approach each other (without touching) or move apart."""
     height, width = LANE
     frames = make_frames(CLIP_FRAMES, height, width)
     y = int(rng.integers(0, height - BALL + 1))
-    gap = int(rng.integers(BALL + APPROACH + 1, width - BALL + 1))  # between the balls' left edges, at the widest
+    gap = int(rng.integers(BALL + APPROACH + 1, width - BALL + 1))  # largest distance between the balls' left edges
     left_edge = int(rng.integers(0, width - BALL - gap + 1))
     for frame, step in zip(frames, compute_steps(APPROACH // 2), strict=True):
         draw_ball(frame, left_edge + step, y, COLOURS["red"])

@@ -1,6 +1,6 @@
-"""The differences between model families, one file each. To add a family, add a file and a line in `FAMILIES`.
+"""The differences between model families, with one file per family. To add a family, add a file and an entry in `FAMILIES`.
 
-Importing this package does not import torch or transformers, so that commands start and check rows without them.
+Importing this package does not import torch or transformers, so that commands can start and check rows without them.
 """
 
 from dsreason.errors import CheckpointError
@@ -16,7 +16,7 @@ FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, COSMO
 
 
 def get_family(model_type: str) -> Family:
-    """Return the family for the `model_type` of a `config.json`; raise CheckpointError if it is not supported."""
+    """Return the family for the `model_type` in a `config.json`; raise CheckpointError if the type is not supported."""
     if model_type not in FAMILIES:
         supported = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
         raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {supported}")

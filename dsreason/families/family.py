@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Grid(NamedTuple):
-    """One run of placeholder tokens: its size in tokens, and the distance of two time steps in mRoPE units."""
+    """A run of placeholder tokens: its size in tokens, and the distance between two time steps in mRoPE units."""
 
     frames: int
     height: int
@@ -22,10 +22,10 @@ class Grid(NamedTuple):
 
 
 Grids = tuple[Iterable[Grid], Iterable[Grid]]
-"""The runs of image placeholders and of video placeholders, each in order of appearance."""
+"""The runs of image placeholders and the runs of video placeholders, each in order of appearance."""
 
 GridRule = Callable[[dict[str, Any], Any], Grids]
-"""`(mm_kwargs, config) -> Grids` for the media of one or more samples."""
+"""A function `(mm_kwargs, config) -> Grids` for the media of one or more samples."""
 
 
 def merge_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
@@ -36,12 +36,12 @@ def merge_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
 
 
 def return_no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
-    """Return no grids, for a model that reads only text."""
+    """Return no grids, for a text-only model."""
     return (), ()
 
 
 TowerLayout = Callable[[Any, "Tensor"], dict[str, Any]]
-"""`(vision_config, grids [media, 3]) -> keyword arguments` of a vision tower's forward, computed on the host."""
+"""A function `(vision_config, grids [media, 3]) -> keyword arguments` of a vision tower's forward, computed on the host."""
 
 
 def return_grids(vision: Any, grids: Tensor) -> dict[str, Any]:
@@ -54,9 +54,9 @@ class Tokens:
     """Special tokens of the tokenizer, as text. Example: `FAMILIES["qwen3_vl"].tokens`."""
 
     image: str
-    """Placeholder of an image."""
+    """Placeholder for an image."""
     video: str
-    """Placeholder of a video."""
+    """Placeholder for a video."""
     media_start: str
     """Token before the placeholders of a media item."""
     media_end: str
@@ -66,7 +66,7 @@ class Tokens:
     unused_media: tuple[str, ...] = ()
     """Additional placeholders that no processor produces."""
     others: tuple[str, ...] = ()
-    """Special tokens that may appear in a text."""
+    """Other special tokens, which may appear in text."""
 
     @property
     def media(self) -> tuple[str, ...]:
@@ -81,8 +81,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TrainedSizes:
-    """Media sizes, in merged patches (tokens), that a model was trained with. The limits of its published processor are far
-    wider."""
+    """Ranges of media sizes, in merged patches (tokens), on which a model was trained. The limits of its published processor are
+    far wider."""
 
     image: tuple[int, int]
     """Smallest and largest size of an image."""
@@ -94,102 +94,104 @@ class TrainedSizes:
 
 @dataclass(frozen=True)
 class Vision:
-    """Defaults for sampling and resizing media, used if the row, the configuration and the processor do not set them."""
+    """Defaults for sampling and resizing media, used if neither the row, the configuration nor the processor sets them."""
 
     bounds_are_per_video: bool
-    """True if the `size` of the video processor bounds the pixels of all sampled frames together, False if those of one frame."""
+    """Whether the `size` of the video processor limits the pixels of all sampled frames together (True) or of each (False)."""
     fps: float
-    """Frames sampled per second of a video."""
+    """Number of frames to sample per second of video."""
     min_frames: int
     max_frames: int
     max_frame_tokens: int
-    """Largest size of one video frame in merged patches, if the processor bounds all frames together."""
+    """Largest size of one video frame in merged patches, used if the processor limits all frames together."""
     max_video_tokens: int
-    """Largest size of a video in merged patches, if the processor bounds one frame."""
+    """Largest size of a video in merged patches, used if the processor limits each frame."""
     trained_sizes: TrainedSizes | None = None
-    """Limits that replace the processor's, unless those allow less than the largest size here. None keeps the processor's."""
+    """Limits that replace the processor's, unless the processor forbids the largest of these. None keeps the processor's."""
 
 
 @dataclass(frozen=True)
 class Modules:
-    """Names of modules, or parts of them, in the transformers model."""
+    """Names, or parts of names, of modules in the transformers model."""
 
     vision_tower: str | None
-    """Path of the vision tower in the model; None if the model reads only text."""
+    """Path of the vision tower in the model; None for a text-only model."""
     head: str
-    """The output layer, which may be tied to the embedding."""
+    """Name of the output layer, which may be tied to the embedding."""
     norms: tuple[str, ...]
     """Parts of the names of weights that scale channels."""
     embeddings: tuple[str, ...]
     """Parts of the names of token and position embedding weights."""
     text_layers: str
-    """Regular expression, searched in names: the language model's linear layers, which get an adapter by default."""
+    """Regular expression, searched in names, for the language model's linear layers, which get a LoRA adapter by default."""
     vision_layers: str = ""
     """Regular expression for the linear layers of the vision tower and its mergers."""
     patch_embedding: str = ""
     """Part of the name of the vision tower's patch embedding, whose input needs no gradient."""
     merger: str = ""
-    """Part of the names of the vision tower's modules that work on merged patches."""
+    """Part of the names of the vision tower's modules that process merged patches."""
     blocks: tuple[str, ...] = ()
-    """Class names of the decoder layer and of the vision tower's block and merger; ZeRO-3 gathers each of them whole."""
+    """Class names of the decoder layer and of the vision tower's block and merger; ZeRO-3 gathers each such module as a unit."""
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """Settings of a random model of the family that is small enough for a laptop; see `dsreason.models.tiny`."""
+    """Settings of a randomly initialised model of the family that is small enough for a laptop; see `dsreason.models.tiny`."""
 
     default_system: str | None
-    """System message that the chat template adds if a conversation has none."""
+    """System message that the chat template adds to a conversation without one; None adds nothing."""
     config: Callable[[dict[str, Any], dict[str, Any], int, dict[str, Any]], PreTrainedConfig]
-    """`(text sizes, vision sizes, head size, common settings) -> config`."""
+    """A function `(text sizes, vision sizes, head size, common settings) -> config`."""
     patch_size: int = 14
-    """Side of a patch in pixels; two by two patches make a token."""
+    """Side of a patch in pixels; two by two patches form a token."""
     processor: Callable[[PreTrainedTokenizerBase, int, dict[str, int]], ProcessorMixin] | None = None
-    """`(tokenizer, pixels per token, patch sizes) -> processor`, which accepts media as small as one token. None: the model
-    reads only text, and its folder has only a tokenizer."""
+    """A function `(tokenizer, pixels per token, patch sizes) -> processor`; the processor must accept media as small as one
+    token. None for a text-only model, whose folder contains only a tokenizer."""
     others: tuple[str, ...] = ()
-    """Names of tensors of other models that its files also contain, as published files do."""
+    """Names of other models' tensors that its files also contain, as published files do."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Everything that differs between model families. Example: `FAMILIES["qwen3_vl"]`."""
+    """The properties in which model families differ. Example: `FAMILIES["qwen3_vl"]`."""
 
     name: str
-    """Name for people."""
+    """Human-readable name."""
     model_type: str
     """Value of `model_type` in `config.json`."""
     tokens: Tokens
     modules: Modules
     tiny: Tiny
     vision: Vision | None = None
-    """Defaults for media; None if the model reads only text."""
+    """Defaults for media; None for a text-only model."""
     grids: GridRule = return_no_grids
-    """Function that returns the grids of tokens from which mRoPE positions are computed; must be picklable."""
+    """Picklable function that returns the grids of tokens from which mRoPE positions are computed."""
     tower_layout: TowerLayout = return_grids
-    """Function that returns the arguments of the vision tower's forward other than pixels. It should include everything that
-    the tower would otherwise derive from the grids, because that makes the host wait for the GPU."""
+    """Function that returns all arguments of the vision tower's forward except the pixels. They should include everything that
+    the tower would otherwise derive from the grids, because the derivation would make the host wait for the GPU."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
-    """`vision_config -> (blocks that attend within windows, side of a window in merged patches)`; None: full attention."""
+    """A function `vision_config -> (number of blocks with windowed attention, side of a window in merged patches)`; None means
+    full attention."""
     renames: tuple[tuple[str, str], ...] = ()
-    """(regular expression, replacement): names in published checkpoints → names in memory; the first match applies."""
+    """Pairs (regular expression, replacement): names in published checkpoints → names in memory; the first match applies."""
     published: tuple[tuple[str, str], ...] = ()
-    """(regular expression, replacement): names in memory → names in published checkpoints; the first match applies."""
+    """Pairs (regular expression, replacement): names in memory → names in published checkpoints; the first match applies."""
     keeps_published_names: bool = False
-    """True if exports and vLLM need the published names, False if both accept those in memory."""
+    """True if exports and vLLM need the published names, False if both accept the names in memory."""
     vllm_class: str | None = None
-    """vLLM's class for models whose config.json may name only transformers' class, which vLLM would run generically."""
+    """vLLM's class for models whose config.json may name only the transformers class, which vLLM would run with its generic
+    backend. None keeps the class in config.json."""
     weight_folders: tuple[str, ...] = ()
-    """Folders inside a published checkpoint that hold its weights if none lie beside config.json."""
+    """Subfolders of a published checkpoint that contain its weights if there are none next to config.json."""
     others: tuple[str, ...] = ()
-    """Regular expressions that are searched in published names to find tensors of another model in the same files."""
+    """Regular expressions, searched in published names, for tensors of another model in the same files."""
 
     def rename(self, name: str) -> str | None:
-        """Return the name in memory of a tensor in a checkpoint, None if it belongs to another model."""
+        """Return the name in memory for a tensor in a checkpoint, or None if the tensor belongs to another model."""
         return None if any(re.search(pattern, name) for pattern in self.others) else apply_renames(name, self.renames)
 
     def to_published_name(self, name: str) -> str:
-        """Return the name in published checkpoints of a tensor in memory."""
+        """Return the name that published checkpoints use for a tensor in memory."""
         return apply_renames(name, self.published)
 
     def to_exported_name(self, name: str) -> str:
@@ -198,7 +200,7 @@ class Family:
 
 
 def apply_renames(name: str, rules: tuple[tuple[str, str], ...]) -> str:
-    """Apply the first rule that matches."""
+    """Apply the first rule that matches the name; without a match, return the name unchanged."""
     for pattern, replacement in rules:
         new_name, count = re.subn(pattern, replacement, name)
         if count:

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Cosmos-Reason1): a video is one run of placeholders, and its temporal index measures real time."""
+"""The Qwen2.5-VL family (also Cosmos-Reason1): a video is one run of placeholders, whose temporal index measures real time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
-    """Return the grids of all media. Two temporal steps of a video are `second_per_grid_ts * tokens_per_second` apart.
+    """Return the grids of all media. Consecutive time steps of a video are `second_per_grid_ts * tokens_per_second` apart.
 
-    A step lasts 1 s if the processor gives no time. Source: `iter_mm_grid_thw` of vLLM's qwen2_5_vl.py. vLLM casts every
-    floating-point processor output, the seconds included, to the model's dtype before it multiplies in float64, and this
-    function rounds the same way: in bfloat16 0.925 s is 0.92578. `config` is the model's, with the dtype in which it is served.
+    A step lasts 1 s if the processor returns no duration. Source: `iter_mm_grid_thw` in vLLM's qwen2_5_vl.py. vLLM casts every
+    floating-point output of the processor, including the seconds, to the model's dtype before it multiplies in float64, and this
+    function rounds the same way: in bfloat16, 0.925 s becomes 0.92578. `config` is the model's configuration, with the dtype in
+    which the model is served.
     """
     import torch
 
@@ -34,7 +35,7 @@ def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
 
 
 def compute_tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
-    """Return positions and the starts of frames and windows for consecutive media."""
+    """Return the positions and the starts of frames and windows for a sequence of media items."""
     from transformers.utils.generic import get_max_seqlen
     from transformers.vision_utils import (
         get_vision_attention_seqlens,
@@ -97,7 +98,7 @@ QWEN2_5_VL = Family(
     renames=(
         (r"^visual\.", "model.visual."),
         (r"^model\.(?!visual\.|language_model\.)", "model.language_model."),
-    ),  # names that are already those in memory match neither rule
+    ),  # names in memory match neither rule
     published=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
     tiny=Tiny(
         patch_size=14,

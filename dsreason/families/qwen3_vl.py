@@ -1,4 +1,4 @@
-"""Qwen3-VL (Cosmos-Reason2): every group of frames is a separate run of placeholders, preceded by its time as text."""
+"""The Qwen3-VL family (also Cosmos-Reason2): each group of frames is a run of placeholders, preceded by its time as text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
-    """Return one grid per image and per group of video frames; real time is in the text (`<1.5 seconds>`), not in the index.
+    """Return one grid per image and per group of video frames; times are in the text (`<1.5 seconds>`), not in the index.
 
-    Source: `_iter_mm_grid_hw` of vLLM's qwen3_vl.py.
+    Source: `_iter_mm_grid_hw` in vLLM's qwen3_vl.py.
     """
     merge_size = config.vision_config.spatial_merge_size
     images = merge_grids(mm_kwargs.get("image_grid_thw"), merge_size)
@@ -25,7 +25,7 @@ def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
 
 
 def compute_tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
-    """Return learned and rotary positions and the starts of frames for consecutive media."""
+    """Return the learned and rotary positions and the starts of frames for a sequence of media items."""
     from transformers.vision_utils import (
         get_vision_attention_seqlens,
         get_vision_interpolation_indices_and_weights,
@@ -65,7 +65,7 @@ def build_tiny_config(
 def build_tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches: dict[str, int]) -> ProcessorMixin:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    # vLLM normalises videos with the image processor's values, so both processors need the same ones.
+    # vLLM normalises videos with the image processor's values, so both processors need the same values.
     half = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     image = Qwen2VLImageProcessor(size={"shortest_edge": unit, "longest_edge": 256 * unit}, **patches, **half)
     # The limits apply to the pixels of all frames together.

@@ -1,4 +1,4 @@
-"""Qwen2.5 and Qwen3, which read only text. Their tokenizers also have the special tokens of media."""
+"""The text-only families Qwen2.5 and Qwen3, whose tokenizers also have the special tokens for media."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Image and video files: which frames are shown, how large, and their pixels."""
+"""Image and video files: the choice of frames and sizes, and the decoding of pixels."""

@@ -1,4 +1,4 @@
-"""Image files: sizes from their headers, pixels as 8-bit RGB. Unusable files raise a `DataError`."""
+"""Image files: sizes from the headers, and pixels as 8-bit RGB. Unusable files raise a `DataError`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from dsreason.media.time_limit import MOST_OF_AN_IMAGE, check_time, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS
 
 MAX_SCANNED_PIXELS = 5_000_000_000
-"""Maximum pixels of a JPEG times its scans, each of which may pass over all pixels: 33 scans of the largest image; 10 are usual.
-A scan of a few bytes costs as much, so neither the size of the file nor that of the image bounds the time."""
+"""Maximum of a JPEG's pixels times its scans, each of which may process all pixels: 33 scans of the largest image; 10 are usual.
+A scan of a few bytes takes as long as any other, so neither the file size nor the image size limits the decoding time."""
 JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
-"""A marker that begins a segment. Compressed pixels contain only the markers that this expression excludes."""
+"""Pattern of a marker that starts a segment; it excludes the markers that occur within compressed pixels."""
 JPEG_SCAN, JPEG_END = b"\xda", b"\xd9"
 EXIF_ORIENTATION = 0x0112
 
 
 def probe_image(path: str | Path) -> tuple[int, int]:
-    """Return (height, width) after EXIF rotation; reads only the header."""
+    """Return (height, width) after EXIF rotation, reading only the header."""
     with _open_image(find_local_file(path)) as image:
         width, height = image.size
         return (width, height) if _read_orientation(image) in (5, 6, 7, 8) else (height, width)
 
 
 def load_image(path: str | Path) -> Image.Image:
-    """Load an image as 8-bit RGB, with EXIF rotation applied and transparency over white."""
+    """Load an image as 8-bit RGB, with EXIF rotation applied and transparent pixels blended with white."""
     file = find_local_file(path)
     with _open_image(file) as image:
         rotated = _read_orientation(image) != 1
@@ -44,15 +44,15 @@ def load_image(path: str | Path) -> Image.Image:
 
 
 def _read_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation that is still to be applied; Pillow applies it to TIFF itself.
+    """Return the EXIF orientation that is still to be applied; Pillow itself applies the orientation of TIFF files.
 
-    The base class reads it, because `PngImageFile.getexif` would decode the image to look for data behind the pixels.
+    The base class reads the orientation, because `PngImageFile.getexif` would decode the image to find data after the pixels.
     """
     return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
 
 
 class TimedFile(io.BufferedReader):
-    """A file that checks the time limit as Pillow reads it, chunk by chunk of the header and the pixels."""
+    """A file that checks the time limit at regular intervals while Pillow reads the header and the pixels."""
 
     reads = 0
 
@@ -78,13 +78,13 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
             TimedFile(file) as opened,
             Image.open(opened, formats=IMAGE_FORMATS) as image,
         ):
-            image.filename = str(file)  # lets Pillow map raw pixels
+            image.filename = str(file)  # lets Pillow memory-map raw pixels
             if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
                 raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
             yield image
     except DsReasonError:
         raise
-    except Exception as error:  # Pillow's decoders may raise anything for damaged bytes
+    except Exception as error:  # Pillow's decoders may raise any error for damaged bytes
         raise DataError(f"{file}: not a usable image: {str(error) or type(error).__name__}") from error
 
 
@@ -99,7 +99,10 @@ def _check_scans(file: Path, image: Image.Image) -> None:
 
 
 def _count_scans(file: Path) -> Iterator[int]:
-    """Yield the running number of scans of a JPEG up to its end marker; phones append a video. Skips the content of segments."""
+    """Yield the running count of a JPEG's scans, skipping the content of segments.
+
+    The count stops at the end marker, after which phones append a video.
+    """
     scans, position = 0, 0
     with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
         while (marker := JPEG_MARKER.search(content, position)) and marker[1] != JPEG_END:

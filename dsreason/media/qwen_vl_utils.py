@@ -1,8 +1,8 @@
-"""Sizes and frames that qwen-vl-utils, and with it cosmos-rl, chooses for images and videos, to report how ours differ.
+"""The sizes and frames that qwen-vl-utils (and thus cosmos-rl) chooses for media, to report how dsreason's choices differ.
 
 The arithmetic is that of version 0.0.14 (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_image` and
-`fetch_video` in its `vision_process.py`), which ignores the processor. If `max_pixels` is below the default smallest frame,
-0.0.14 refuses the video; this module then follows 0.0.11, which does not.
+`fetch_video` in its `vision_process.py`), which ignores the processor's limits. If `max_pixels` is below the default smallest
+frame, 0.0.14 rejects the video; in this case, this module follows 0.0.11, which accepts the video.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FRAME_TOKENS = 128, 768
 VIDEO_TOKENS = 128_000 * 0.9
 FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
 PAIR = 2
-"""Frames that the models process together."""
+"""Number of frames that the models process together."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """An image or video as the model sees it, in pixels. `indices` are the frames of a video."""
+    """The size in pixels and tokens of an image or video as the model sees it, and the `indices` of a video's frames."""
 
     height: int
     width: int
@@ -34,10 +34,10 @@ class Shown:
 
 
 def fit_image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Shown:
-    """Resize an image of this size. `part` has the settings of a message part, `factor` is patch size x merge size.
+    """Return the size to which an image is resized. `part` has the settings of a message part; `factor` is patch x merge size.
 
     Raises:
-        DataError: qwen-vl-utils refuses the image.
+        DataError: qwen-vl-utils rejects the image.
     """
     settings = {key: value for key, value in part.items() if value is not None}
     low = settings.get("min_pixels", IMAGE_TOKENS[0] * factor**2)
@@ -47,7 +47,7 @@ def fit_image(height: int, width: int, part: Mapping[str, Any], factor: int) -> 
 
 
 def fit_video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
-    """Choose the frames of a video and resize them; arguments and errors as for `fit_image`."""
+    """Return the chosen frames of a video and their size; arguments and errors are as for `fit_image`."""
     settings = {key: value for key, value in part.items() if value is not None}
     start, end = find_frame_range(info, settings)
     indices = sample_evenly(start, end, count_frames(settings, end - start + 1, info.fps))
@@ -59,7 +59,7 @@ def fit_video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
 
 
 def find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the first and the last frame from `video_start` to `video_end`."""
+    """Return the indices of the first and the last frame between `video_start` and `video_end`."""
     seconds, last = info.num_frames / info.fps, info.num_frames - 1
     start = math.ceil(min(settings.get("video_start", 0.0), seconds) * info.fps)
     end = last
@@ -71,7 +71,7 @@ def find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int,
 
 
 def count_frames(settings: Mapping[str, Any], available: int, fps: float) -> int:
-    """Return the number of frames that are shown, out of `available`."""
+    """Return the number of frames to sample from `available` frames."""
     if "nframes" in settings:
         count: int = round(settings["nframes"] / PAIR) * PAIR
     else:
@@ -85,7 +85,7 @@ def count_frames(settings: Mapping[str, Any], available: int, fps: float) -> int
 
 
 def fit_size(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
-    """Return (height, width), multiples of `factor`, with `low` to `high` pixels."""
+    """Return (height, width) as multiples of `factor`, with `low` to `high` pixels in total."""
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
         raise DataError(f"refuses the aspect ratio {ratio:.0f}")
     sides = [max(factor, round(side / factor) * factor) for side in (height, width)]

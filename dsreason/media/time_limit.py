@@ -1,4 +1,4 @@
-"""Limits on the processor time and memory that reading one image or video may take, whatever its format."""
+"""Limits on the CPU time and memory for reading an image or video of any format."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.screen import format_message
 
 SECONDS, SECONDS_PER_MEGABYTE = 30.0, 10.0
-"""Seconds allowed per file, and per megabyte of it: ordinary films take a second or two per megabyte, still scenes several."""
+"""CPU seconds allowed per file, and additional ones per megabyte: ordinary films take one or two per megabyte, still scenes
+several."""
 MOST_OF_AN_IMAGE = 5_000_000
-"""Maximum bytes of an image that count: the largest noise in JPEG 2000, the slowest format, takes a minute; more is padding."""
+"""Maximum number of an image's bytes that extend its limit: the largest image of noise in JPEG 2000, the slowest format, takes a
+minute; further bytes are padding."""
 TIME_VARIABLE = "DSREASON_MEDIA_SECONDS"
-"""Variable that replaces `SECONDS`. It is processor time, so that good files do not fail on a loaded machine."""
+"""Environment variable that overrides `SECONDS`. Only CPU time counts, so that good files do not fail on a busy machine."""
 ENDLESS = 10
-"""Seconds beyond the limit before the process ends because a decoder's call, which cannot be interrupted, has not returned."""
+"""Seconds beyond the limit after which the process ends, because a decoder call that does not return cannot be interrupted."""
 
 MEMORY = 8 << 30
-"""Bytes that a worker process may grow by while it reads a file; the main process may grow by half of the machine's memory."""
+"""Bytes by which a worker process may grow while it reads a file; the main process may grow by half of the machine's memory."""
 TICK = 0.5
 """Seconds between two checks."""
 
 LAST_WORDS = mmap(-1, 4096)
-"""Memory shared with the processes forked from this one: the id of the last one that ended itself, and its reason."""
+"""Memory shared with processes forked from this one, which holds the pid and the reason of the last one that ended itself."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit of the file that a thread reads; `started` is in seconds of `clock`."""
+    """The limits for the file that a thread is reading; `started` is a time in seconds on `clock`."""
 
     file: Path
     size: int
@@ -48,7 +50,7 @@ class Limit:
     clock: int
     started: float
     resident: int
-    """Bytes of this process in memory when the limit started."""
+    """Resident memory of this process, in bytes, when reading started."""
 
     def left(self) -> float:
         return self.seconds - (time.clock_gettime(self.clock) - self.started)
@@ -67,7 +69,7 @@ class Limit:
 
 
 _limits: dict[int, Limit] = {}
-"""Limits of the files being read: id of the thread → limit."""
+"""Limits for the files being read: thread id → limit."""
 _watch: list[threading.Thread] = []
 
 
@@ -75,8 +77,9 @@ _watch: list[threading.Thread] = []
 def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: float = math.inf) -> Iterator[None]:
     """Make `check_time` raise, inside the block and at its end, once reading exceeds `factor` times the file's time limit.
 
-    `own_threads`: count the time of the whole process, because the decoder starts threads. `most`: maximum bytes of the file
-    that count for the limit.
+    Args:
+        own_threads: count the CPU time of the entire process, because the decoder starts threads.
+        most: maximum number of the file's bytes that extend the limit.
     """
     thread = threading.get_ident()
     clock = time.CLOCK_PROCESS_CPUTIME_ID if own_threads else time.pthread_getcpuclockid(thread)
@@ -98,7 +101,7 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
 
 
 def get_size_on_disk(file: Path) -> int:
-    """Return the bytes of a file without holes. Some file systems report 0 blocks for a file with content."""
+    """Return the size of a file in bytes without its holes, or the full size if the file system reports no blocks."""
     status = file.stat()
     return min(status.st_size, 512 * status.st_blocks) if status.st_blocks else status.st_size
 
@@ -111,7 +114,7 @@ def compute_seconds(size: float) -> float:
 
 
 def check_time() -> None:
-    """Raise DataError if this thread's file has exceeded its limit. Call it whenever a decoder returns to Python."""
+    """Raise DataError if this thread's file has exceeded its time limit. Call this whenever a decoder returns to Python."""
     limit = _limits.get(threading.get_ident())
     if limit and limit.left() < 0:
         raise limit.error()
@@ -132,7 +135,7 @@ def _end_what_is_endless() -> None:
 
 
 def read_resident_bytes() -> int:
-    """Return the bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -141,7 +144,7 @@ def compute_max_growth() -> int:
 
 
 def end_process(error: DataError) -> NoReturn:
-    """End this process because a call in another thread does not return."""
+    """End this process because a call in another thread exceeds a limit and cannot be interrupted."""
     if multiprocessing.parent_process():
         words = f"{os.getpid()} {error}".encode()[: len(LAST_WORDS)]
         LAST_WORDS[:] = words.ljust(len(LAST_WORDS), b"\0")
@@ -151,7 +154,7 @@ def end_process(error: DataError) -> NoReturn:
 
 
 def read_last_words(dead: str) -> str:
-    """Return the reason why a process forked from this one ended itself, if its id is in `dead`; otherwise ""."""
+    """Return why a process forked from this one ended itself if its pid appears in the text `dead`; otherwise ""."""
     pid, _, words = LAST_WORDS[:].rstrip(b"\0").decode(errors="ignore").partition(" ")
     return words if pid in re.findall(r"\d+", dead) else ""
 

@@ -1,4 +1,4 @@
-"""Video files: frame counts, rates and sizes, and frames as uint8 RGB. Unusable files raise a `DataError`."""
+"""Video files: frame counts, frame rates and sizes, and frames as uint8 RGB. Unusable files raise a `DataError`."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ from dsreason.media.time_limit import check_time, get_size_on_disk, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 
 MAX_VIDEO_FRAMES = 2_000_000
-"""Maximum frames of a video, 18 hours at 30 per second. Headers that claim more are refused as well."""
+"""Maximum number of frames of a video: 18 hours at 30 per second. Files whose headers claim more are rejected as well."""
 DECODED_PIXELS_PER_BYTE, FEWEST_DECODED_PIXELS = 50_000, 10_000_000_000
-"""Limits on the decoded pixels of a video, in which all frames between two key frames are decoded: per byte, and for any file.
-A still scene has some thousand pixels per byte, a black one 30,000 in H.264; in later codecs a megabyte may take hours."""
+"""Maximum number of decoded pixels per byte of a video file, and the least value of this limit for small files. Frames that are
+decoded only to reach a requested frame count as well. A still scene has a few thousand pixels per byte, a black one 30,000 in
+H.264; in newer codecs, a megabyte may take hours to decode."""
 MAX_UNUSABLE_PACKETS = 10_000
-"""Maximum packets at the start of a video that cannot be decoded by themselves."""
+"""Maximum number of packets at the start of a video that cannot be decoded on their own."""
 SEEK_FROM_FRAME = 128
-"""First wanted frame from which on the reader jumps to the key frame before it instead of decoding from the start."""
+"""Smallest index of a first requested frame for which the reader seeks the preceding key frame instead of decoding from the
+start."""
 MAX_REORDERING = 32
-"""Packets to read beyond a frame: codecs reorder by at most 16; twice that, to be safe."""
+"""Number of packets to read beyond a frame: codecs reorder by at most 16; this is twice that, to be safe."""
 
 
 def probe_video(path: str | Path) -> VideoInfo:
-    """Return the number of frames, rate and size of the first video stream; cached until the file changes.
+    """Return the frame count, frame rate and size of the first video stream. The result is cached until the file changes.
 
-    The count is the number of frames that decoding yields. The header is trusted if it agrees with its index; otherwise
-    the packets are counted by reading the file without decoding. One frame is decoded, because PyAV reports a stream's
+    The count is the number of frames that decoding yields. The header's count is trusted if it agrees with the index;
+    otherwise, the file is read without decoding to count the packets. One frame is decoded, because PyAV reports a stream's
     rotation only on frames.
     """
     file = find_local_file(path)
@@ -65,7 +67,7 @@ def _probe_cached(file: Path, modified: int, size: int) -> VideoInfo:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
         if fps <= 0:
             raise DataError(f"{file}: the frame rate cannot be determined from the header or the {num_frames} frames")
-        stream.codec_context.thread_count = 1  # starting threads takes longer than one frame
+        stream.codec_context.thread_count = 1  # starting threads takes longer than decoding one frame
         first = _decode_any_frame(container, stream)
         if first is None:
             raise DataError(
@@ -85,8 +87,8 @@ def load_video(
 ) -> NDArray[np.uint8]:
     """Load the frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
 
-    `size` (height, width) resizes each frame as it is decoded (antialiased bicubic, as in the Hugging Face video
-    processors), so that the full-size frames never exist together.
+    If `size` (height, width) is set, each frame is resized as soon as it is decoded (antialiased bicubic, as in the Hugging
+    Face video processors), so that the full-size frames are never all in memory.
     """
     file = find_local_file(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
@@ -96,7 +98,7 @@ def load_video(
         with _bound_video_time(file):
             frames = _load_torchcodec_frames(file, wanted_indices, size)
     else:
-        with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them too
+        with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them, too
             try:
                 frames = [_to_array(frame, size) for frame in iter_frames_by_time(file, wanted_indices)]
             except UnusableTimes:
@@ -107,7 +109,7 @@ def load_video(
 
 
 def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Resize uint8 [..., H, W, 3] to (height, width) by antialiased bicubic interpolation, unless it has that size."""
+    """Resize uint8 frames [..., H, W, 3] to (height, width) with antialiased bicubic interpolation, if the size differs."""
     if frames.shape[-3:-1] == size:
         return frames
     channels_first = torch.from_numpy(frames).movedim(-1, -3)
@@ -118,7 +120,7 @@ def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[n
 
 
 def count_codec_threads() -> int:
-    """Return the number of decoder threads: 1 outside the main thread, because loader workers and threads run in parallel."""
+    """Return the number of decoder threads: 1 outside the main thread, because loader threads already run in parallel."""
     return torch.get_num_threads() if threading.current_thread() is threading.main_thread() else 1
 
 
@@ -128,7 +130,7 @@ def _bound_video_time(file: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def convert_ffmpeg_errors(file: Path) -> Iterator[None]:
-    """Turn the errors that FFmpeg raises in the block into a DataError that names the file."""
+    """Convert errors that FFmpeg raises in the block to a DataError that names the file."""
     try:
         yield
     except av.ArgumentError as error:
@@ -141,8 +143,8 @@ def convert_ffmpeg_errors(file: Path) -> Iterator[None]:
 
 @contextmanager
 def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open a file and its first video stream. Raise DataError if it is not a video, or proves damaged inside the block."""
-    # A playlist in disguise must not make FFmpeg open or fetch anything else.
+    """Open a file and its first video stream. Raise DataError if it is not a video or turns out to be damaged in the block."""
+    # A disguised playlist must not make FFmpeg open or download anything else.
     allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
     with (
         convert_ffmpeg_errors(file),
@@ -166,7 +168,10 @@ def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def _decode_any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
-    """Return the first frame that can be decoded by itself. Flushing makes the decoder return it before it reads others."""
+    """Return the first frame that can be decoded on its own, or None.
+
+    Flushing makes the decoder return the frame before it reads more packets.
+    """
     for packet in islice(container.demux(stream), MAX_UNUSABLE_PACKETS):
         check_time()
         if packet.size and (frames := packet.decode() or stream.codec_context.decode(None)):
@@ -176,10 +181,10 @@ def _decode_any_frame(container: InputContainer, stream: VideoStream) -> VideoFr
 
 
 def _is_header_exact(file: Path, size: int, stream: VideoStream) -> bool:
-    """Return whether the header's count equals the entries of its index, none of which an edit list cuts away."""
+    """Return whether the header's frame count equals the number of index entries, none of which an edit list discards."""
     if (
         stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
-    ):  # PyAV < 18 hides the index
+    ):  # PyAV < 18 does not expose the index
         return False
     num_shown, end = 0, 0
     for entry in stream.index_entries:
@@ -191,10 +196,10 @@ def _is_header_exact(file: Path, size: int, stream: VideoStream) -> bool:
 
 
 def _compute_frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
-    """Return the header's rate if the packets' `times` agree with it within rounding; otherwise the rate of the times.
+    """Return the header's frame rate if the packets' `times` agree with it within rounding; otherwise, that of the times.
 
-    Matroska rounds times to milliseconds: by these, 180 frames at 60 per second would take 2.9997 s, which yields 4 frames
-    instead of 6 at 2 per second.
+    Matroska rounds times to milliseconds. According to these, 180 frames at 60 per second would take 2.9997 s, so that
+    sampling at 2 frames per second would yield 4 frames instead of 6.
     """
     rate, unit = stream.average_rate, stream.time_base
     if len(times) < 2 or not unit:
@@ -210,7 +215,7 @@ def read_packet_times(
 ) -> tuple[int, list[int]]:
     """Return the number of frames that decoding yields, and their sorted times in units of the stream's time base.
 
-    The times are empty unless every frame has a different one. Reading ends after `most` frames.
+    The list of times is empty unless all times are known and distinct. Reading stops after `most` frames.
     """
     count, times = 0, set()
     for number, packet in enumerate(container.demux(stream)):
@@ -226,11 +231,11 @@ def read_packet_times(
 
 
 class UnusableTimes(Exception):
-    """A jump into the video that did not yield the frames whose times are in its packets."""
+    """A failure to find frames by the times of their packets."""
 
 
 def iter_frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
-    """Yield the frames at the indices `wanted` (ascending); decodes all frames before them."""
+    """Yield the frames at the ascending indices `wanted`, decoding all frames before them."""
     index, wanted_indices = -1, set(wanted)
     with open_video(file) as (container, stream):
         for index, frame in enumerate(_bound_work(file, _decode_frames(container, stream))):
@@ -248,10 +253,10 @@ def iter_frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFra
 def iter_frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ()) -> Iterator[VideoFrame]:
     """Yield the frames at the indices `wanted`, decoding from the key frame before the first one.
 
-    `times`: those of `read_packet_times`, if known.
+    `times` are the result of `read_packet_times`; if empty, they are read from the file.
 
     Raises:
-        UnusableTimes: the file's times do not lead to all of these frames.
+        UnusableTimes: the packets' times do not lead to all of the requested frames.
     """
     with open_video(file) as (container, stream):
         if not times:
@@ -277,10 +282,10 @@ def iter_frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] 
 def _decode_frames(
     container: InputContainer, stream: VideoStream, chosen: Collection[int] = ()
 ) -> Iterator[VideoFrame]:
-    """Yield the frames from here on. If `chosen` (times) is not empty, skip other frames that no frame depends on.
+    """Yield the frames from the current position on. If `chosen` (times) is set, skip other frames that no frame depends on.
 
-    Frames are skipped only in H.264, which marks reference frames reliably (`nal_ref_idc`); in HEVC, higher layers may use
-    unmarked ones.
+    Frames are skipped only in H.264, which marks reference frames reliably (`nal_ref_idc`); in HEVC, higher layers may refer
+    to unmarked frames.
     """
     can_skip = bool(chosen) and stream.codec_context.name == "h264"
     for packet in container.demux(stream):
@@ -311,18 +316,18 @@ def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uin
 
 
 def _count_quarter_turns(frame: VideoFrame) -> int:
-    """Return the counter-clockwise quarter turns that make the frame upright (display matrix, rounded to 90 degrees)."""
+    """Return the number of counter-clockwise quarter turns that make the frame upright, from its rounded display matrix."""
     return round(frame.rotation / 90) % 4
 
 
 def check_torchcodec() -> None:
-    """Raise ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
+    """Raise ConfigError if torchcodec or its FFmpeg libraries are missing."""
     with suppress(RuntimeError, ValueError):  # the empty bytes are not a video
         open_with_torchcodec(b"")
 
 
 def open_with_torchcodec(source: str | bytes) -> Any:
-    """Open a video. Raise ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
+    """Open a video with torchcodec. Raise ConfigError if torchcodec or its FFmpeg libraries are missing."""
     try:
         decoders = importlib.import_module("torchcodec.decoders")
         return decoders.VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=count_codec_threads())

@@ -1,4 +1,4 @@
-"""The choice of a video's frames and of the size of images and frames: only arithmetic, without pixels or torch.
+"""The arithmetic that chooses a video's frames and the sizes of images and frames; it needs neither pixels nor torch.
 
 The rules are those of qwen-vl-utils (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_video` in
 its `vision_process.py`); the differences between families are in `Family.vision`.
@@ -18,9 +18,9 @@ from dsreason.families.family import Vision
 
 MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
-"""Maximum pixels of an image or video frame, read or made: a few kilobytes can claim any size (a decompression bomb)."""
+"""Maximum pixels of an image or video frame, read or resized: a small file can claim any size (a decompression bomb)."""
 MAX_SETTING = 10**15
-"""Largest value of the other settings: up to it a float represents every whole number, and no product below overflows."""
+"""Largest value of the other settings: a float represents all whole numbers up to this one, and no product below overflows."""
 
 PART_SETTINGS = frozenset(
     (
@@ -39,7 +39,7 @@ PART_SETTINGS = frozenset(
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """A video's `height` and `width` in pixels after rotation, `duration` in seconds, and `fps` averaged over the stream."""
+    """A video's frame count, average `fps`, `height` and `width` in pixels after rotation, and `duration` in seconds."""
 
     num_frames: int
     fps: float
@@ -50,9 +50,9 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """The bounds of a processor. `factor` is patch size x merge size: both sides are multiples of it.
+    """A processor's bounds on the pixels of media. Both sides are multiples of `factor`, which is patch size x merge size.
 
-    `Vision.bounds_are_per_video` of the family says what they mean for videos.
+    The family's `Vision.bounds_are_per_video` determines whether the bounds apply to a video or to each frame.
     """
 
     factor: int
@@ -76,9 +76,9 @@ class FrameChoice:
 def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temporal_patch: int = 2) -> FrameChoice:
     """Choose evenly spaced frames, including the first and last of the range; their number is a multiple of `temporal_patch`.
 
-    The number is `nframes` if set (rounded to the multiple), otherwise duration x `fps`, between `min_frames` and
-    `max_frames` and at most all frames of the range; `family` has the defaults. A range with fewer frames than one temporal
-    patch repeats them.
+    The number is `nframes` (rounded to a multiple) if set, otherwise duration x `fps`, limited by `min_frames`, `max_frames`
+    and the number of frames in the range; `family` has the defaults. If the range has fewer frames than a temporal patch,
+    frames are repeated.
     """
     settings = _read_settings(part)
     start, end = _find_frame_range(info, settings)
@@ -91,11 +91,11 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
 
 
 def sample_evenly(start: int, end: int, count: int) -> tuple[int, ...]:
-    """Return `count` (2 or more) whole numbers from `start` to `end`: `torch.linspace(start, end, count).round()`.
+    """Return `count` (at least 2) evenly spaced integers from `start` to `end`: `torch.linspace(start, end, count).round()`.
 
-    As torch does, this computes in float32 and from either end to the middle (with each product and sum rounded once, as by
-    CPUs with fused multiply-add). Exact numbers would sometimes differ: 600 of 18,000 frames include 17067.499, which is
-    17067.5 in float32.
+    Like torch, this function computes in float32, from both ends to the middle, and rounds each multiply-add once, as CPUs
+    with fused multiply-add do. Exact arithmetic would sometimes give another result: one of 600 evenly spaced positions in
+    18,000 frames is 17067.499, which is 17067.5 in float32.
     """
     step = float(np.float32(end - start) / np.float32(count - 1))
     numbers = np.arange(count)
@@ -112,7 +112,7 @@ def compute_image_size(height: int, width: int, part: Mapping[str, Any], limits:
 
 
 def choose_image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
-    """Return the family's `trained_sizes`, or the processor's `own` limits if they do not allow the largest of these images."""
+    """Return the family's `trained_sizes`, or the processor's `own` limits if these forbid the largest of the trained images."""
     trained, cell = family.trained_sizes, own.token_pixels
     if trained is None or own.max_pixels < trained.image[1] * cell:
         return own
@@ -120,7 +120,7 @@ def choose_image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
 
 
 class FrameBounds(NamedTuple):
-    """Pixels of the smallest and the largest frame, and of all frames; the frames of one temporal patch count once."""
+    """The pixels of the smallest frame, the largest frame and all frames; the frames of one temporal patch count once."""
 
     smallest: float
     largest: float
@@ -130,8 +130,8 @@ class FrameBounds(NamedTuple):
 def choose_frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_patch: int = 2) -> FrameBounds:
     """Return the default bounds for a video of `num_frames` sampled frames.
 
-    These are the family's `trained_sizes`, or the processor's `own` limits if they do not allow its largest frame (if the
-    limits are per video: the frames of one temporal patch).
+    The bounds are the family's `trained_sizes`, or the processor's `own` limits if these forbid the family's largest frame (or,
+    if the limits are per video, a temporal patch of such frames).
     """
     cell, trained = own.token_pixels, family.trained_sizes
     frames = temporal_patch if family.bounds_are_per_video else 1
@@ -151,12 +151,12 @@ def compute_video_size(
     family: Vision,
     temporal_patch: int = 2,
 ) -> tuple[int, int]:
-    """Return (height, width) of each of `num_frames` sampled frames.
+    """Return the (height, width) to which each of `num_frames` sampled frames is resized.
 
-    `total_pixels` bounds the vision tokens of the video: the frames of one temporal patch count once, so that
-    `total_pixels / factor**2` is the largest number of tokens. Per frame (qwen-vl-utils `fetch_video`):
-    `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, and at most `max_pixels`.
-    If `max_pixels` is below the default smallest frame, no frame is enlarged.
+    `total_pixels` limits the vision tokens of the video: the frames of one temporal patch count once, so that
+    `total_pixels / factor**2` is the maximum number of tokens. The maximum pixels of a frame are (qwen-vl-utils `fetch_video`)
+    `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, but at most `max_pixels`.
+    If `max_pixels` is below the default smallest frame, frames are not enlarged.
     """
     settings = _read_settings(part)
     smallest, largest, total = choose_frame_bounds(num_frames, limits, family, temporal_patch)
@@ -169,9 +169,10 @@ def compute_video_size(
 
 
 def fit_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
-    """Return the nearest multiples of `factor` with about the same aspect ratio and an area within the bounds (`fit_size`).
+    """Return the nearest multiples of `factor` with about the same aspect ratio and an area within the bounds.
 
-    `max_pixels` wins if both bounds cannot hold. No side is shorter than `factor`, so a thin strip may exceed `max_pixels`.
+    If both bounds cannot be met, `max_pixels` takes precedence. No side is shorter than `factor`, so a thin strip may exceed
+    `max_pixels`.
     """
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
         raise DataError(f"{width}x{height} pixels: aspect ratio {ratio:.0f} is greater than {MAX_ASPECT_RATIO}")
@@ -189,7 +190,7 @@ def fit_size(height: int, width: int, *, factor: int, min_pixels: float, max_pix
 
 
 def _read_settings(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a part, without those that are None. Raise DataError for invalid values."""
+    """Return the settings of a part that are not None. Raise DataError for invalid values."""
     settings = {key: part[key] for key in PART_SETTINGS & part.keys() if part[key] is not None}
     for key, value in settings.items():
         most = MAX_IMAGE_PIXELS if key == "min_pixels" else MAX_SETTING
@@ -206,13 +207,13 @@ def _read_settings(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the first and last frame between `video_start` and `video_end`, which is clipped to the end of the video."""
+    """Return the first and last frame between `video_start` and `video_end`, clipped to the end of the video."""
     start_time, end_time = settings.get("video_start"), settings.get("video_end")
     if start_time is not None and end_time is not None and start_time >= end_time:
         raise DataError(f"video_start ({start_time} s) is not before video_end ({end_time} s)")
     if start_time is not None and start_time >= info.duration:
         raise DataError(f"video_start ({start_time} s) lies beyond the end of the video ({info.duration:g} s)")
-    # The slack of 1e-6 frames is for rounding: 0.28 s x 25 fps is 7.000000000000001 in floating point.
+    # The tolerance of 1e-6 frames is for rounding: 0.28 s x 25 fps is 7.000000000000001 in floating point.
     start = 0 if start_time is None else math.ceil(start_time * info.fps - 1e-6)
     end = info.num_frames - 1 if end_time is None else min(math.floor(end_time * info.fps + 1e-6), info.num_frames - 1)
     if start > end:

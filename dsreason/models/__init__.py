@@ -1,1 +1,1 @@
-"""The model: loading it and its processor, positions, log-probabilities, and tiny models to try everything with."""
+"""Models: loading of models and their processors, positions, log-probabilities, and tiny models for trials and tests."""

@@ -1,8 +1,8 @@
-"""Attention that separates the samples of a packed row, and the windows and frames of the vision tower.
+"""Attention within the samples of a packed row, and within the windows and frames of the vision tower.
 
-It is registered with transformers under two names, for the text layers and for the vision tower. On a GPU the parts go through
-torch's variable-length flash attention, in one or two calls per layer; elsewhere through scaled-dot-product attention, in one
-call per part. Neither needs a mask of the whole row.
+It is registered with transformers under two names, one for the text layers and one for the vision tower. On a GPU, it uses
+torch's variable-length flash attention, with one or two calls per layer; elsewhere, it uses scaled-dot-product attention, with
+one call per part. Neither needs a mask for the entire row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TEXT, VISION = "segments", "flash_segments"
-"""Names for transformers. A vision tower passes its windows and frames only if the name contains "flash"."""
+"""Names in transformers. A vision tower passes the starts of windows and frames only if the name contains "flash"."""
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the variable-length kernel: the query and key tokens, and the starts of the parts of both."""
+    """The arguments of one call of the variable-length kernel: the query and key tokens, and the starts of the parts in each."""
 
     queries: Tensor | None  # [Q] int64; None: all tokens of the row, in order
     keys: Tensor | None  # [K] int64
@@ -55,15 +55,15 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The layout of a packed row: the positions of its samples. It is made once per forward and read by every layer."""
+    """The layout of a packed row: the positions of its samples, computed once per forward pass and used by every layer."""
 
     segments: tuple[Segment, ...]
     calls: tuple[KernelCall, ...] = ()
-    """Calls of the kernel; empty on devices without it."""
+    """Kernel calls; empty on devices without the kernel."""
     order: Tensor | None = None
-    """Permutation `[T]` that puts the concatenated results of several calls in the order of the row."""
+    """Permutation `[T]` that sorts the concatenated results of several calls into the row's order; None for a single call."""
     group: Group = None
-    """The ranks that compute the row together, each with a part of its tokens; None if this rank has all of them."""
+    """The ranks that compute the row together, each with a part of its tokens; None if this rank has all tokens."""
 
 
 def build_row_layout(segments: Sequence[Segment], device: torch.device, group: Group = None) -> RowLayout:
@@ -79,7 +79,7 @@ def build_row_layout(segments: Sequence[Segment], device: torch.device, group: G
 
 
 def build_kernel_calls(segments: Sequence[Segment]) -> list[KernelCall]:
-    """Build one call for the samples without a parent, and one for the others, whose keys begin with the parent's."""
+    """Build one call for the samples without a parent, and one for any others, whose keys start with the parent's keys."""
     roots = [segment for segment in segments if segment.parent is None]
     children = [segment for segment in segments if segment.parent is not None and segment.length]
     sizes = [root.length for root in roots]
@@ -107,7 +107,7 @@ def list_token_indices(segment: Segment) -> Tensor:
 
 
 def compute_starts(lengths: Sequence[int]) -> Tensor:
-    """Return the cumulative starts `[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
+    """Return the starts and the end of parts with these lengths, `[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
@@ -122,10 +122,10 @@ def attend_text(
     layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention of a packed row by its `layout`; without one, of padded rows by the mask, like transformers.
+    """Compute causal attention for a packed row with a `layout`, or for padded rows with a mask, like transformers.
 
-    `query` `[1, H, T, d]`, `key` and `value` `[1, K, T, d]`; returns `[1, T, H, d]`. If several ranks compute the row, `T`
-    counts the tokens of this rank.
+    `query` is `[1, H, T, d]`, `key` and `value` are `[1, K, T, d]`, and the result is `[1, T, H, d]`. If several ranks compute
+    the row together, `T` is the number of tokens of this rank.
     """
     if layout is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
@@ -144,7 +144,7 @@ def attend_text(
 def attend_by_segment(
     query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None
 ) -> Tensor:
-    """Attend with one call of scaled-dot-product attention per segment."""
+    """Compute attention with one call of scaled-dot-product attention per segment."""
     grouped = query.shape[1] != key.shape[1]
     attended = []
     for segment in segments:
@@ -156,7 +156,7 @@ def attend_by_segment(
                 torch.cat([key[:, :, parent_tokens], keys], dim=2),
                 torch.cat([value[:, :, parent_tokens], values], dim=2),
             )
-            # Causal from the lower right: the first token sees the whole parent and itself.
+            # The causal mask is aligned to the lower right: the first token attends to all of the parent and to itself.
             mask = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
             mask = mask.tril(keys.shape[2] - queries.shape[2])
         attended.append(
@@ -168,7 +168,7 @@ def attend_by_segment(
 
 
 def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None) -> Tensor:
-    """Attend with torch's variable-length flash attention, causal from the lower right of each part."""
+    """Compute attention with torch's variable-length flash attention, which aligns the causal mask to the lower right."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, d]
     attended = []
     for call in layout.calls:
@@ -190,7 +190,7 @@ def attend_vision(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of patches `[1, H, N, d]` within the frames or windows that start at `cu_seq_lens_q`; `[1, N, H, d]`."""
+    """Compute attention of patches `[1, H, N, d]` → `[1, N, H, d]` within frames or windows, which start at `cu_seq_lens_q`."""
     assert cu_seq_lens_q is not None
     if has_kernel(query):
         assert max_length_q is not None
@@ -200,7 +200,7 @@ def attend_vision(
         return call_varlen_kernel(queries, keys, values, call, scaling, causal=False)[None], None
     lengths = cu_seq_lens_q.diff().tolist()
     attended, start = [], 0
-    for length, run in groupby(lengths):  # neighbours of equal length are a batch
+    for length, run in groupby(lengths):  # consecutive parts of equal length form a batch
         end = start + length * len(list(run))
         q, k, v = (t[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1) for t in (query, key, value))
         attended.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
@@ -209,7 +209,7 @@ def attend_vision(
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Return whether torch's flash attention supports such tensors: half precision, on an Ampere GPU or newer."""
+    """Return whether torch's flash attention supports tensors like `query`: half precision on an Ampere or newer GPU."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -220,26 +220,26 @@ def has_kernel(query: Tensor) -> bool:
 def call_varlen_kernel(
     query: Tensor, key: Tensor, value: Tensor, call: KernelCall, scaling: float | None, *, causal: bool
 ) -> Tensor:
-    """Call the kernel. `query` `[Q, H, d]`, `key` and `value` `[K, kv heads, d]`; returns `[Q, H, d]`."""
+    """Call the kernel with `query` `[Q, H, d]` and with `key` and `value` `[K, kv heads, d]`; return `[Q, H, d]`."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0) if causal else (-1, -1)}
     repeats = query.shape[1] // key.shape[1]
     if "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = repeats > 1
-    else:  # torch 2.11
+    else:  # torch 2.11 does not have the argument
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     starts, longest = (call.query_starts, call.key_starts), (call.longest_query, call.longest_key)
     attended = varlen_attn(query, key, value, *starts, *longest, **options)
-    assert isinstance(attended, Tensor)  # it returns more only on request
+    assert isinstance(attended, Tensor)  # more is returned only on request
     return attended
 
 
 def use_segments(model: PreTrainedModel) -> None:
-    """Let the text layers and the vision tower of a built model attend by segments.
+    """Make the text layers and the vision tower of a built model use the attention of this module.
 
     Raises:
-        CheckpointError: some layers see only a window of the text, which attention by segments does not support.
+        CheckpointError: some text layers attend within a sliding window, which this attention does not support.
     """
     text = model.config.get_text_config()
     sliding = [number for number, kind in enumerate(get_layer_types(text)) if kind != "full_attention"]
@@ -248,14 +248,15 @@ def use_segments(model: PreTrainedModel) -> None:
             f'{model.name_or_path}: {len(sliding)} text layers attend within a sliding window, which model.attention = "auto" '
             'does not support; set model.attention = "sdpa" and train.packing = false'
         )
-    # Set after building, because as an argument the second name would make transformers look for a flash-attention package.
+    # The names are set after the model is built: as an argument, the second would make transformers look for a flash-attention
+    # package.
     text._attn_implementation = TEXT
     if get_family(model.config.model_type).vision is not None:
         model.config.vision_config._attn_implementation = VISION
 
 
 def get_layer_types(text: Any) -> list[str]:
-    """Return the types of the text layers; empty if the configuration of a model without windows omits them."""
+    """Return the types of the text layers; empty if the configuration omits them, as for some models without windows."""
     return text.to_dict().get("layer_types") or []
 
 
@@ -264,21 +265,22 @@ def has_segment_attention(model: PreTrainedModel) -> bool:
 
 
 def to_model_positions(model: PreTrainedModel, position_ids: Tensor) -> Tensor:
-    """Return the positions `[3, B, T]` in the form the model expects: `[B, T]` for text models, whose axes are equal."""
+    """Return the positions `[3, B, T]` in the form that the model expects: `[B, T]` for text-only models, whose axes agree."""
     return position_ids if get_family(model.config.model_type).vision is not None else position_ids[0]
 
 
 def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
-    """Return the forward's arguments that separate the samples of a batch: mask, positions, and the layout of a packed row.
+    """Return the arguments of the forward pass that separate a batch's samples: mask, positions, and a packed row's layout.
 
-    Without our attention, transformers separates the samples where the first of four rows of positions restarts, and only if
-    it gets no mask.
+    Without this module's attention, transformers separates the samples where the first of four rows of positions restarts, but
+    only if it gets no mask.
 
     Args:
         group: the ranks that compute a row together, if the batch has a part for each.
 
     Raises:
-        ValueError: transformers would silently let the samples see each other, or could not show a completion its prompt.
+        ValueError: transformers would silently let samples attend to each other, or could not let a completion attend to its
+            prompt.
     """
     if not batch.segments:
         return {"attention_mask": batch.attention_mask, "position_ids": to_model_positions(model, batch.position_ids)}

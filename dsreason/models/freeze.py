@@ -1,4 +1,4 @@
-"""Freezing of parameters by regular expression."""
+"""Freezing of parameters whose names match regular expressions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     """Return the names to freeze: those that match any pattern (`re.search`, so `visual` matches `model.visual.…`).
 
     Raises:
-        ConfigError: a pattern is empty or matches no name (lists all such patterns, with similar names); or nothing is left
-            to train.
+        ConfigError: a pattern is empty or matches no name (the message lists all such patterns, with similar names), or no
+            parameter is left to train.
     """
     names = list(names)
     matched: set[str] = set()
@@ -41,9 +41,9 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Switch off the gradients of the matching parameters and return their number. Errors: as `check_freeze`.
+    """Disable the gradients of the matching parameters and return their number; raise the errors of `check_freeze`.
 
-    A tied embedding has one name (`….embed_tokens.weight`).
+    A tied embedding has only one name (`….embed_tokens.weight`).
     """
     parameters = dict(model.named_parameters())
     matched = check_freeze(parameters, patterns)
@@ -57,5 +57,5 @@ def find_similar_names(pattern: str, names: Sequence[str]) -> list[str]:
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
     words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}
-    parts = {".".join(name.split(".")[:2]): name for name in reversed(names)}  # the first name of each
+    parts = {".".join(name.split(".")[:2]): name for name in reversed(names)}  # the first name in each part
     return get_close_matches(plain, [*prefixes, *words], n=3, cutoff=0.5) or [*reversed(parts.values())][:3]

@@ -1,7 +1,8 @@
-"""Fewer and larger GPU kernels for elementwise work: RMSNorm by torch, rotary positions and SwiGLU by Liger-Kernel.
+"""Fused GPU kernels for elementwise operations: RMSNorm from torch, rotary positions and SwiGLU from Liger-Kernel.
 
-transformers computes each as a chain of small kernels that write their results to memory, partly in float32. This module
-changes the class of the modules of one model object; their parameters and transformers' classes stay unchanged.
+transformers computes each of these operations with a chain of small kernels that write their results to memory, partly in
+float32. This module changes the classes of modules in one model object; their parameters and the classes of transformers stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm that multiplies by the weight before the only rounding; transformers rounds before and after."""
+    """An RMSNorm that rounds once, after the multiplication by the weight; transformers rounds before and after it."""
 
     weight: Tensor
     variance_epsilon: float
@@ -32,7 +33,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedSwiGLU(nn.Module):
-    """The feed-forward part of a decoder layer."""
+    """The feed-forward block of a decoder layer, with a fused SwiGLU."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -47,7 +48,7 @@ class FusedSwiGLU(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """The self-attention of a decoder layer, with or without norms of queries and keys."""
+    """The self-attention of a decoder layer, with fused rotary positions; norms of queries and keys are optional."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -68,7 +69,7 @@ class FusedAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend: `hidden_states` `[B, T, D]` → `[B, T, D]`; cosines and sines are `[B, T, head size]`."""
+        """Compute self-attention: `hidden_states` `[B, T, D]` → `[B, T, D]`; cosines and sines are `[B, T, head size]`."""
         from liger_kernel.ops.rope import LigerRopeFunction
 
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -89,7 +90,7 @@ class FusedAttention(nn.Module):
 
 
 def use_fused_kernels(model: PreTrainedModel) -> None:
-    """Make the norms of a built model and the layers of its decoder use fused kernels, which run only on GPUs."""
+    """Make the norms and decoder layers of a built model use fused kernels, which run only on GPUs."""
     names = ["RMSNorm"]
     use_fused_norms(model)
     if importlib.util.find_spec("liger_kernel") is None:
@@ -107,7 +108,7 @@ def use_fused_kernels(model: PreTrainedModel) -> None:
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Replace transformers' RMSNorm, which has another name in every family, in text layers and vision tower."""
+    """Replace the RMSNorm of transformers, whose class differs by family, in the text layers and the vision tower."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
             module.__class__ = FusedRMSNorm

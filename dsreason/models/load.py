@@ -1,4 +1,4 @@
-"""Loading of `model.path`: folder, configuration, and weights, which under ZeRO-3 no rank ever holds as a whole."""
+"""Loading of `model.path`: its folder, configuration and weights. Under ZeRO-3, no rank ever holds all of the weights."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TINY_VERSION = 2
-"""Number in the name of the cached folder; increment it whenever `build_tiny` changes its models."""
+"""Version in the names of cached tiny models; increment it whenever the models of `build_tiny` change."""
 MAX_BUFFER = 10_000_000
-"""Maximum values in one buffer; rotary frequencies have half the size of a head."""
+"""Maximum number of values in a buffer; for comparison, rotary frequencies have half the size of a head."""
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 
 def resolve_model(config: ModelConfig, cache: Path) -> Path:
     """Return the local folder of `model.path`.
 
-    This is the folder itself, a `tiny:` model built under `cache`, a copy of one in S3, or a download from the hub. Several
-    ranks may call it at once. CheckpointError names what was searched for and where.
+    The result is the folder itself, a `tiny:` model built under `cache`, a copy of an S3 folder, or a download from the hub.
+    Several ranks may call this function at the same time. A CheckpointError names what was searched for and where.
     """
     folder = find_folder(
         config.path,
@@ -59,13 +59,13 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
 
 
 def build_tiny_model(family: str, cache: Path) -> Path:
-    from dsreason.models.tiny import build_tiny  # imported only on demand, because it trains a tokenizer
+    from dsreason.models.tiny import build_tiny  # imported on demand, because only this function trains a tokenizer
 
     return build_tiny_folder(family, {name: partial(build_tiny, name) for name in FAMILIES}, TINY_VERSION, cache)
 
 
 def fetch_model(config: ModelConfig) -> Path:
-    """Return a local copy of a model folder in S3, without its pickled weights and subfolders."""
+    """Return a local copy of a model folder in S3, without pickled weights and subfolders."""
     patterns = list_file_patterns(config)
     return fetch_model_folder(
         config.path,
@@ -79,13 +79,13 @@ def list_file_patterns(config: ModelConfig) -> list[str]:
 
 
 def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
-    """Read the transformers config of a model folder. Raise CheckpointError if it is unreadable or its model unsupported.
+    """Read the transformers config of a model folder; raise CheckpointError if it is unreadable or the model is unsupported.
 
-    `dtype`: the type the model will be loaded in, if it differs from the one in the folder; positions depend on it.
+    `dtype` is the dtype in which the model will be loaded, if it differs from the folder's; positions depend on it.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the errors of transformers for wrong values have no common class
+    except Exception as error:  # the errors of transformers for invalid values have no common class
         raise CheckpointError(f"{path}: config.json cannot be read: {str(error) or type(error).__name__}") from error
     try:
         get_family(config.model_type)
@@ -104,7 +104,7 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
 
 
 def read_parameter_names(path: Path) -> list[str]:
-    """Return the names that the parameters have in memory, from the file headers; without a tied `lm_head`."""
+    """Return the parameters' names in memory, as read from the file headers, without a tied `lm_head`."""
     config = read_model_config(path)
     family = get_family(config.model_type)
     names = find_weights(path, family.rename, inside=family.weight_folders).places
@@ -122,14 +122,15 @@ def load_model(
     fused_kernels: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a model with all its weights on `device`, or in ZeRO-3 partitions if `deepspeed` (a complete config) has stage 3.
+    """Load a model onto `device`, or into ZeRO-3 partitions if `deepspeed` (a complete config) sets stage 3.
 
-    Under ZeRO-3 every rank maps the files and copies its part of each parameter out of them, one parameter at a time: no rank
-    holds the whole model, and nothing goes over the network. All ranks must call it together, after `init_distributed`.
-    CheckpointError lists the tensors that are missing, unexpected or of another shape.
+    Under ZeRO-3, every rank maps the files into memory and copies its part of each parameter, one parameter at a time: no rank
+    holds the complete model, and nothing is sent over the network. All ranks must call this function together, after
+    `init_distributed`. A CheckpointError lists tensors that are missing or unexpected or have a different shape.
 
-    `fused_kernels`: use those of `dsreason.models.fused_kernels`, for a GPU.
-    `quantize`: hold the matrices of the language model in 4 bits, frozen. Everything else stays unchanged.
+    Args:
+        quantize: store the matrices of the language model in 4 bits and freeze them; everything else stays unchanged.
+        fused_kernels: use the GPU kernels of `dsreason.models.fused_kernels`.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = get_family(model.config.model_type)
@@ -152,7 +153,7 @@ def load_model(
 def build_checked_model(
     path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles]:
-    """Build the empty model of a folder and check that its files hold all weights. Errors: as `load_model`."""
+    """Build a folder's model without weights and check that the files contain all of them; raise errors as `load_model` does."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
     weights = find_weights(path, family.rename, inside=family.weight_folders)
@@ -169,7 +170,7 @@ def load_weights(
     device: torch.device | str,
     quantized: Sequence[NF4Linear] = (),
 ) -> None:
-    """Load all weights of an empty model onto one device; those of the layers `quantized` in 4 bits."""
+    """Load all weights of an empty model onto one device, and quantise those of the layers `quantized` to 4 bits."""
     map_parameters(model, weights)
     fill_buffers(model, device)
     for layer in quantized:
@@ -190,7 +191,7 @@ def read_generation_config(path: Path) -> GenerationConfig | None:
 
 
 def check_depth(config: Any, weights: WeightFiles) -> None:
-    """Raise CheckpointError if config.json claims more layers than the files have tensors: building them might never end."""
+    """Raise CheckpointError if config.json claims more layers than the files have tensors; building them could take forever."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
     if get_family(config.model_type).vision is not None:
         depths = {
@@ -206,7 +207,7 @@ def check_depth(config: Any, weights: WeightFiles) -> None:
 
 
 def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the modules without memory behind their tensors. Tied embeddings are one parameter."""
+    """Build a model whose tensors have no memory. Tied embeddings are a single parameter."""
     implementation = "sdpa" if attention == "auto" else attention
     has_vision = get_family(config.model_type).vision is not None
     try:
@@ -216,19 +217,19 @@ def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_rem
             )
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"the model cannot be built with model.attention = {attention!r}: {error}") from error
-    except Exception as error:  # for example a negative or too large size, or a name that torch does not have
+    except Exception as error:  # for example, a size that is negative or too large, or a name unknown to torch
         raise CheckpointError(
             f"{config.name_or_path}: no model can be built from config.json: {type(error).__name__}: {error}"
         ) from error
     if attention == "auto":
         use_segments(model)
-    # DeepSpeed casts floating buffers to the training dtype; rotary frequencies in bfloat16 are wrong by up to 0.4 %.
+    # DeepSpeed casts floating-point buffers to the training dtype; rotary frequencies in bfloat16 are off by up to 0.4 %.
     model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, "inv_freq"}
     return model
 
 
 def check_weights(model: nn.Module, weights: WeightFiles) -> None:
-    """Raise CheckpointError unless the files hold each parameter in its shape and nothing else (except a tied lm_head)."""
+    """Raise CheckpointError unless the files contain every parameter in its shape, and nothing else except a tied lm_head."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in expected}
@@ -255,9 +256,9 @@ def check_weights(model: nn.Module, weights: WeightFiles) -> None:
 
 
 def check_tied(weights: WeightFiles, stored: dict[str, str]) -> None:
-    """Raise CheckpointError if a stored tied lm_head differs from the embedding: its values would be lost.
+    """Raise CheckpointError if a stored tied lm_head differs from the embedding, because its values would be lost.
 
-    `stored`: name of the lm_head → name of the embedding.
+    `stored` maps the name of the lm_head to that of the embedding.
     """
     for name, embedding in stored.items():
         tensors: dict[str, Tensor] = {}
@@ -270,7 +271,7 @@ def check_tied(weights: WeightFiles, stored: dict[str, str]) -> None:
 
 
 def map_parameters(model: nn.Module, weights: WeightFiles, names: list[str] | None = None) -> None:
-    """Replace empty parameters (all, or `names`) by the tensors of the files, in every module that shares them."""
+    """Replace empty parameters (`names`, or all) with the tensors in the files, in every module that shares a parameter."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -286,7 +287,7 @@ def map_parameters(model: nn.Module, weights: WeightFiles, names: list[str] | No
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> None:
-    """Compute the buffers, such as rotary frequencies, which no file holds, by transformers' initialisation."""
+    """Compute the buffers, such as rotary frequencies, with the initialisation of transformers; files do not contain them."""
     for module in model.modules():
         names = [name for name, _ in module.named_buffers(recurse=False)]
         for name in names:

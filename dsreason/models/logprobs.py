@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, computed without holding the float32 logits of the whole batch."""
+"""Log-probabilities of target tokens, computed without storing the float32 logits of an entire batch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**27, 2**28
-"""Float32 logits held at once (512 MiB, 1 GiB); a chunk has this many tokens divided by the size of the vocabulary.
+"""Maximum number of float32 logits in memory (512 MiB, or 1 GiB on a GPU); divided by the vocabulary size, this is the number of
+tokens in a chunk.
 
-Each chunk reads the whole weight, and reads and writes its gradient, which limits the speed of small chunks on a GPU. The
-backward pass starts with the last chunk, whose probabilities are kept: this saves one product in four for that chunk and
-holds no more memory than each chunk needs.
+Every chunk reads the entire weight, and reads and writes its gradient, which makes small chunks slow on a GPU. The backward pass
+starts with the last chunk, whose probabilities are kept: this saves one of four matrix products for that chunk, and takes no more
+memory than every chunk needs.
 """
 PART = 32
-"""Tokens whose entropy is computed together, which needs another tensor of the size of their logits."""
+"""Number of tokens whose entropy is computed at a time, which needs another tensor of the size of their logits."""
 
 
 def compute_token_logprobs(
@@ -35,13 +36,13 @@ def compute_token_logprobs(
         hidden: `[N, H]`, the last hidden state before each target token.
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
-        chunk_size: tokens whose logits exist at the same time; by default those of `choose_chunk_size`.
+        chunk_size: number of tokens whose logits are in memory at the same time; by default that of `choose_chunk_size`.
         banned_ids: `[K]` token ids with probability 0, which the rollout engine never samples.
 
     Returns:
-        `[N]` float32, and H = -Σ p log p (nats) `[N]` float32, or `[0]` without `with_entropy`. The backward pass
-        recomputes the logits of each chunk except the last (d logp_t / d logits = onehot_t - softmax, d H / d logits =
-        -p (log p + H)) and accumulates the gradient of `weight` in float32.
+        The log-probabilities `[N]` float32 and the entropies H = -Σ p log p in nats `[N]` float32, or `[0]` without
+        `with_entropy`. The backward pass recomputes the logits of each chunk except the last (d logp_t / d logits =
+        onehot_t - softmax, d H / d logits = -p (log p + H)) and accumulates the gradient of `weight` in float32.
     """
     chunk = chunk_size or choose_chunk_size(weight)
     compute: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
@@ -74,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
             probs = _compute_logits(hidden[part], weight, temperature, banned_ids)
             target_logits = probs.gather(1, targets[part, None]).squeeze(1)
             largest = probs.amax(dim=1)
-            # In place: a plain logsumexp would hold a second buffer of this size.
+            # This works in place; a plain logsumexp would need a second buffer of this size.
             total = probs.sub_(largest[:, None]).exp_().sum(dim=1)
             probs.div_(total[:, None])
             log_norm[part] = total.log().add_(largest)
@@ -84,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.last_probs = probs if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.temperature, ctx.chunk, ctx.banned_ids = temperature, chunk, banned_ids
-        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing here
+        ctx.set_materialize_grads(False)  # an entropy that is only logged then costs nothing here
         return logprobs, entropy
 
     @staticmethod
@@ -118,13 +119,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def split_tokens(count: int, size: int) -> list[slice]:
-    """Return slices of `size` tokens. The first may be shorter, because the probabilities of the last one are kept."""
+    """Return slices of `size` tokens; only the first may be shorter, because the probabilities of the last one are kept."""
     ends = range(count, 0, -size)
     return [slice(max(0, end - size), end) for end in reversed(ends)]
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Add the product of a and b to `total` in float32, in place; without a total return the product, which saves zeros."""
+    """Add a @ b to `total` in float32, in place; if `total` is None, return the product, which avoids a tensor of zeros."""
     if total is None:
         return (a @ b).float()
     return total.addmm_(a, b) if a.dtype == torch.float32 else total.add_(a @ b)
@@ -140,7 +141,7 @@ def _compute_entropy(probs: Tensor) -> Tensor:
 
 
 def _add_entropy_gradient(probs: Tensor, grad: Tensor, entropy_grad: Tensor, entropy: Tensor) -> Tensor:
-    """Overwrite the probabilities `[n, V]` by -grad p - entropy_grad p (log p + H); the other arguments are `[n]`."""
+    """Overwrite the probabilities `[n, V]` with -grad p - entropy_grad p (log p + H); the other arguments are `[n]`."""
     terms = torch.empty_like(probs[:PART])  # reused by all parts
     for part_probs, *factors in zip(
         *(tensor.split(PART) for tensor in (probs, grad, entropy_grad, entropy)), strict=True
@@ -152,7 +153,7 @@ def _add_entropy_gradient(probs: Tensor, grad: Tensor, entropy_grad: Tensor, ent
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:
-    """Compute the logits `[n, V]` in float32, -inf at banned ids. The caller may overwrite them."""
+    """Compute the logits `[n, V]` in float32, with -inf at banned ids. The caller may overwrite them."""
     logits = (hidden @ weight.t()).float()
     if temperature != 1.0:
         logits.div_(temperature)
@@ -160,12 +161,12 @@ def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float, banned_i
 
 
 class LogprobHead(nn.Linear):
-    """The language model's output layer, which with `targets` returns log-probabilities instead of logits.
+    """The language model's output layer, which returns log-probabilities instead of logits if it gets `targets`.
 
-    It remains the module that owns the weight, so ZeRO-3 gathers the weight around its call as for any layer.
+    This module still owns the weight, so ZeRO-3 gathers the weight for the call, as for any other layer.
     """
 
-    def forward(  # type: ignore[override]  # it extends Linear
+    def forward(  # type: ignore[override]  # extends the signature of Linear
         self,
         hidden: Tensor,
         targets: Tensor | None = None,

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a Hugging Face model, made of peft's modules, and the deltas that they add to the weights."""
+"""LoRA adapters for a Hugging Face model, built from peft's modules, and the deltas that they add to the weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
-"""peft's name of the only adapter."""
+"""Name of the only adapter in peft."""
 BASE = ".base_layer"
-"""Part of the names of a layer's parameters once the layer has an adapter."""
+"""Part of the names of a layer's original parameters once the layer has an adapter."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-"""Endings of the names of an adapter's two matrices."""
+"""Suffixes of the names of an adapter's two matrices."""
 
 
 def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
     """Return the names of the linear layers that get an adapter, in the model's order.
 
     Raises:
-        ConfigError: a pattern is empty, matches no linear layer or matches the output layer (lists all such patterns, with
-            similar names).
+        ConfigError: a pattern is empty, matches no linear layer or matches the output layer (the message lists all such
+            patterns, with similar names).
     """
     family = get_family(model.config.model_type)
     modules = family.modules
@@ -71,7 +71,7 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
 
 
 def describe_no_match(pattern: str, kinds: Mapping[str, str], linear: list[str]) -> str:
-    """Describe why a pattern matches no linear layer. `kinds`: name of every module → its type."""
+    """Describe why a pattern matches no linear layer. `kinds` maps the name of every module to its type."""
     other_modules = [
         f"{name} ({kind})" for name, kind in kinds.items() if re.search(pattern, name) and name not in linear
     ]
@@ -81,14 +81,14 @@ def describe_no_match(pattern: str, kinds: Mapping[str, str], linear: list[str])
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None:
-    """Add adapters to layers of `model`; only they are trained. The output of the model does not change yet.
+    """Add adapters to layers of `model` and freeze everything else. The output of the model does not change yet.
 
-    Their initial values depend only on `seed`, not on the number of ranks. Under ZeRO-3 they are whole on every rank until
-    the engine is built, and each rank then keeps its part of its values; call `check_alike` before that.
+    The initial values depend only on `seed`, not on the number of ranks. Under ZeRO-3, every rank has the complete adapters
+    until the engine is built, and then keeps only its part of them; call `check_alike` before the engine is built.
 
     Raises ConfigError as `find_adapted_layers` does.
     """
-    from peft import LoraConfig as PeftConfig  # imported only if it is used, because it takes seconds
+    from peft import LoraConfig as PeftConfig  # imported on demand, because the import takes seconds
     from peft import inject_adapter_in_model
 
     settings = PeftConfig(
@@ -109,13 +109,13 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None
 
 
 def get_adapter_settings(model: Any) -> dict[str, Any]:
-    """Return peft's settings of a model's adapters as the JSON values of an adapter_config.json."""
+    """Return peft's settings for a model's adapters as JSON values for adapter_config.json."""
     settings = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
 def to_plain_number(number: float) -> float:
-    """Convert 16.0 to 16, the usual form in peft's files, which some readers expect."""
+    """Convert whole numbers to int (16.0 → 16), the usual form in peft's files, which some readers expect."""
     return int(number) if float(number).is_integer() else number
 
 
@@ -125,7 +125,10 @@ def to_peft_pattern(pattern: str) -> str:
 
 
 def check_alike(model: nn.Module) -> None:
-    """Raise DsReasonError on every rank unless all have equal trained parameters, which must still be whole. Collective."""
+    """Raise DsReasonError on every rank unless the trained parameters of all ranks are equal.
+
+    This is a collective call, and the parameters must not be partitioned yet.
+    """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -140,7 +143,7 @@ def check_alike(model: nn.Module) -> None:
 
 
 def describe_trained_share(model: nn.Module) -> str:
-    """Describe, for the log, the number of adapted layers and the share of trained parameters, which may be partitioned."""
+    """Return a log message on the number of adapted layers and the share of trained parameters, which may be partitioned."""
     layers = len(find_adapters(model))
     sizes = [
         (count_values(model, name, parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
@@ -165,13 +168,13 @@ class Delta:
     scale: float
 
     def add_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the merged weight in `dtype`, rounded once; `weight` itself stays unchanged. A zero `b` leaves the same bits."""
+        """Return the merged weight in `dtype`, rounded once; `weight` itself stays unchanged. If `b` is 0, no bit changes."""
         if not self.b.any():
             return weight.to(dtype)
         return torch.addmm(weight.float(), self.b.float(), self.a.float(), alpha=self.scale).to(dtype)
 
     def relative_to(self, weight: Tensor) -> float:
-        """Return ‖delta‖ / ‖weight‖, computed only from products of rank x rank values."""
+        """Return ‖delta‖ / ‖weight‖, computed from `[rank, rank]` products without building the delta."""
         a, b = self.a.double(), self.b.double()
         squared = float(((b.T @ b) * (a @ a.T)).sum())
         return abs(self.scale) * math.sqrt(max(squared, 0.0)) / max(float(weight.double().norm()), 1e-30)
@@ -187,25 +190,25 @@ def is_adapter(name: str) -> bool:
 
 
 def get_adapter_names(name: str) -> tuple[str, ...]:
-    """Return the names of the matrices A and B of a layer's weight; empty for a parameter without an adapter."""
+    """Return the names of the matrices A and B for a layer's weight; empty for a parameter without an adapter."""
     layer = name.removesuffix(f"{BASE}.weight")
     return () if layer == name else (layer + A, layer + B)
 
 
 def get_adapter_scales(model: nn.Module) -> dict[str, float]:
-    """Return the scale of each adapter: name of its layer → factor."""
+    """Return the scale of each adapter: layer name → factor."""
     return {name: module.scaling[ADAPTER] for name, module in find_adapters(model).items()}
 
 
 def find_adapters(model: nn.Module) -> dict[str, Any]:
-    """Return peft's layers by name; each holds the original layer (`base_layer`) and the adapter."""
+    """Return peft's layers by name; each contains the original layer (`base_layer`) and the adapter."""
     names = tuple(name.removesuffix(A) for name, _ in model.named_parameters() if name.endswith(A))
     return {name: model.get_submodule(name) for name in names}
 
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Make the forward the base model's inside the block, which must not train anything."""
+    """Disable the adapters inside the block, so that the model computes the base model's output; the block must not train."""
     layers = find_adapters(model).values()
     for layer in layers:
         layer.enable_adapters(False)

@@ -1,7 +1,7 @@
-"""Features of media: one call of the vision tower for all images and videos of a batch, each distinct one once.
+"""Media features: a single call of the vision tower encodes each distinct image and video of a batch once.
 
-Thus the modules of a model run in the same order whatever a batch shows; ZeRO-3 records this order and prefetches by it. Nothing
-here waits for a GPU: the layout of the media is computed on the host and copied to the GPU.
+The modules of a model therefore run in the same order for all batches; ZeRO-3 records this order for prefetching. Nothing in this
+module waits for the GPU: the layout of the media is computed on the host and copied to the GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[Tensor]:
-    """Return the features `[tokens, D]` of the media that are concatenated in `pixels` `[patches, dim]`.
+    """Return a list of features `[tokens, D]` for the media that are concatenated in `pixels` `[patches, dim]`.
 
-    The first features replace the embeddings of placeholders; additional ones (DeepStack) are added after the first decoder
-    layers. `grids` `[media, 3]` is on the host.
+    The first tensor replaces the embeddings of the placeholders; any additional ones (DeepStack) are added to the outputs of
+    the first decoder layers. `grids` `[media, 3]` must be on the host.
     """
     family = get_family(model.config.model_type)
     assert family.modules.vision_tower is not None
@@ -51,7 +51,7 @@ def build_batch_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
 def build_token_inputs(
     model: PreTrainedModel, input_ids: Tensor, indices: Tensor, features: list[Tensor]
 ) -> dict[str, Any]:
-    """Embed `input_ids` `[B, T]`, with `features` `[M, D]` at the tokens `indices` `[M]` of the flattened rows."""
+    """Embed `input_ids` `[B, T]`, with `features` `[M, D]` at the positions `indices` `[M]` of the flattened rows."""
     embeddings = model.get_input_embeddings()(input_ids)
     first, *deeper = (layer.to(embeddings.device, embeddings.dtype) for layer in features)
     indices = copy_to_device(indices, embeddings.device)
@@ -62,17 +62,17 @@ def build_token_inputs(
 
 
 class PatchProduct(nn.Conv3d):
-    """A convolution with equal kernel and stride, computed as a matrix product, because cuDNN is slow at it in bf16."""
+    """A convolution with equal kernel and stride, computed as a matrix product because cuDNN is slow for it in bf16."""
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Embed patches of the size of the kernel: `[N, channels, frames, height, width]` → `[N, D, 1, 1, 1]`."""
+        """Embed patches that are as large as the kernel: `[N, channels, frames, height, width]` → `[N, D, 1, 1, 1]`."""
         return linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
 def patch_vision(model: PreTrainedModel) -> None:
-    """Make this model object embed patches by a matrix product and add DeepStack's features at indices.
+    """Make this model object embed patches with a matrix product and add DeepStack features by index.
 
-    transformers adds them by a mask, which waits for the GPU.
+    transformers adds the features with a mask, which makes the host wait for the GPU.
     """
     name = get_family(model.config.model_type).modules.vision_tower
     if name is None:
@@ -84,7 +84,7 @@ def patch_vision(model: PreTrainedModel) -> None:
 
 
 def add_at_indices(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Add `features` `[M, D]` to `hidden` `[B, T, D]` at `places`: indices of the flattened rows, or transformers' mask."""
+    """Add `features` `[M, D]` to `hidden` `[B, T, D]` at `places`: indices into the flattened rows, or transformers' mask."""
     indices = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
     features = features.to(hidden.device, hidden.dtype)
     return hidden.flatten(0, 1).index_add(0, indices.to(hidden.device), features).view_as(hidden)

@@ -1,4 +1,4 @@
-"""ZeRO-3 partitions made directly from memory-mapped files."""
+"""Creation of ZeRO-3 partitions directly from memory-mapped files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from dsreason.models.nf4.layers import NF4Linear
 def partition_model(
     model: nn.Module, dtype: torch.dtype, config: dict[str, Any], quantized: Sequence[NF4Linear] = ()
 ) -> None:
-    """Partition each parameter of `model` over the ranks, in `dtype`; all ranks must call it with the same values.
+    """Partition each parameter of `model` across the ranks, in `dtype`; all ranks must call this with the same values.
 
-    The weights of the layers `quantized` are whole and become 4-bit blocks; a rank computes only the blocks that it keeps.
+    The weights of the layers `quantized` must be complete, and become 4-bit blocks; a rank computes only the blocks that it
+    keeps.
     """
-    # DeepSpeed takes the type from its config; its own `dtype` argument turns float32 into bfloat16 on a CPU.
+    # DeepSpeed takes the dtype from its config; the `dtype` argument of `Init` would turn float32 into bfloat16 on a CPU.
     config_dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
     if dtype != config_dtype:
         raise ValueError(f"load_model: dtype is {dtype}, but the DeepSpeed config trains in {config_dtype}")
@@ -29,15 +30,15 @@ def partition_model(
 
 
 class InitWithoutBroadcast(Init):
-    """`deepspeed.zero.Init` without its broadcast from rank 0: every rank has the values, mapped from the files.
+    """A variant of `deepspeed.zero.Init` without the broadcast from rank 0, because every rank has mapped the files.
 
-    The broadcast would make each rank hold every whole parameter once and write into the mapped pages. The GPU gets no
-    whole parameters either, only the part that this rank keeps.
+    For the broadcast, each rank would have to load every complete parameter and write to the mapped pages. Complete parameters
+    are not copied to the GPU either, only the part that this rank keeps.
     """
 
     def __init__(self, model: nn.Module, config: dict[str, Any], quantized: frozenset[int]) -> None:
         self.quantized = quantized
-        """The `id` of each parameter that becomes 4-bit blocks."""
+        """Values of `id` for the parameters that become 4-bit blocks."""
         super().__init__(module=model, config_dict_or_path=config)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[Any]) -> None:
@@ -53,13 +54,13 @@ class InitWithoutBroadcast(Init):
                 param.data = param.data.to(self.local_device)  # empty now, but gathered on this device
 
     def _convert(self, values: Tensor) -> Tensor:
-        """Convert `values` to the training type; everything but this rank's part is undefined.
+        """Convert `values` to the training dtype; everything except this rank's part is undefined.
 
-        Memory that is never written to takes no space, so a rank pays only for its part, however large an embedding is.
+        Pages that are never written take no memory, so a rank needs memory only for its part, even of a large embedding.
         """
         if (
             values.dtype == self.dtype or self.num_param_groups > 1
-        ):  # hpZ partitions in a second way, which needs all values
+        ):  # hpZ makes a second partition, which needs all values
             return values.to(self.dtype)
         size = math.ceil(values.numel() / self.dp_world_size)
         part = slice(self.rank * size, (self.rank + 1) * size)
@@ -68,7 +69,7 @@ class InitWithoutBroadcast(Init):
         return converted
 
     def _quantize(self, values: Tensor) -> Tensor:
-        """Quantise `values`; likewise, everything but the blocks of this rank's part is undefined."""
+        """Quantise `values`; as in `_convert`, everything except this rank's blocks is undefined."""
         if self.num_param_groups > 1:
             return quantize(values)
         blocks = count_blocks(values.shape)

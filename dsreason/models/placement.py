@@ -1,6 +1,6 @@
-"""Placement of the weights of a model for inference: on one device, over several GPUs, or left in their files.
+"""Placement of a model's weights for inference: on one device, across several GPUs, or partly left in the files.
 
-accelerate plans the devices and moves the inputs between them.
+The library accelerate assigns modules to devices and moves inputs between devices.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 WEIGHTS_SHARE = 0.9
 """Share of a device's free memory for weights; the rest is for activations and the key-value cache."""
 FILES = "disk"
-"""accelerate's name for weights that stay in their files and are read at every call of their module."""
+"""accelerate's name for weights that stay in their files and are read whenever their module is called."""
 DeviceMap = dict[str, int | str]
-"""Name of a module → index of a GPU, "cpu" or `FILES`; its submodules are not listed."""
+"""Module name → GPU index, "cpu" or `FILES`; the submodules of a listed module are not listed."""
 
 
 def load_where_it_fits(
@@ -42,11 +42,11 @@ def load_where_it_fits(
     attention: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a model for inference, without gradients: on `device` if it fits there.
+    """Load a model for inference, without gradients, onto `device` if it fits there.
 
-    The layers of a larger model are distributed over all devices of this rank, see `list_devices`. Weights that fit on none of
-    them stay in their files, and every token reads them again, at best from the page cache. Inputs go to `device`; outputs
-    may be on another.
+    The layers of a larger model are distributed across all devices of this rank (see `list_devices`). Weights that fit on none
+    of them stay in their files and are read again for every token, at best from the page cache. Inputs belong on `device`;
+    outputs may be on another device.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = get_family(model.config.model_type)
@@ -66,19 +66,19 @@ def load_where_it_fits(
 
 
 def list_devices(device: torch.device) -> list[torch.device]:
-    """Return `device` and the other GPUs of the same rank on this host: the first of 2 ranks on 4 GPUs has 0 and 2."""
+    """Return `device` and this rank's other GPUs on this host: the first of 2 ranks on 4 GPUs gets GPUs 0 and 2."""
     if device.type != "cuda":
         return [device]
     return [torch.device("cuda", i) for i in range(device.index or 0, torch.cuda.device_count(), count_local_ranks())]
 
 
 def get_device_name(device: torch.device) -> int | str:
-    """Return accelerate's name of a device."""
+    """Return accelerate's name for a device."""
     return "cpu" if device.type == "cpu" else device.index or 0
 
 
 def compute_budget(device: torch.device) -> int:
-    """Return the bytes for weights on a device. The ranks of a host share its memory."""
+    """Return the number of bytes available for weights on a device. The ranks of a host share the host's memory."""
     free = (
         count_available_bytes() // count_local_ranks() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     )
@@ -86,7 +86,7 @@ def compute_budget(device: torch.device) -> int:
 
 
 def plan_devices(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
-    """Plan the device of each module: decoder layers and the vision tower are never split, GPUs get about equal shares."""
+    """Choose a device for each module. Decoder layers and the vision tower are never split; GPUs get about equal shares."""
     block_classes = [*model._no_split_modules, *get_vision_class(model, family)]
     balanced = get_balanced_memory(model, budgets, no_split_module_classes=block_classes)
     device_map: DeviceMap = infer_auto_device_map(
@@ -96,7 +96,7 @@ def plan_devices(model: PreTrainedModel, family: Family, budgets: dict[int | str
 
 
 def get_vision_class(model: PreTrainedModel, family: Family) -> list[str]:
-    """Return the name of the vision tower's class, if the model has one."""
+    """Return a list with the class name of the vision tower, empty if the model has none."""
     tower = family.modules.vision_tower
     return [] if tower is None else [type(model.get_submodule(tower)).__name__]
 
@@ -104,7 +104,7 @@ def get_vision_class(model: PreTrainedModel, family: Family) -> list[str]:
 def distribute_weights(
     model: PreTrainedModel, weights: WeightFiles, device_map: DeviceMap, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Load the weights of an empty model onto the devices of the map, and make its inputs follow them."""
+    """Load the weights of an empty model onto the devices in the map, and make inputs move to the device of each module."""
     family = get_family(model.config.model_type)
     homes = {name: find_home(name, device_map) for name, _ in model.named_parameters(remove_duplicate=False)}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -119,15 +119,15 @@ def distribute_weights(
         if homes[name] != FILES:
             parameter.data = parameter.data.to(homes[name], dtype, copy=True)
     patch_vision(model)  # must precede dispatch_model, which wraps the forwards
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it would repeat our warning
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # accelerate would repeat the caller's warning
     dispatch_model(
         model,
         device_map,
         main_device=get_device_name(device),
         offload_index=index,
-        skip_keys="past_key_values",  # each layer's part is on the device of the layer
+        skip_keys="past_key_values",  # each layer's cache is on the layer's device
         preload_module_classes=get_vision_class(model, family),
-        force_hooks=True,  # the whole model may be on another GPU than its inputs
+        force_hooks=True,  # all weights may be on another GPU than the inputs
     )
 
 

@@ -1,10 +1,10 @@
 """Sequence parallelism: the ranks of a group compute one packed row together (Ulysses, arXiv 2309.14509).
 
-Each rank has a part of the row's tokens, from the embedding to the log-probabilities of the targets that its tokens predict.
-For attention the ranks exchange tokens for heads and back, so each attends over the whole row with its share of the heads. Each
-rank encodes a part of the media and sends the features to the ranks whose tokens show them. Log-probabilities are gathered, so
-every rank has those of the whole row and computes the same loss, but keeps only the gradient of its part. The gradients of the
-ranks are shares: their **sum** is the gradient of the row.
+Each rank processes a part of the row's tokens, from the embedding to the log-probabilities of the targets that these tokens
+predict. For attention, the ranks exchange tokens for heads and back, so that each rank attends over the entire row with its share
+of the heads. Each rank encodes a part of the media and sends the features to the ranks that hold the placeholders. The
+log-probabilities are gathered, so every rank has those of the entire row and computes the same loss, but it computes only the
+gradient of its part. The gradient of the row is therefore the **sum** of the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from dsreason.data.types import MediaPart
 
 Group = Any
-"""A process group of torch. It is Any because mypy finds no such class if torch is built without distributed support."""
+"""A process group of torch; None for a single rank. The type is Any because mypy does not find the class in builds of torch
+without distributed support."""
 
 
 class _RowExchange(torch.autograd.Function):
@@ -37,7 +38,7 @@ class _RowExchange(torch.autograd.Function):
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """All-to-all of rows, sorted by receiving rank → sorted by sending rank. The gradient takes the way back."""
+    """Exchange rows all-to-all: sorted by receiving rank → sorted by sending rank. Gradients are exchanged in reverse."""
     exchanged: Tensor = _RowExchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return exchanged
 
@@ -45,13 +46,13 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """All-to-all: `[local tokens, all heads]` → `[all tokens, local heads]`.
 
-    `query` `[1, H, T / n, d]` → `[1, H / n, T, d]`; likewise keys and values, which are repeated if they have too few heads.
+    `query` `[1, H, T / n, d]` → `[1, H / n, T, d]`; likewise `key` and `value`, whose heads are repeated if there are too few.
     """
     size = dist.get_world_size(group)
     times = size // gcd(size, key.shape[1])
     key, value = (heads if times == 1 else heads.repeat_interleave(times, dim=1) for heads in (key, value))
     tokens = query.shape[2]
-    # Each part is [n, T / n, heads / n, d], and one exchange serves all three.
+    # Each part is [n, T / n, heads / n, d]; a single exchange sends all three.
     parts = [heads[0].unflatten(0, (size, -1)).transpose(1, 2) for heads in (query, key, value)]
     counts = [part.shape[2] for part in parts]
     exchanged = exchange_rows(torch.cat(parts, dim=2).flatten(0, 1), [tokens] * size, [tokens] * size, group)
@@ -68,7 +69,7 @@ def to_tokens(attended: Tensor, group: Group) -> Tensor:
 
 
 def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> list[Tensor]:
-    """Exchange the features of several layers: `[tokens encoded here, D]` → `[tokens shown here, D]`."""
+    """Exchange the features of several layers: `[tokens encoded by this rank, D]` → `[placeholders of this rank, D]`."""
     widths = [feature.shape[1] for feature in features]
     sent = torch.cat(features, dim=1).index_select(0, part.sent)
     received = exchange_rows(sent, part.sent_counts, part.received_counts, group)
@@ -76,9 +77,10 @@ def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> 
 
 
 def gather_values(values: Sequence[Tensor], places: Tensor, count: int, group: Group) -> list[Tensor]:
-    """Gather each of the local `values` `[M]` from all ranks → `[count]`.
+    """Gather each tensor of local `values` from all ranks: `[M]` → `[count]`.
 
-    `places` `[M]` are the indices of the local values. Only these get a gradient; the other ranks compute theirs.
+    `places` `[M]` are the indices of the local values in the result. Only the local values get gradients; the other ranks
+    compute the gradients of theirs.
     """
     local_values = torch.stack([value.detach() for value in values])
     gathered = local_values.new_zeros(len(local_values), count).index_copy(1, places, local_values)

@@ -1,8 +1,8 @@
-"""Tiny random checkpoints of each family: complete folders that transformers and vLLM load like the real ones.
+"""Tiny random checkpoints for each family: complete folders that transformers and vLLM load like real ones.
 
-They make every command runnable without downloads: they have the classes, tensor names, special tokens, chat format and
-processors of the real models, with a vocabulary of 512. With larger sizes they stand in for a big model in memory tests:
-weights are drawn and written shard by shard, so writing needs the memory of one shard.
+With these checkpoints, every command can run without downloads: they have the classes, tensor names, special tokens, chat format
+and processors of the real models, with a vocabulary of 512. With larger sizes, they replace big models in memory tests: weights
+are drawn and written shard by shard, so writing needs the memory of only one shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsreason.families.family import Modules, Tokens
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
 
-# The byte pairs are learned from words of the chat format and of answers, which become one token each, and from sentences.
+# The byte pairs are learned from words of the chat format and of answers, each of which becomes one token, and from sentences.
 WORDS = (
     "system user assistant yes no left right up down red green blue yellow white purple one two three four five six "
     "circle square triangle The There Is Does Will Which What How Answer"
@@ -97,9 +97,10 @@ def build_tiny(
 ) -> Path:
     """Write a random checkpoint with tokenizer, processor and chat template into `folder`, and return the folder.
 
-    `hidden_size` must be a multiple of `num_key_value_heads` x `head_size`, `head_size` and `vision_hidden_size` of 32. A
-    `vocabulary_size` above 512 adds rows without a token in the tokenizer. The weights are drawn on `device`. The same
-    arguments produce the same files. config.json is written last, so a folder that contains it is complete.
+    `hidden_size` must be a multiple of `num_key_value_heads` x `head_size`; `head_size` and `vision_hidden_size` must be
+    multiples of 32. A `vocabulary_size` above 512 adds embedding rows without a token in the tokenizer. The weights are drawn
+    on `device`. The same arguments produce the same files. config.json is written last, so a folder that contains it is
+    complete.
     """
     if hidden_size % (num_key_value_heads * head_size) or vision_hidden_size % HEAD_SIZE or head_size % HEAD_SIZE:
         raise ValueError(
@@ -169,7 +170,7 @@ def list_special_tokens(tokens: Tokens) -> tuple[str, ...]:
 
 
 def build_tokenizer(family: Family) -> Qwen2Tokenizer:
-    """Build a byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
+    """Build a byte-level BPE tokenizer of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
     special = list_special_tokens(family.tokens)
     learner = Tokenizer(models.BPE())
     splits = Qwen2Tokenizer().backend_tokenizer
@@ -196,7 +197,7 @@ def build_tokenizer(family: Family) -> Qwen2Tokenizer:
 
 
 def build_chat_template(family: Family) -> str:
-    """Build a template that formats turns like Qwen's, with the tokens and the default system message (if any) of the family."""
+    """Build a chat template in Qwen's format, with the tokens and the default system message (if any) of the family."""
     system = family.tiny.default_system
     template = PART_TEMPLATE + (DEFAULT_SYSTEM_TEMPLATE if system is not None else "") + TURNS_TEMPLATE
     return Template(template).substitute(vars(family.tokens), default_system=system)
@@ -223,7 +224,8 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    parameters = {family.to_published_name(name): p.to(dtype) for name, p in model.named_parameters()}  # tied ones once
+    # named_parameters yields tied parameters once.
+    parameters = {family.to_published_name(name): p.to(dtype) for name, p in model.named_parameters()}
     parameters |= {name: torch.empty(2, dtype=dtype, device="meta") for name in family.tiny.others}
     plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)
     for file, names in plan.filename_to_tensors.items():

@@ -1,6 +1,6 @@
 """The tensors of a model folder, read one at a time from memory-mapped safetensors files.
 
-Pickled weights (`.bin`, `.pt`) are never opened: unpickling runs code.
+Pickled weights (`.bin`, `.pt`) are never opened, because unpickling runs code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dsreason.errors import CheckpointError
 from dsreason.files.disk import read_small
 
 STEM = "model"
-"""Stem of the files of weights: `model.safetensors`, or several files that `model.safetensors.index.json` lists."""
+"""Stem of the weight files: `model.safetensors`, or several files that are listed in `model.safetensors.index.json`."""
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder. `places`: name in memory → (file, name in that file)."""
+    """The tensors of a folder; `places` maps a name in memory to (file, name in that file)."""
 
     folder: Path
     places: dict[str, tuple[Path, str]]
@@ -31,8 +31,8 @@ class WeightFiles:
     def read(self, names: list[str], take: Callable[[str, Tensor], None]) -> None:
         """Call `take(name, tensor)` for each name, file by file.
 
-        The tensors are views of the mapped files: their pages are those of the file (shared, not anonymous memory) until they
-        are written to.
+        The tensors are views of the mapped files: until they are written, their pages are those of the file (shared memory, not
+        anonymous memory).
         """
         file_names: dict[Path, list[str]] = {}
         for name in names:
@@ -57,12 +57,12 @@ class WeightFiles:
 def find_weights(
     folder: Path, rename: Callable[[str], str | None], stem: str = STEM, *, inside: Sequence[str] = ()
 ) -> WeightFiles:
-    """Read the headers of `<stem>.safetensors`, or of the files in `<stem>.safetensors.index.json`.
+    """Read the headers of `<stem>.safetensors`, or of the files listed in `<stem>.safetensors.index.json`.
 
-    If `folder` has no such files, those in its subfolders `inside` are read. Tensors for which `rename` returns None are
+    If `folder` has no such files, the files in its subfolders `inside` are read. Tensors for which `rename` returns None are
     omitted.
 
-    CheckpointError names the file that is missing, damaged or of an unsupported kind.
+    A CheckpointError names the file that is missing, damaged or of an unsupported format.
     """
     places: dict[str, tuple[Path, str]] = {}
     for file in list_files_inside(folder, inside) or list_tensor_files(folder, stem):
@@ -82,7 +82,7 @@ def find_weights(
 
 
 def list_files_inside(folder: Path, inside: Sequence[str]) -> list[Path]:
-    """Return the files of weights in the subfolders `inside`, if the folder itself has none."""
+    """Return the weight files in the subfolders `inside`; empty if the folder itself has weight files."""
     weights_file = next(folder.glob("*.safetensors*"), None)
     return [] if weights_file else [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
 
@@ -111,7 +111,7 @@ def list_tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
 
 
 def open_file(file: Path) -> safe_open:
-    if not os.path.isfile(file):  # Path.is_file would raise if the name is too long
+    if not os.path.isfile(file):  # Path.is_file raises if the name is too long
         raise CheckpointError(f"{file} is missing, although the index beside it names it; download the model again")
     try:
         return safe_open(file, framework="pt")

@@ -1,8 +1,8 @@
-"""NF4 (QLoRA, arXiv 2305.14314, appendix E): blocks of 64 values with one 4-bit code per value and one float32 scale.
+"""The NF4 format (QLoRA, arXiv 2305.14314, appendix E): blocks of 64 values with a 4-bit code per value and a float32 scale.
 
-A block is a row of 36 bytes: 32 with two codes each, the first in the high half, and the 4 of its scale. Because codes and scale
-are bytes of one tensor, code that partitions, gathers or moves weights handles one tensor and does not cast the scale.
-Values and codes are those of bitsandbytes' `nf4` with `blocksize=64` and scales that are not quantised again.
+A block is a row of 36 bytes: 32 bytes of two codes each, the first code in the high half, and the 4 bytes of the scale. Because
+codes and scales are bytes of a single tensor, code that partitions, gathers or moves weights handles only one tensor and does not
+cast the scales. Values and codes are those of bitsandbytes' `nf4` with `blocksize=64` and without quantised scales.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ TABLE = (
 )
 """Value of each code, in units of the block's scale."""
 BLOCK = 64
-"""Values in a block."""
+"""Number of values in a block."""
 CODE_BYTES = BLOCK // 2
 ROW_BYTES = CODE_BYTES + 4
 AT_ONCE = 2**18
-"""Blocks that are computed together, so that the float32 and index tensors stay below 200 MB."""
+"""Number of blocks that are computed at a time; it keeps the float32 and index tensors below 200 MB."""
 
 
 def count_blocks(shape: torch.Size) -> int:
@@ -33,9 +33,9 @@ def count_blocks(shape: torch.Size) -> int:
 
 
 def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
-    """Quantise a whole weight to `[blocks, 36]` uint8 on its device. Rows outside `blocks` (default: all) are undefined.
+    """Quantise a complete weight to `[blocks, 36]` uint8 on its device. Rows outside `blocks` (default: all) are undefined.
 
-    Memory that is never written to takes no space, so some of the blocks cost only their own memory.
+    Pages that are never written take no memory, so quantising some of the blocks needs memory only for these.
     """
     rows = torch.empty(count_blocks(weight.shape), ROW_BYTES, dtype=torch.uint8, device=weight.device)
     blocks = range(len(rows)) if blocks is None else blocks
@@ -53,7 +53,7 @@ def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
 
 
 def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Restore the weight of `shape` from the rows of `quantize`: code times scale in float32, rounded once to `dtype`."""
+    """Compute the weight of `shape` from the rows of `quantize`: code value times scale in float32, rounded once to `dtype`."""
     values = torch.empty(len(rows), BLOCK, dtype=dtype, device=rows.device)
     for part, part_values in zip(rows.split(AT_ONCE), values.split(AT_ONCE), strict=True):
         scales = part[:, CODE_BYTES:].contiguous().view(torch.float32)
@@ -64,7 +64,7 @@ def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @cache
 def make_code_pairs(device: torch.device) -> Tensor:
-    """Return the two values of each byte of codes: `[256, 2]` float32."""
+    """Return the two values that each byte of codes encodes, `[256, 2]` float32."""
     table = torch.tensor(TABLE)
     byte = torch.arange(256)
     return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).to(device)

@@ -1,4 +1,4 @@
-"""Linear layers that hold their weight in 4 bits, and otherwise behave as any linear layer."""
+"""Linear layers that store their weights in 4 bits and otherwise behave like any linear layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dsreason.models.nf4.blocks import dequantize, quantize
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer whose frozen `weight` is the `[blocks, 36]` bytes of `quantize`; it multiplies by their matrix in `dtype`.
+    """A linear layer whose frozen `weight` is the `[blocks, 36]` bytes of `quantize`; products are computed in `dtype`.
 
-    `convert_to_nf4` makes it from an `nn.Linear` by changing the class; the loading code sets its weight.
+    `convert_to_nf4` turns an `nn.Linear` into this class by changing its type; the loading code sets the weight.
     """
 
     dtype: torch.dtype
@@ -28,12 +28,12 @@ class NF4Linear(nn.Linear):
         return torch.Size((self.out_features, self.in_features))
 
     def whole(self) -> Tensor:
-        """Return the weight `[out, in]` in `dtype`. Under ZeRO-3 the bytes must have been gathered."""
+        """Return the dequantised weight `[out, in]` in `dtype`. Under ZeRO-3, the bytes must be gathered first."""
         return dequantize(self.weight.detach(), self.shape, self.dtype)
 
 
 class NF4Product(torch.autograd.Function):
-    """The product of a frozen linear layer, which saves the bytes of its weight for the backward pass."""
+    """The product with a frozen 4-bit weight, of which only the bytes are saved for the backward pass."""
 
     @staticmethod
     def forward(
@@ -50,9 +50,9 @@ class NF4Product(torch.autograd.Function):
 
 
 def convert_to_nf4(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[NF4Linear]:
-    """Make the linear layers whose names match `pattern` compute in `dtype` with 4-bit weights, and return them.
+    """Make the linear layers whose names match `pattern` compute in `dtype` with 4-bit weights, and return the layers.
 
-    Their weights stay whole or empty until `quantize_weight`.
+    Their weights stay unquantised or empty until `quantize_weight` is called.
     """
     layers: list[Any] = [
         module
@@ -65,11 +65,11 @@ def convert_to_nf4(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[N
 
 
 def is_quantized(parameter: str, pattern: str) -> bool:
-    """Return whether a parameter of that name is the weight of a layer that matches `pattern`."""
+    """Return whether a parameter with this name is the weight of a layer that matches `pattern`."""
     return parameter.endswith(".weight") and re.search(pattern, parameter.removesuffix(".weight")) is not None
 
 
 def quantize_weight(layer: NF4Linear, device: torch.device | str) -> None:
-    """Replace the whole weight of a layer by its bytes, on `device`."""
+    """Replace the unquantised weight of a layer with its 4-bit blocks on `device`."""
     layer.weight.requires_grad_(False)
     layer.weight.data = quantize(layer.weight.data).to(device)

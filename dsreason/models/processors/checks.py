@@ -1,4 +1,4 @@
-"""Checks of a processor's settings before rows are encoded with them."""
+"""Checks of a processor's settings, which run before rows are encoded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PATCH = 64
-"""Maximum for the side of a patch in pixels, the patches merged per side, and the frames per patch; real models have 2 to 16."""
+"""Maximum of a patch's side in pixels, of the patches merged per side, and of the frames per patch; real models have 2 to 16."""
 
 
 def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -33,7 +33,7 @@ def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizer
 
 
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
-    """Raise CheckpointError if the processors cut media into impossible patches or others than the model expects."""
+    """Raise CheckpointError if a processor's sizes are impossible or its patches differ from those that the model expects."""
     expected = {
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
@@ -63,7 +63,7 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
 
 
 def check_scaling(path: Path, media: Any) -> None:
-    """Raise CheckpointError if pixels would be scaled by something that is not a finite number."""
+    """Raise CheckpointError if a mean, standard deviation or factor for scaling pixels is not a valid finite number."""
     for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
         values = media.to_dict().get(name)
         numbers = values if isinstance(values, list | tuple) else [values] * 3

@@ -1,4 +1,4 @@
-"""Loading of the processor of a model folder, and of the encoder that uses it."""
+"""Loading of a model folder's processor and of the encoder that uses it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load tokenizer, image and video processor and chat template of a model folder. Raise CheckpointError if one is missing.
+    """Load a model folder's tokenizer, image and video processors and chat template; raise CheckpointError if one is missing.
 
-    A model that reads only text gets a processor that wraps its tokenizer.
+    For a text-only model, the processor only wraps the tokenizer.
     """
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     if get_family(config.model_type).vision is None:
         return load_text_processor(path, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # no common class, see `model_config`; tokenizers raises bare Exceptions
+    except Exception as error:  # no common class, see `read_model_config`; tokenizers raises bare Exceptions
         raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {error}") from error
     if not isinstance(processor, ProcessorMixin):
         raise CheckpointError(
@@ -39,7 +39,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
         )
     check_chat_template(path, processor)
     check_length(path, processor.tokenizer)
-    # transformers makes an empty tokenizer if the files are missing.
+    # transformers creates an empty tokenizer if the tokenizer files are missing.
     for kind, token_id, expected in (
         ("image", processor.image_token_id, config.image_token_id),
         ("video", processor.video_token_id, config.video_token_id),
@@ -76,11 +76,11 @@ def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor
 def open_encoder(
     model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
 ) -> Encoder:
-    """Open the encoder of a Hugging Face folder.
+    """Open an encoder for a Hugging Face model folder.
 
     Args:
-        dtype: type of the engine that serves the model, which rounds video times to it.
-        max_length_key: key of the setting `max_length`, for messages.
+        dtype: dtype of the engine that serves the model; the engine rounds video times to it.
+        max_length_key: configuration key of `max_length`, for error messages.
     """
     config = read_model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
     processor = load_processor(model_path, trust_remote_code=trust_remote_code)

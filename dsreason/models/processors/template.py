@@ -1,4 +1,4 @@
-"""A trial of a model folder's chat template before rows and ranks depend on it."""
+"""A trial run of a model folder's chat template, before rows and ranks depend on it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT
 
 
 def check_template(path: Path, processor: Any) -> None:
-    """Raise CheckpointError if the chat template does not end, takes gigabytes or fails on a short conversation.
+    """Raise CheckpointError if the chat template does not terminate, needs gigabytes or fails on a short conversation.
 
-    A template is a program that comes with the model. Jinja's sandbox keeps it from files and code, but not from loops and
-    long texts, so it is tried in a process with limits on time and memory. Refusals by `raise_exception` may depend on the
-    roles, so they pass here: errors in rows name the row.
+    A template is a program that comes with the model. Jinja's sandbox denies it access to files and code, but not endless loops
+    or huge texts, so it is tried in a process with limits on time and memory. Errors that a template raises itself
+    (`raise_exception`) may depend on the roles, so they are accepted here; if one occurs for a row, the message names the row.
     """
     compute_memory_limit()
     reader, writer = FORK.Pipe(duplex=False)
@@ -45,10 +45,10 @@ def check_template(path: Path, processor: Any) -> None:
 
 
 def compute_memory_limit() -> int:
-    """Return the bytes that a template may take; fewer than the default if the limit of the shell (`ulimit -v`) leaves fewer.
+    """Return the memory in bytes that a template may take: the default, or less if the shell's limit (`ulimit -v`) leaves less.
 
     Raises:
-        ConfigError: that limit leaves too little for any template.
+        ConfigError: the shell's limit leaves too little for any template.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory_limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - read_address_space())
@@ -61,12 +61,12 @@ def compute_memory_limit() -> int:
 
 
 def read_address_space() -> int:
-    """Return the bytes of this process's address space."""
+    """Return the size of this process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _try_template(processor: Any, writer: Connection) -> None:
-    """Send, from the child process, the problem of the template, "" for none, or nothing if it exceeds the limits."""
+    """Send the template's problem from the child process: "" for none, or nothing if the template exceeds the limits."""
     signal.alarm(6 * CPU_SECONDS)  # ends the child if it waits for a lock that a thread of the parent held
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     seconds = CPU_SECONDS if hard == resource.RLIM_INFINITY else min(CPU_SECONDS, hard)
