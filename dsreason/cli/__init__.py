@@ -1,1 +1,1 @@
-"""The subcommands of `dsreason`, a file each."""
+"""The subcommands of `dsreason`, one file each."""

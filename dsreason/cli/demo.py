@@ -1,4 +1,4 @@
-"""`dsreason demo`: the built-in task from beginning to end."""
+"""`dsreason demo`: the built-in task from start to finish."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HELD_OUT = Path("builtin_eval.toml")
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the demo, with the seconds that it took on 2 idle cores: its optimizer steps, and all around them."""
+    """A stage of the demo, with its duration on 2 idle cores: seconds for the optimizer steps, and for everything else."""
 
     title: str
     steps: float
@@ -68,7 +68,7 @@ def demo(
     overrides: SetOption = None,
     of_world: WorldOption = False,
 ) -> None:
-    """Train a tiny model on generated videos and images: SFT on partly wrong rows, then GRPO. Nothing is downloaded."""
+    """Train a tiny model on generated videos and images: SFT with some wrong rows, then GRPO. Nothing is downloaded."""
     if launch.is_rank():
         raise ConfigError("demo: starts its own ranks; call it plainly")
     folder, changes = output_dir or build_default_output_dir("demo"), tuple(overrides or ())
@@ -80,14 +80,14 @@ def demo(
     for trainer, recipe in runs:
         load_config(
             trainer.schema, recipe, changes, default_recipe=trainer.recipe
-        )  # report mistakes before anything starts
+        )  # report configuration errors before anything starts
     with rephrase_stop_messages(folder):
         (run_world_demo if of_world else run_answers_demo)(folder, nproc, changes)
 
 
 @contextmanager
 def rephrase_stop_messages(folder: Path) -> Iterator[None]:
-    """Inside, a stop gives no advice that only the training commands can follow."""
+    """Replace the advice in stop messages raised in the block, because it applies only to the training commands."""
     where_it_is = f"what was written is in {folder}, and the next demo begins anew"
     try:
         yield
@@ -100,7 +100,7 @@ def rephrase_stop_messages(folder: Path) -> Iterator[None]:
 
 
 def run_answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
-    """A model that answers questions about clips and images."""
+    """Train, export and evaluate a model that answers questions about clips and images."""
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
     started = time.monotonic()
 
@@ -123,7 +123,7 @@ def run_answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) 
 
 
 def run_world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
-    """A model that makes clips: partly wrong captions, and rewards that repair what came of them, in two ways."""
+    """Train a model that generates clips: first on partly wrong captions, then with rewards, using two algorithms."""
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
     started, start = time.monotonic(), f"model.path={to_toml(str(folder / 'sft' / 'export' / 'final'))}"
     for number, (name, recipe) in enumerate(WORLD_RECIPES.items(), 1):
@@ -133,19 +133,19 @@ def run_world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) ->
             run_job(job, ranks_on_cpu=ranks_on_cpu)
     open_console().print(build_world_table(folder))
     for name in WORLD_RECIPES:
-        if (page := folder / name / "world.html").is_file():  # not where nothing is validated
+        if (page := folder / name / "world.html").is_file():  # missing if validation is off
             print_message(f"clips and rewards of {name}: {page}")
     print_message(f"curves: tensorboard --logdir {folder}")
 
 
 @contextmanager
 def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iterator[None]:
-    """Say which part begins and about how long the whole still takes; inside, its progress says the same."""
+    """Print the stage and the estimated remaining time of the demo; progress bars in the block show the same information."""
     stage = stages[number - 1]
     before, remaining = (
         sum(stage_part.seconds for stage_part in some) for some in (stages[: number - 1], stages[number - 1 :])
     )
-    pace = (time.monotonic() - started) / before if before else 1.0  # of this machine, against that of the seconds
+    pace = (time.monotonic() - started) / before if before else 1.0  # slowdown of this machine relative to Stage
     print_message(f"{number}/{len(stages)} {stage.title} (about {format_duration(pace * remaining)} left)", err=True)
     after = (remaining - stage.steps) / stage.steps if stage.steps else 0.0
     os.environ[PART] = str(CommandPart(number, len(stages), after))
@@ -156,7 +156,7 @@ def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iter
 
 
 def evaluate_export(folder: Path) -> Path:
-    """`dsreason eval` of the exported model on the rows that the runs held out; returns the folder of its reports."""
+    """Evaluate the exported model on the held-out rows, as `dsreason eval` does, and return the folder of the reports."""
     from dsreason.evaluation.report.report import write_reports
     from dsreason.evaluation.run import evaluate
 
@@ -167,7 +167,7 @@ def evaluate_export(folder: Path) -> Path:
 
 
 def compute_accuracies(results: Path) -> dict[str, float]:
-    """Return accuracies by the names of the trainer's metrics: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
+    """Compute the accuracies, keyed like the trainer's metrics: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
     from dsreason.evaluation.report.results import find_run, read_run
 
     right: dict[str, list[bool]] = {}
@@ -179,7 +179,7 @@ def compute_accuracies(results: Path) -> dict[str, float]:
 
 
 def build_results_table(folder: Path, evaluated: dict[str, float]) -> Table:
-    """Build the table of held-out accuracies: random model, after SFT, after GRPO, and the export in a separate evaluation."""
+    """Build the table of held-out accuracies: of the random model, after SFT, after GRPO, and in the evaluation of the export."""
     random, warm = read_first_and_last(folder / "sft" / "metrics.jsonl", prefix="val/accuracy")
     _, trained = read_first_and_last(folder / "grpo" / "metrics.jsonl", prefix="val/accuracy")
     table = Table("right answers, held out", "random model", "after SFT", "after GRPO", "export", title="dsreason demo")
@@ -190,7 +190,7 @@ def build_results_table(folder: Path, evaluated: dict[str, float]) -> Table:
 
 
 def build_world_table(folder: Path) -> Table:
-    """Rewards of the held-out prompts, always from the same noise, and what would show that they are cheated."""
+    """Build the table of the held-out prompts' rewards, for the same noise, and of metrics that reveal reward hacking."""
     titles = ("after SFT", "after FlowGRPO", "after NFT")
     last = [read_first_and_last(folder / name / "metrics.jsonl", prefix="val/")[1] for name in WORLD_RECIPES]
     table = Table("held-out prompts", *titles, title="dsreason demo --world")
@@ -202,7 +202,7 @@ def build_world_table(folder: Path) -> Table:
 
 
 def read_first_and_last(metrics: Path, *, prefix: str) -> tuple[dict[str, float], dict[str, float]]:
-    """The first and the last value of each metric that begins with `prefix`, from a metrics.jsonl."""
+    """Read the first and the last value of each metric whose name starts with `prefix` from a metrics.jsonl file."""
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     for line in metrics.read_bytes().splitlines():

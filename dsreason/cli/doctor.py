@@ -1,4 +1,4 @@
-"""`dsreason doctor`: whether this machine can train, and what to do where it cannot."""
+"""`dsreason doctor`: check whether this machine can train, and explain how to fix problems."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Look at everything that a run needs: versions, compiler, GPUs, memory, disks, ports, tokens, a collective, an engine.
+    """Check everything that a run needs: versions, compiler, GPUs, memory, disks, ports, tokens, a collective and an engine.
 
-    Each line is pass, warn or fail, with the cure. The exit code is 1 where anything fails.
+    Each line is a pass, a warning or a failure, with a remedy. The exit code is 1 if any check fails.
     """
     counts: dict[Verdict, int] = {"pass": 0, "warn": 0, "fail": 0}
     console = open_console(highlight=False)
@@ -71,7 +71,7 @@ def collect_findings(
 
 
 def load(config: Path) -> object:
-    """The configuration, whichever training command it is for."""
+    """Load a configuration of any training command."""
     from dsreason.cli.data.chosen_run import choose_trainer
     from dsreason.tools.cosmos_rl.loading import load_run
 

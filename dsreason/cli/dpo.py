@@ -1,4 +1,4 @@
-"""`dsreason dpo`: training on preferences."""
+"""`dsreason dpo`: training on preference pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsreason eval`: a model's answers to questions, graded."""
+"""`dsreason eval`: evaluation of a model by grading its answers to questions."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from dsreason.world.schema import WorldConfig
 RECIPE = "eval.toml"
 FINAL = Path("export") / "final"
 EXPORTED = ("model_index.json", "pytorch_lora_weights.safetensors")
-"""One of them is in every folder with a world model or its adapter."""
+"""Names of files of which one exists in every folder with a world model or its adapter."""
 TP_SIZE, TP_KEY = "TP_SIZE", "model.tensor_parallel_size"
-"""The variable by which cosmos-reason1's guides set the key."""
+"""Environment variable that cosmos-reason1's guides use for the tensor-parallel size, and the equivalent key."""
 
 
 def evaluate(
@@ -68,9 +68,9 @@ def evaluate(
     nproc: NprocOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a model the questions of benchmarks or of your own data, and grade its answers. Continues where it stopped.
+    """Ask a model the questions of benchmarks or of your own data, and grade its answers. An interrupted evaluation continues.
 
-    Of a world model (a run of dsreason world, or the configuration of one) held-out prompts are sampled and scored.
+    For a world model (a dsreason world run or its configuration), clips are sampled for held-out prompts and scored.
     """
     if (world := find_world(config, model)) is not None:
         of_answers: dict[str, object] = {
@@ -98,13 +98,13 @@ def evaluate(
     question_changes = build_question_overrides(dataset or [], data, adapter, named=has_datasets(config))
     changes = [*question_changes, *build_model_overrides(model, server)]
     changes += [f"{key}={to_toml(value)}" for key, value in options.items() if value is not None]
-    changes += overrides or ()  # last, as they may concern what the others set
+    changes += overrides or ()  # last, so that they take precedence
     if launch.is_rank():
         with make_imports_fast():
-            from dsreason.job import lifeline  # it needs torch
+            from dsreason.job import lifeline  # imports torch
 
         with lifeline.join_with_lifeline("in the evaluation"):
-            loaded = load(config, changes)  # now, because TP_SIZE may come from the first host
+            loaded = load(config, changes)  # only now, because TP_SIZE may come from the first host
             if loaded.server.url is not None and int(os.environ["WORLD_SIZE"]) > 1:
                 raise ConfigError(
                     f"server.url ({loaded.server.url}): one process asks a server; start dsreason eval plainly"
@@ -132,19 +132,25 @@ def evaluate(
 
 @dataclass(frozen=True)
 class WorldSource:
-    """Sources of the configuration of a world model's evaluation."""
+    """The configuration of a world model's evaluation, and its origin."""
 
     values: dict[str, Any]
     name: str
     arguments: list[str]
-    """Command-line overrides that lead a rank to it."""
+    """Command-line arguments with which a rank finds the same configuration."""
 
 
 def find_world(config: Path | None, model: str | None) -> WorldSource | None:
-    """The configuration of a world model: the file where it is of one, else that of the run that `--model` is of."""
+    """Return the configuration of a world model: `config`, or without it the configuration of the run of `model`.
+
+    Returns:
+        None if the configuration or the run does not belong to a world model.
+    """
     if config is not None:
         values = read_config(config)
-        values = values["config"] if isinstance(values.get("config"), dict) else values  # config.json of a run
+        values = (
+            values["config"] if isinstance(values.get("config"), dict) else values
+        )  # the file is a run's config.json
         return WorldSource(values, str(config), [f"--config={config}"]) if is_world(values) else None
     for folder in list_possible_runs(Path(model).expanduser()) if model else ():
         values = (find_run_record(folder) or {}).get("config", {})
@@ -154,7 +160,7 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
 
 
 def list_possible_runs(path: Path) -> list[Path]:
-    """List the folders that may be the run of `RUN`, `RUN/export/…` or `RUN/checkpoints/…`; empty if the path does not exist."""
+    """List candidates for the run's folder for `RUN`, `RUN/export/…` or `RUN/checkpoints/…`; empty if `path` does not exist."""
     path = path.absolute()
     if not path.exists():
         return []
@@ -163,16 +169,17 @@ def list_possible_runs(path: Path) -> list[Path]:
 
 
 def is_world(values: dict[str, Any]) -> bool:
-    """Return whether a configuration has `[world]`, or only keys of the training of world models, which may leave it out."""
+    """Return whether a configuration is for world models: it has `[world]`, or keys that only fit a world-model training."""
     if "world" in values:
         return True
     return bool(split_unknown(EvalConfig, values)[1]) and not split_unknown(WorldConfig, values)[1]
 
 
 def resolve_export(model: str) -> str:
-    """Return a run's final export, or anything else unchanged.
+    """Return the final export if `model` is a run, or else `model` unchanged.
 
-    ConfigError for a run or checkpoint without one, and for a run that has a newer checkpoint.
+    Raises:
+        ConfigError: a run or checkpoint has no export, or the run has a checkpoint that is newer than its export.
     """
     folder = Path(model).expanduser()
     final = folder / FINAL
@@ -193,7 +200,7 @@ def resolve_export(model: str) -> str:
 
 
 def check_unmasked(config: WorldConfig, name: str) -> None:
-    """ConfigError if the evaluation needs a value that the file `name` shows only masked, as `config.json` of a run does."""
+    """Raise ConfigError if the evaluation needs a value that is masked in the file `name`, such as a run's `config.json`."""
     needed = config.model_dump(mode="json", include={"model", "data", "world", "reward", "validation"})
     if keys := list(iter_masked_keys(needed)):
         raise ConfigError(
@@ -211,7 +218,7 @@ def evaluate_world(
     *,
     overwrite: bool,
 ) -> None:
-    """Sample and score the held-out prompts on every GPU, and report."""
+    """Sample and score clips for the held-out prompts on all GPUs, and write and print the report."""
     if model is not None:
         changes = [f"model.path={to_toml(resolve_export(model))}", *changes]
     config = read_values(WorldConfig, source.values, source.name, changes)
@@ -243,7 +250,7 @@ def evaluate_world(
 
 
 def load(config: Path | None, changes: list[str]) -> EvalConfig:
-    """The configuration. TP_SIZE of the environment wins over the file, and what the command line says over both."""
+    """Load the configuration. The environment variable TP_SIZE overrides the file, and the command line overrides both."""
     tensor_parallel_size = os.environ.get(TP_SIZE)
     if not tensor_parallel_size:
         return load_config(EvalConfig, config, changes, default_recipe=RECIPE)
@@ -259,7 +266,7 @@ def load(config: Path | None, changes: list[str]) -> EvalConfig:
 
 
 def check_complete(who: object, what: object) -> None:
-    """Raise ConfigError with the available options if the command line must specify everything."""
+    """Raise a ConfigError that lists the available options if the model (`who`) or the questions (`what`) are missing."""
     missing = [] if who else ["who answers: --model D or --server URL"]
     missing += [] if what else ["what is asked: --data D, --dataset NAME or --adapter NAME"]
     if missing:
@@ -271,9 +278,12 @@ def has_datasets(config: Path | None) -> bool:
 
 
 def build_question_overrides(datasets: list[str], data: str | None, adapter: str | None, *, named: bool) -> list[str]:
-    """The overrides that say what is asked. `--data` is a folder of benchmarks, a file of rows, or an adapter's.
+    """Build the overrides that select the questions.
 
-    Where the configuration has `named` the benchmarks, a folder is only where they lie; else all that it has are asked.
+    Args:
+        data: folder of benchmarks, file of rows, or path for the adapter.
+        named: whether the configuration lists benchmarks; if so, a folder in `data` only sets their location, otherwise all
+            benchmarks in it are used.
     """
     changes = []
     if adapter is not None or (data is not None and Path(data).is_file()):
@@ -313,20 +323,20 @@ def list_benchmarks(folder: Path) -> list[str]:
 
 
 def build_model_overrides(model: str | None, server: str | None) -> list[str]:
-    """The overrides that say who answers: what the command line names replaces what the file does."""
+    """Build the overrides that select the model or server; they replace the one in the configuration file."""
     if model is not None and server is not None:
         raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
     return [] if model is None and server is None else ["server.url=null", f"model.path={to_toml(model)}"]
 
 
 def build_arguments(config: Path | None, changes: list[str]) -> list[str]:
-    """Return what python runs in a rank."""
+    """Build the arguments with which Python is started in a rank."""
     arguments = [] if config is None else [f"--config={config}"]
     return ["-m", "dsreason", "eval", *arguments, *(f"--set={change}" for change in changes)]
 
 
 def check(config: EvalConfig) -> None:
-    """Raise user-fixable errors before ranks start."""
+    """Check the scorer, questions and model, so that user errors are raised before ranks start."""
     with make_imports_fast():
         from dsreason.evaluation.ask.answerers import check_model
         from dsreason.evaluation.questions.grading import Grader, check_scorer

@@ -1,4 +1,4 @@
-"""`dsreason export`: from a checkpoint to a Hugging Face folder."""
+"""`dsreason export`: conversion of a checkpoint to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def export(
         Path | None, typer.Option(help="Results of evaluations of the model: their scores go into its model card.")
     ] = None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load, or diffusers where it is a world model's."""
-    check_writable(Path(os.path.realpath(output)).parent, "--output")  # of a link, where it leads
-    launch.prepare_environment()  # before what follows imports torch and DeepSpeed
+    """Export a checkpoint to a Hugging Face folder for transformers and vLLM, or for diffusers if it is of a world model."""
+    check_writable(Path(os.path.realpath(output)).parent, "--output")  # for a link, check its target
+    launch.prepare_environment()  # before the imports below load torch and DeepSpeed
     with make_imports_fast():
         from dsreason.checkpoints.export import export_checkpoint
     from dsreason.checkpoints.checkpoint_folder import find_checkpoint
@@ -57,7 +57,7 @@ def export(
 
 
 def is_of_world_model(checkpoint: Path) -> bool:
-    """Return whether the model that training began with lies in a folder in diffusers' format."""
+    """Return whether the checkpoint's base model is a folder in diffusers' format."""
     from dsreason.checkpoints.checkpoint_folder import read_checkpoint
 
     return (Path(read_checkpoint(checkpoint).state.model_path) / "model_index.json").is_file()

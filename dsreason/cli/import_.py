@@ -1,4 +1,4 @@
-"""`dsreason import`: a configuration of cosmos-rl becomes one of ours, and every key is accounted for."""
+"""`dsreason import`: conversion of a cosmos-rl configuration, with a report on every key."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def import_(
         ),
     ] = None,
 ) -> None:
-    """Turn a configuration of cosmos-rl into one of dsreason, and say of every key what became of it."""
-    from dsreason.tools.cosmos_rl.write import describe_gpus, write_command, write_toml  # tomlkit takes a while
+    """Convert a cosmos-rl configuration to a dsreason configuration, and report what happened to every key."""
+    from dsreason.tools.cosmos_rl.write import describe_gpus, write_command, write_toml  # slow: imports tomlkit
 
     document = read_config(file)
     if is_evaluation(document):

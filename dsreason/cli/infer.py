@@ -72,7 +72,7 @@ def infer(
         Literal["auto", "bf16", "fp32"], typer.Option(help="Of the weights; auto: what the model's config.json says.")
     ] = "auto",
 ) -> None:
-    """Ask a model about images and videos. The answer is streamed to stdout, remarks go to stderr."""
+    """Ask a model about images and videos. The answer is streamed to stdout; other messages go to stderr."""
     if launch.is_rank():
         raise ConfigError("infer: is one process; call it plainly")
     vision = build_frame_settings(fps, nframes, max_pixels, total_pixels)
@@ -87,7 +87,7 @@ def infer(
     launch.prepare_environment()
     check_gpus()
     stdout = sys.stdout
-    with redirect_stdout(sys.stderr):  # libraries log to stdout, from their import on
+    with redirect_stdout(sys.stderr):  # some libraries log to stdout, even when they are imported
         with make_imports_fast():
             from dsreason.evaluation.infer import InferSettings, read_prompts
             from dsreason.evaluation.infer import infer as run
@@ -124,7 +124,7 @@ def infer(
 
 
 def choose_prompt(video: bool) -> str:
-    """The question that adapters ask about a video, or the same about an image."""
+    """Return the default question that adapters ask about a video, or its equivalent for an image."""
     question = str(SourceConfig.model_fields["question"].default)
     return question if video else question.replace("video", "image")
 
@@ -132,7 +132,7 @@ def choose_prompt(video: bool) -> str:
 def build_frame_settings(
     fps: float | None, nframes: int | None, max_pixels: int | None, total_pixels: int
 ) -> dict[str, float]:
-    """The keys of a media part; `fps` is 4 where nothing says how many frames."""
+    """Build the sampling keys of a media item; `fps` defaults to 4 if `nframes` is not set, either."""
     if fps is not None and nframes is not None:
         raise ConfigError(f"--fps ({fps:g}) and --nframes ({nframes}) exclude each other; give one")
     if fps is not None and not 0 < fps <= 1000:
@@ -148,7 +148,7 @@ def write_json(answering: StreamedAnswer, stdout: TextIO) -> None:
 
 
 def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> None:
-    """The text as it comes; thoughts are dim on a terminal."""
+    """Print the answer as it is generated; thoughts are dimmed on a terminal."""
     if heading:
         write(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)
     for text, thought in split_thoughts(answering):
@@ -162,7 +162,10 @@ def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> N
 
 
 def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is thoughts); the tags, which may come in several pieces, belong to the thoughts."""
+    """Yield pairs (text, whether it is part of the thoughts).
+
+    Tags count as part of the thoughts, and may be split across pieces.
+    """
     buffer, thinking = "", False
     for piece in pieces:
         buffer += piece
@@ -171,7 +174,9 @@ def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
             yield buffer[:end], thinking
             buffer, thinking = buffer[end:], not thinking
         tag = THOUGHT if thinking else THINK
-        begun = next(n for n in range(len(tag) - 1, -1, -1) if buffer.endswith(tag[:n]))  # of a tag that may follow
+        begun = next(
+            n for n in range(len(tag) - 1, -1, -1) if buffer.endswith(tag[:n])
+        )  # length of a possibly incomplete tag
         yield buffer[: len(buffer) - begun], thinking
         buffer = buffer[len(buffer) - begun :]
     yield buffer, thinking

@@ -1,4 +1,4 @@
-"""Shared parts of the training commands: options, the checks before ranks start, and starting them."""
+"""Shared parts of the training commands: their options, the checks before ranks start, and the start of the ranks."""
 
 from __future__ import annotations
 
@@ -60,29 +60,29 @@ C = TypeVar("C", bound=JobConfig)
 class Trainer(Generic[C]):
     """A training command.
 
-    Its package has `preflight.py` with `check(config)` and, where it trains a vision-language
-    model, `row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. They need torch, and are
-    imported when they are called.
+    Its package has `preflight.py` with `check(config)` and, if it trains a vision-language model,
+    `row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. Both modules need torch and are
+    imported only when they are used.
     """
 
     name: str
     schema: type[C]
     recipe: str
-    """Shipped; it runs without --config."""
+    """Name of the shipped recipe that is used without --config."""
     help: str
     package: str = ""
-    """If it is not the one of its name in `dsreason.train`."""
+    """Name of the trainer's package; empty: `dsreason.train.<name>`."""
 
     def check(self, config: C) -> None:
-        """Look at data and model before any rank starts."""
+        """Check data and model before any rank starts."""
         self._import_module("preflight").check(config)
 
     def row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
-        """Return what a row of training goes through; raises DataError for one that cannot be used."""
+        """Return the function that encodes a training row; it raises DataError for an unusable row."""
         return cast("Callable[[Sample], object]", self._import_module("preflight").row_encoder(config, encoder))
 
     def run(self, config: C, output_dir: Path | None, resume: str | None) -> None:
-        """The work of one rank. Without an output folder the ranks agree on one."""
+        """Run the training loop of one rank; if `output_dir` is None, the ranks agree on a folder."""
         self._import_module("loop").run(config, output_dir, resume)
 
     def _import_module(self, name: str) -> ModuleType:
@@ -91,11 +91,11 @@ class Trainer(Generic[C]):
 
     @property
     def own_sections(self) -> set[str]:
-        """Sections of the configuration that no other command needs to have."""
+        """The names of the sections that this command has in addition to those of `RunConfig`."""
         return self.schema.model_fields.keys() - RunConfig.model_fields.keys()
 
     def command(self) -> Callable[..., None]:
-        """Return what typer makes `dsreason NAME` of."""
+        """Return the function that Typer registers as `dsreason NAME`."""
 
         def command(
             config: ConfigOption = None,
@@ -114,14 +114,17 @@ class Trainer(Generic[C]):
 
 
 def find_trainers() -> dict[str, Trainer[Any]]:
-    """Find the trainers by name: each folder of `dsreason.train`, and `world`, has a file of its name here with its `TRAINER`."""
+    """Find all trainers, by name.
+
+    For each folder of `dsreason.train`, and for `world`, `dsreason.cli` has a module of the same name with its `TRAINER`.
+    """
     names = [module.name for module in iter_modules(train.__path__) if module.ispkg and module.name != "common"]
     return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in [*names, "world"]}
 
 
 @dataclass(frozen=True)
 class TrainingCommand(Generic[C]):
-    """One call of a training command."""
+    """An invocation of a training command, with its options."""
 
     trainer: Trainer[C]
     config: Path | None = None
@@ -138,7 +141,10 @@ class TrainingCommand(Generic[C]):
         return str(self.config or f"{self.trainer.recipe} (shipped)")
 
     def arguments(self, output_dir: Path, resume: str | None) -> list[str]:
-        """Return what python runs in a rank; relative paths stay relative, ranks start in the same folder."""
+        """Build the arguments with which Python is started in a rank.
+
+        Relative paths are kept, because ranks start in the same working folder.
+        """
         options: list[tuple[str, object]] = [("--config", self.config), ("--ds-config", self.ds_config)]
         options += [("--set", text) for text in self.overrides]
         options += [("--output-dir", output_dir), ("--resume", resume)]
@@ -148,9 +154,9 @@ class TrainingCommand(Generic[C]):
 
 
 def load_job(job: TrainingCommand[C]) -> C:
-    """The run configuration with the command line's own options in it; says which recipe runs without --config.
+    """Load the run configuration, including the command-line options; without --config, report which recipe is used.
 
-    A configuration of cosmos-rl is one as well, and what became of its keys is shown.
+    A cosmos-rl configuration is converted, and a report on its keys is printed.
     """
     speaks = launch.is_first_rank() and not launch.is_started_by_us()
     if job.config is None and speaks:
@@ -168,7 +174,7 @@ def load_job(job: TrainingCommand[C]) -> C:
 
 
 def check_job(trainer: Trainer[C], config: C, resume: str | None) -> None:
-    """Look at data, model and what to resume before any rank starts."""
+    """Check the data, the model, the checkpoint to resume from and the upload targets before any rank starts."""
     with make_imports_fast():
         from dsreason.train.common.preflight import check_resume, check_upload
 
@@ -177,11 +183,15 @@ def check_job(trainer: Trainer[C], config: C, resume: str | None) -> None:
 
 
 def run_job(job: TrainingCommand[C], *, ranks_on_cpu: int = 1) -> Path | None:
-    """Do a rank's work, or check everything and start the ranks; returns the output folder where it is known."""
+    """Run as a rank if this process is one; otherwise, check everything and start the ranks.
+
+    Returns:
+        The output folder; None if it is not known.
+    """
     config = load_job(job)
     if launch.is_rank():
         return _run_rank(job, config)
-    # Check these first: counting the GPUs imports torch, which takes seconds.
+    # These checks come first, because counting the GPUs imports torch, which takes seconds.
     read_deepspeed(config.deepspeed)
     output_dir = _resolve_output_dir(job, config) or build_default_output_dir(job.trainer.name)
     config = config.model_copy(update={"output_dir": str(output_dir)})
@@ -221,11 +231,11 @@ def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
             _print_config(config, _resolve_deepspeed(job, config, int(world_size)))
         return output_dir
     with make_imports_fast():
-        from dsreason.job import hosts, lifeline  # they need torch
+        from dsreason.job import hosts, lifeline  # they import torch
 
     with lifeline.join_with_lifeline():
         hosts.check_alike(config, {"command": job.trainer.name, "--resume": resume})
-        if launch.is_started_by_torchrun():  # it may start the ranks again
+        if launch.is_started_by_torchrun():  # torchrun may restart the ranks
             output_dir = output_dir or Path(
                 launch.share_value("output_dir", str(build_default_output_dir(job.trainer.name)))
             )
@@ -236,7 +246,7 @@ def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
 
 
 def _list_checkpoints(output_dir: Path) -> dict[str, str]:
-    """The complete checkpoints of a run, and what tells each from a later one of its name."""
+    """List the complete checkpoints of a run, each with a value that identifies this version of it."""
     from dsreason.checkpoints.checkpoint_folder import MARKER, find_complete_checkpoints
 
     markers = {path.name: (path / MARKER).stat() for path in find_complete_checkpoints(output_dir / "checkpoints")}
@@ -244,8 +254,11 @@ def _list_checkpoints(output_dir: Path) -> dict[str, str]:
 
 
 def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
-    """Return what an attempt continues: after a crash the newest checkpoint of this job; before its first checkpoint, what was
-    requested. Checkpoints of an earlier job (`before`) are not what `--resume PATH` wants; no clock can tell them apart."""
+    """Return the value of `--resume` for an attempt: "auto" if this job has written a checkpoint, else the requested value.
+
+    Checkpoints of an earlier job, listed in `before`, must not replace a requested path. They are compared by identity,
+    because the clocks of hosts may differ.
+    """
     if attempt == 0 or (resume is not None and not _list_checkpoints(output_dir).items() - before.items()):
         return resume
     return "auto"

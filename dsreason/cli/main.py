@@ -1,4 +1,4 @@
-"""The `dsreason` command: its subcommands, and the one place where a `DsReasonError` becomes a line and an exit code."""
+"""The `dsreason` command: its subcommands, and the conversion of a `DsReasonError` to a message and an exit code."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def handle_global_options(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    # The deepspeed launcher puts --local_rank=N before the subcommand; LOCAL_RANK says the same.
+    # The deepspeed launcher inserts --local_rank=N before the subcommand; LOCAL_RANK is used instead.
     pass
 
 
 def main() -> None:
     wrap_terminal()
-    # Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks.
+    # Mask secrets in log lines and threads' tracebacks before `setup_logs` is called, and in commands without ranks.
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(HidingFormatter())
     logging.setLogRecordFactory(VisibleRecord)
     threading.excepthook = lambda raised: write(format_crash(raised.exc_value or raised.exc_type()), file=sys.stderr)
-    atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
+    atexit.register(gc.freeze)  # a garbage collection at exit is useless and takes a second
     try:
         launch.check_rank_variables()
         if launch.is_rank():
@@ -80,7 +80,7 @@ def main() -> None:
     except signals.Interrupted as stop:
         print_message(f"stopped by {stop}", err=True)
         sys.exit(Stopped.exit_code)
-    except Exception as error:  # noqa: BLE001 (a hook would not do: typer puts its own in place of it)
+    except Exception as error:  # noqa: BLE001 (an excepthook would be replaced by Typer's own)
         if signals.STOPPED_BY:
             print_message(f"stopped by {signals.STOPPED_BY[0]}", err=True)
             sys.exit(Stopped.exit_code)

@@ -1,4 +1,4 @@
-"""`dsreason plan`: whether a run fits the GPUs, reckoned without any of them."""
+"""`dsreason plan`: an estimate of whether a run fits on the GPUs, made without GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dsreason.tools.planning.request import Machine
 
 LOG_WIDTH = 120
-"""Width of tables in a pipe or a file, which have no terminal to query."""
+"""Width of tables, in characters, if the output is not a terminal."""
 GPU_MEMORY, MOST_GPU_MEMORY = 80.0, 1e6
 
 
@@ -67,10 +67,10 @@ def plan(
         bool, typer.Option("--json", help="Print JSON, in bytes and seconds, instead of tables.")
     ] = False,
 ) -> None:
-    """Estimate the memory of an sft, grpo or dpo run by phase, whether it fits, and how long it takes.
+    """Estimate the memory of an sft, grpo or dpo run by phase, whether it fits, and how long the run takes.
 
-    Needs neither GPUs nor weights: the model's config.json is enough. The exit code is 0 if it fits, and 1 where it does
-    not; then it says what to change.
+    Neither GPUs nor weights are needed; the model's config.json is enough. The exit code is 0 if the run fits. If it does
+    not, the exit code is 1 and changes are suggested.
     """
     trainer = choose_trainer(config, overrides, command)
     if not issubclass(trainer.schema, RunConfig):
@@ -106,7 +106,11 @@ def plan(
 
 
 def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int) -> Machine:
-    """Return what the options leave open is that of this machine. ConfigError if it has no GPU, and none are given."""
+    """Return the machine to plan for; unset options default to the values of this machine.
+
+    Raises:
+        ConfigError: `gpus` is None and this machine has no GPU, or `gpu_memory` is out of range.
+    """
     with make_imports_fast():
         import torch
 
@@ -124,7 +128,7 @@ def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int)
 
 
 def find_rates(card: str | None, machine: Machine) -> Rates:
-    """Rates of the card named, else of the local one, else of one with that memory."""
+    """Return the rates of the named card, or else of the local card, or else of a card with the same memory."""
     import torch
 
     from dsreason.tools.planning.duration.rates import CARDS, find_card

@@ -1,4 +1,4 @@
-"""`dsreason push`: checkpoints and exports to S3 or the Hugging Face Hub."""
+"""`dsreason push`: uploads of checkpoints and exports to S3 or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.screen import print_message
 
 
 class FolderKind(StrEnum):
-    """Typer takes no list of literals."""
+    """The kinds of folders, as an enumeration because Typer does not support lists of literals."""
 
     export = "export"
     checkpoint = "checkpoint"
@@ -41,7 +41,7 @@ def push(
         typer.Option(help="Of a run: what to upload; may be repeated. Default: export and checkpoint."),
     ] = None,
 ) -> None:
-    """Upload a checkpoint, an export or a whole run. Files that exist with the same content are not sent again."""
+    """Upload a checkpoint, an export or an entire run. Files that already exist with the same content are not sent again."""
     from dsreason.storage.package import is_run, open_package_or_logs
     from dsreason.storage.storage import get_folder_target, read_target, upload
 
@@ -56,7 +56,7 @@ def push(
             place = get_folder_target(target, package.name) if is_whole_run else target
             print_message(f"{inside} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
             if isinstance(place, HubAddress):
-                sent = upload(package, place)  # the Hub's library draws its own bars
+                sent = upload(package, place)  # huggingface_hub displays its own progress bars
             else:
                 with track("sent", package.num_bytes, "bytes") as advance:
                     sent = upload(package, place, advance)
@@ -69,7 +69,11 @@ def push(
 
 
 def list_folders(run: Path, include: Sequence[FolderKind]) -> list[Path]:
-    """Return what a run has of these kinds, complete, logs last; what is not complete is named."""
+    """Return a run's complete folders of the given kinds, logs last; report incomplete folders.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     from dsreason.storage.package import LOGS, get_folder_kind, is_logs, list_finished, list_unfinished
 
     folders = [inside for inside in list_finished(run) if get_folder_kind(inside) in include]

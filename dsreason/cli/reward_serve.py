@@ -1,4 +1,4 @@
-"""`dsreason reward-serve`: rewards of clips for trainers on other machines, as cosmos-rl's reward service has them."""
+"""`dsreason reward-serve`: a server that scores clips for trainers on other machines, as cosmos-rl's reward service does."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def reward_serve(
     max_body: Annotated[float, typer.Option(min=0.001, help="Largest request, in GiB.")] = 4.0,
     max_queue: Annotated[float, typer.Option(min=0.001, help="All requests in the queue together, in GiB.")] = 16.0,
 ) -> None:
-    """Serve reward functions to trainers on other machines, until SIGTERM or Ctrl-C.
+    """Serve reward functions to trainers on other machines until SIGTERM or Ctrl-C.
 
-    Each public function of the file is a reward of its name. The protocol is that of cosmos-rl's reward service.
+    Each public function of the file is a reward of the same name. The protocol is that of cosmos-rl's reward service.
     """
     token = read_token(token_env)
     launch.prepare_environment()
-    restore_script_folders()  # for what the functions start
+    restore_script_folders()  # for processes that the functions start
     show_logs()
     try:
         with make_imports_fast():
@@ -86,7 +86,7 @@ def reward_serve(
 
 
 def find_device(name: str) -> torch.device:
-    """ConfigError if this machine has no such device, or it holds no numbers."""
+    """Return the device; raise ConfigError if this machine does not have it, or no tensor can be allocated on it."""
     import torch
 
     try:
@@ -101,7 +101,7 @@ def find_device(name: str) -> torch.device:
 
 
 def show_logs() -> None:
-    """Show log lines on stderr, without secrets."""
+    """Print log lines to stderr, with secrets masked."""
     handler = logging.StreamHandler()
     handler.setFormatter(HidingFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -117,7 +117,7 @@ def read_token(variable: str | None) -> str | None:
 
 
 def watch_stop_signals() -> threading.Event:
-    """Set by any signal that asks to end."""
+    """Return an event that is set by any signal that asks the process to stop."""
     stop = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -129,7 +129,7 @@ def watch_stop_signals() -> threading.Event:
 
 
 def serve(server: RewardHTTPServer, stop: threading.Event) -> None:
-    """Serve until asked to stop. What is being scored then is not waited for."""
+    """Run the server until `stop` is set, without waiting for scores that are still being computed."""
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""`dsreason score`: from result files to accuracies and reports."""
+"""`dsreason score`: accuracies and reports from result files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from dsreason.world.evaluation.report import ClipReport as WorldReport
 
 WORLD_FILE = "world.json"
-"""File name in the results of a world model."""
+"""Name of the file that marks the results of a world model."""
 LOG_WIDTH = 120
-"""Width of tables in a pipe or a file, which have no terminal to query."""
+"""Width of tables, in characters, if the output is not a terminal."""
 
 
 def score(
@@ -32,9 +32,9 @@ def score(
         typer.Option(min=0, help="Questions with pictures in report.html, wrong ones first; default: 30 MB of them."),
     ] = None,
 ) -> None:
-    """Print accuracies with their intervals; write summary.json, report.md and report.html beside the results.
+    """Print accuracies with their intervals, and write summary.json, report.md and report.html next to the results.
 
-    Of a world model: rewards with their intervals, summary.json and world.html.
+    For a world model, print rewards with their intervals, and write summary.json and world.html.
     """
     if (results_dir / WORLD_FILE).is_file():
         if dataset or compat or no_html or frames is not None:
@@ -65,7 +65,7 @@ def score(
 
 
 def print_world_report(report: WorldReport) -> None:
-    """The rewards on stdout, and where the page is."""
+    """Print the rewards and the path of the HTML page to stdout."""
     from dsreason.world.evaluation.report import make_console_tables
 
     console = open_console()
@@ -77,7 +77,7 @@ def print_world_report(report: WorldReport) -> None:
 
 
 def print_reports(reports: list[WrittenReport]) -> None:
-    """The accuracies on stdout, a table for one run and a row each for several, and where the reports are."""
+    """Print the accuracies (a table for one run, or one row per run) and the paths of the reports to stdout."""
     from dsreason.evaluation.report import tables
 
     console = open_console()

@@ -1,1 +1,1 @@
-"""The run configuration: schemas, loading, and the DeepSpeed JSON that belongs to it."""
+"""The run configuration: its schemas, its loading, and the DeepSpeed JSON that it is merged with."""

@@ -1,7 +1,7 @@
-"""Merging of a DeepSpeed JSON and the run configuration into the dict that DeepSpeed gets.
+"""Functions that merge a DeepSpeed JSON and the run configuration into the dict that is passed to DeepSpeed.
 
-The JSON owns sharding and offload. Batch sizes, learning rate, clipping and precision belong to the run configuration:
-in the JSON they are `"auto"` or absent, and a concrete value that differs is an error.
+The JSON determines sharding and offload. The run configuration determines batch sizes, learning rate, clipping and
+precision; in the JSON, these keys are `"auto"` or absent, and a concrete value that differs is an error.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 @dataclass(frozen=True)
 class Owned:
-    """A DeepSpeed key that the run configuration, or the trainer itself, decides."""
+    """A DeepSpeed key whose value is determined by the run configuration or by the trainer itself."""
 
     path: tuple[str, ...]
     values: tuple[Any, ...]
-    """Values that the JSON may have; empty: no concrete value is allowed."""
+    """Values that the JSON may contain; if empty, no concrete value is allowed."""
     fact: str
-    """The setting that decides, for messages: `train.global_batch_size is 32`."""
+    """Setting that determines the value, for messages: `train.global_batch_size is 32`."""
     by_config: bool = True
-    """False if the trainer decides, the same way in every run."""
+    """Whether the run configuration determines the value; if False, the trainer does, identically in every run."""
 
 
 def resolve_deepspeed(
     name: str, config: JobConfig, *, device: Device, world_size: int, config_name: str = "the run configuration"
 ) -> dict[str, Any]:
-    """Return the finished DeepSpeed configuration for a run on `world_size` ranks.
+    """Return the complete DeepSpeed configuration for a run on `world_size` ranks.
 
     Args:
-        name: path of a JSON, or the bare name of one in the current folder or of a shipped one (`zero3.json`).
+        name: path of a JSON file, or the bare name of one in the current folder or of a shipped one (`zero3.json`).
         config_name: name of the run configuration in error messages.
 
     Raises:
-        ConfigError: every contradiction and every unknown or removed key at once. DeepSpeed itself checks the keys of
-            `zero_optimization`, see `check_deepspeed`.
+        ConfigError: lists all contradictions and all unknown or removed keys at once. DeepSpeed itself checks the keys of
+            `zero_optimization`; see `check_deepspeed`.
     """
     document = read_deepspeed(name)
     problems = list(_find_key_problems(document)) or list(_find_zero_problems(document, world_size))
@@ -72,34 +72,34 @@ def read_deepspeed(name: str) -> dict[str, Any]:
 
 
 def read_zero_section(name: str) -> dict[str, Any]:
-    """Return `zero_optimization` of a DeepSpeed JSON without its `"auto"` entries."""
+    """Return the `zero_optimization` section of a DeepSpeed JSON without its `"auto"` entries."""
     section: dict[str, Any] = _remove_auto(read_deepspeed(name).get("zero_optimization", {}))
     return section
 
 
 def build_trial_settings(name: str, config: JobConfig) -> dict[str, Any]:
-    """Return the settings without the batch sizes that DeepSpeed derives, so that it can parse them on any number of ranks."""
+    """Return the settings without derived batch sizes, so that DeepSpeed can parse them on any number of ranks."""
     settings = _fill_document(read_deepspeed(name), config, "cpu", 1)
     derived = ("train_batch_size", "gradient_accumulation_steps")
     return {key: value for key, value in settings.items() if key not in derived}
 
 
 def get_micro_batch_size(config: JobConfig) -> int:
-    """Return the samples per forward for DeepSpeed's configuration; 1 under a token budget, which gives it no meaning."""
+    """Return the micro-batch size for DeepSpeed's configuration; a dummy value of 1 if a token budget is used instead."""
     return config.train.micro_batch_size or 1
 
 
 def compute_accumulation_steps(config: JobConfig, world_size: int) -> int:
-    """Return the largest number of micro-batches per rank and step.
+    """Return the maximum number of micro-batches per rank and step.
 
-    The trainer marks boundaries itself, so DeepSpeed only reports it.
+    DeepSpeed only reports this number, because the trainer marks the step boundaries itself.
     """
     samples = config.samples_per_step * config.ranks_per_row  # `ranks_per_row` ranks compute each sample
     return max(1, math.ceil(samples / (get_micro_batch_size(config) * world_size)))
 
 
 def list_owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
-    """Return every DeepSpeed key that the JSON does not decide, with the values that it may have."""
+    """Return every DeepSpeed key that the JSON does not determine, with its allowed values."""
     return [
         *_iter_batch_keys(config, world_size),
         *_iter_precision_keys(config),
@@ -214,7 +214,7 @@ def _find_key_problems(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _find_value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
-    """Yield problems that DeepSpeed would report without naming the key, or would not report."""
+    """Yield problems that DeepSpeed would report without naming the key, or not at all."""
     if kind == "object":
         if not isinstance(value, dict):
             yield f"{key}: {format_json(value)} is not an object; write {{…}} with its keys"
@@ -238,7 +238,7 @@ def _find_value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
 
 
 def format_json(value: Any) -> str:
-    """Return the value as JSON, cut at 100 characters."""
+    """Return the value as JSON, truncated to 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
@@ -254,7 +254,7 @@ UNUSED = {
     "tensorboard": MONITORING,
     "wandb": MONITORING,
 }
-"""Blocks that would load or write files elsewhere or start something → why they are not used."""
+"""Blocks that would load or write files elsewhere or start processes → the reason why they are not used."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 PARAMS = {
     "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
@@ -290,15 +290,15 @@ def _find_zero_problems(document: dict[str, Any], world_size: int) -> Iterator[s
 
 def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _remove_auto(document)
-    # The trainer builds its own optimizer and scheduler; bfloat16 is an old name of bf16, and even null enables
-    # datastates_ckpt. With sequences shared among ranks DeepSpeed would expect a smaller product below.
+    # The trainer builds its own optimizer and scheduler; bfloat16 is an old name of bf16; even null would enable
+    # datastates_ckpt; with sequence_parallel_size, DeepSpeed would expect a smaller train_batch_size below.
     for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16", "sequence_parallel_size"):
         result.pop(key, None)
     micro, steps = get_micro_batch_size(config), compute_accumulation_steps(config, world_size)
     result |= {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
-        # DeepSpeed requires the product; a global batch that does not divide evenly is a little smaller.
+        # DeepSpeed requires exactly this product; if the global batch is not a multiple, it is slightly smaller.
         "train_batch_size": micro * steps * world_size,
         "gradient_clipping": config.optim.max_grad_norm,
         "communication_data_type": "fp32",
@@ -316,9 +316,9 @@ def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, 
 def _get_stage3_defaults(config: JobConfig) -> dict[str, Any]:
     """Return defaults for keys that a DeepSpeed JSON leaves unset; stages 1 and 2 ignore them.
 
-    By default DeepSpeed keeps a parameter that is used again within 1e9 values, and walks its trace for each module to find
-    out. It also wraps each linear layer in a Python autograd function, so that the graph does not hold gathered weights from
-    the forward to the backward pass; with checkpointing the graph holds only those of one block.
+    By default, DeepSpeed keeps a gathered parameter that is reused within 1e9 parameter elements, and walks its trace for
+    every module to find out. It also wraps each linear layer in a Python autograd function, so that the graph does not hold
+    gathered weights between the forward and the backward pass; with checkpointing, the graph holds those of one block only.
     """
     return {
         "stage3_max_reuse_distance": 0,
@@ -327,18 +327,18 @@ def _get_stage3_defaults(config: JobConfig) -> dict[str, Any]:
 
 
 def _remove_auto(value: Any) -> Any:
-    """Return a copy without `"auto"` entries: they are filled in here, or DeepSpeed's default applies."""
+    """Return a copy without `"auto"` entries, which are either filled in later or left to DeepSpeed's defaults."""
     if isinstance(value, dict):
         return {key: _remove_auto(item) for key, item in value.items() if item != "auto"}
     if isinstance(value, list):
         return [_remove_auto(item) for item in value]
     return (
         int(value) if isinstance(value, float) and value.is_integer() and value >= 1000 else value
-    )  # bucket sizes may be written as 5e7, and DeepSpeed needs integers
+    )  # bucket sizes may be written as 5e7, but DeepSpeed requires integers
 
 
 def _fit_device(zero: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Return `zero` with pinned memory and overlapping streams only on a GPU."""
+    """Return a copy of `zero` that pins memory by default on a GPU; on a CPU, disable pinning and overlapped communication."""
     zero = dict(zero)
     for block in ("offload_optimizer", "offload_param"):
         if block in zero:

@@ -1,4 +1,4 @@
-"""The top-level keys that DeepSpeed 0.19 reads, those it has removed, and what to do instead."""
+"""The top-level keys that DeepSpeed 0.19 reads, and the keys that it has removed, with their replacements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TOP_LEVEL: dict[str, Kind] = {
     "zero_force_ds_cpu_optimizer": "any",
     "zero_optimization": "object",
 }
-"""Kind of value that each key needs; `any` is checked elsewhere, or by DeepSpeed."""
+"""Kind of value that each key takes; `any` is validated elsewhere or by DeepSpeed."""
 FLOPS_PROFILER: dict[str, Kind] = {
     "detailed": "flag",
     "enabled": "flag",

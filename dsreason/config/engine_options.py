@@ -13,7 +13,7 @@ FIXED = {
     "logprobs_mode",
     "pipeline_parallel_size",
 }
-"""Arguments of which the engine supports only one value."""
+"""Arguments for which the engine supports only one value."""
 MODEL = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -40,7 +40,7 @@ EVALUATION = MODEL | {
 
 
 def check_owned(options: dict[str, Any], owned: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options unchanged. Raise ValueError for options that another key sets or that are fixed."""
+    """Return the options unchanged; raise ValueError for options that are fixed or set by another key."""
     problems = [f"{name} ({options[name]!r}): set {owned[name]} instead" for name in owned if name in options]
     problems += [
         f"{name} ({options[name]!r}): only one value works here; remove it" for name in sorted(FIXED & options.keys())

@@ -1,4 +1,4 @@
-"""The keys of a configuration schema, and suggestions for misspelt ones."""
+"""Functions that look up the keys of a configuration schema and suggest corrections for misspelt keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from dsreason.problems import find_nearest
 
 KeyPath = tuple[str | int, ...]
-"""Path of a key: `("data", "sources", 0, "path")` is written `data.sources.0.path`."""
+"""Path of a key: `("data", "sources", 0, "path")` stands for `data.sources.0.path`."""
 
 
 def join_path(path: KeyPath) -> str:
@@ -19,7 +19,7 @@ def join_path(path: KeyPath) -> str:
 
 
 def find_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a field holds, also inside a list or a union with plain values; None for a plain value."""
+    """Return the section type of a field, which may be nested in a list or a union; None if the field has plain values only."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):
@@ -29,24 +29,24 @@ def find_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def list_aliases(field: FieldInfo) -> list[str]:
-    """Return all names of a field that has several, its own included; empty for a field with one name."""
+    """Return all names of a field that has aliases, including its own name; empty for a field without aliases."""
     alias = field.validation_alias
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else []
 
 
 def find_field(schema: type[BaseModel], key: str) -> FieldInfo | None:
-    """Return the field of a section that has `key` as its name or alias."""
+    """Return the field of a section whose name or alias is `key`; None if there is none."""
     return next((field for name, field in schema.model_fields.items() if key in (name, *list_aliases(field))), None)
 
 
 def find_synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
-    """Return the other names of the key at `path`, in the same section."""
+    """Return the other names that the key at `path` has in its section."""
     field = find_field_at(schema, path)
     return set(list_aliases(field)) - {str(path[-1])} if field else set()
 
 
 def find_field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """Return the field at `path`; list indexes are skipped."""
+    """Return the field at `path`, ignoring list indexes; None if there is none."""
     section: type[BaseModel] | None = schema
     field = None
     for name in (part for part in path if isinstance(part, str)):
@@ -58,7 +58,7 @@ def find_field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
 
 
 def split_unknown(schema: type[BaseModel], document: dict[str, Any]) -> tuple[dict[str, Any], list[KeyPath]]:
-    """Return the document without the keys that the schema does not have, and the paths of those keys."""
+    """Return the document without keys that are unknown to the schema, and the paths of the unknown keys."""
     known_values: dict[str, Any] = {}
     unknown: list[KeyPath] = []
     for key, value in document.items():
@@ -81,7 +81,7 @@ def _split_value(section: type[BaseModel] | None, value: Any) -> tuple[Any, list
 
 
 def iter_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Iterate over every key of every section; list entries have no index."""
+    """Yield the path of every key of every section; paths into lists contain no index."""
     for name, field in schema.model_fields.items():
         yield (*prefix, name)
         if section := find_section(field.annotation):
@@ -89,17 +89,17 @@ def iter_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath
 
 
 def describe_unknown_key(schema: type[BaseModel], path: KeyPath) -> str:
-    """Return what to do about an unknown key: the closest known one, in its section, else in the whole schema."""
+    """Return advice on an unknown key: the closest known key in its section, or else in the entire schema."""
     word = str(path[-1])
     above = find_field_at(schema, path[:-1])
     section = (find_section(above.annotation) if above else None) or schema
-    everywhere = sorted(iter_keys(schema), key=len)  # sorting is stable: one depth keeps the order of the schema
-    # A key that exists elsewhere was put in the wrong section; one that exists nowhere is misspelt.
+    everywhere = sorted(iter_keys(schema), key=len)  # the sort is stable: keys of equal depth stay in schema order
+    # A key that exists in another section is misplaced; a key that exists nowhere is misspelt.
     if homes := [join_path(key) for key in everywhere if key[-1] == word]:
         return f"did you mean {' or '.join(homes[:3])}?"
     initials = "".join(part[0] for part in word.split("_") if part)
     if homes := [join_path(key) for key in everywhere if key[-1] == initials and len(initials) > 1]:
-        return f"did you mean {homes[0]}?"  # learning_rate → lr
+        return f"did you mean {homes[0]}?"  # for example, learning_rate → lr
     if near := find_nearest(word, section.model_fields, cutoff=0.7):
         return f"did you mean {join_path((*path[:-1], near))}?"
     if near := find_nearest(word, (str(key[-1]) for key in everywhere)):

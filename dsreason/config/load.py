@@ -1,4 +1,4 @@
-"""Loading of the run configuration from a TOML, YAML or JSON file and `--set a.b=v`, checked as a whole."""
+"""Functions that load the run configuration from a TOML, YAML or JSON file and `--set a.b=v`, and validate the result."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ S = TypeVar("S", bound=BaseModel)
 
 RECIPES = "launch/recipes"
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
-"""Limits of a configuration file. A few lines of YAML aliases can expand to any number of values."""
+"""Limits for a configuration file, needed because a few lines of YAML aliases can expand to any number of values."""
 MAX_NUMBER = 10**300
-"""Largest number; TOML, YAML and JSON have numbers that no float can hold."""
+"""Maximum absolute value of an integer; TOML, YAML and JSON allow numbers that no float can represent."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
-"""Errors that the parsers raise besides their own for impossible values, such as the date 2001-99-99 or 5000 digits."""
+"""Errors that the parsers raise for impossible values, such as the date 2001-99-99 or a number of 5000 digits."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class Override:
 
 
 def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (), *, default_recipe: str) -> S:
-    """Load the configuration in `path` (a file, or the bare name of a shipped recipe), with overrides applied.
+    """Load the configuration from `path` (a file, or the bare name of a shipped recipe), and apply the overrides.
 
     Args:
-        overrides: `a.b=v`; `v` is a TOML value, `null`, or else a string, and a number in the key indexes a list.
+        overrides: settings of the form `a.b=v`; `v` is a TOML value, `null`, or else a string. A number in the key is a
+            list index.
         default_recipe: name of the shipped recipe to use if `path` is None.
 
     Raises:
-        ConfigError: lists every problem at once, each with the file or `--set` it comes from.
+        ConfigError: lists all problems at once, each with the file or `--set` that caused it.
     """
     name = f"{default_recipe} (shipped)" if path is None else str(path)
     in_file = read_document(get_shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
@@ -58,10 +59,10 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
 
 
 def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> S:
-    """Build the configuration from these values, with overrides applied; `name` is their origin in error messages.
+    """Build the configuration from `values` and apply the overrides; `name` is the origin of the values in error messages.
 
     Raises:
-        ConfigError: lists every problem at once, as for `load_config`.
+        ConfigError: lists all problems at once, as `load_config` does.
     """
     parsed = [parse_override(text) for text in overrides]
     document = copy_json(values)
@@ -79,21 +80,21 @@ def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: S
 
 
 def dump_config(config: BaseModel) -> dict[str, Any]:
-    """Return the resolved configuration as JSON values that can be loaded again; secrets are masked, also in `reward.options`."""
+    """Return the resolved configuration as JSON values that can be loaded again, with secrets masked (`reward.options`, too)."""
     document: dict[str, Any] = hide_in_json(config.model_dump(mode="json"))
     if document.get("data", {}).get("sources"):
-        # If `sources` is set, loading rejects the same keys in the section itself.
+        # If `sources` is set, the loader rejects the keys of a single source in the section itself.
         document["data"] = {k: v for k, v in document["data"].items() if k not in SourceConfig.model_fields}
     return document
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the mapping in the file that `--config` names, which may be the bare name of a shipped recipe."""
+    """Read the mapping from the file that `--config` names, which may be the bare name of a shipped recipe."""
     return read_document(find_file(str(path), RECIPES), str(path))
 
 
 def read_document(file: Path, name: str) -> dict[str, Any]:
-    """Read the mapping in a TOML, YAML or JSON file, by suffix. `name` stands for the file in error messages."""
+    """Read the mapping from a TOML, YAML or JSON file, depending on its suffix; error messages call the file `name`."""
     text = _read_text(file, name)
     try:
         document = _parse(text, file.suffix, name)
@@ -132,7 +133,7 @@ def _read_text(file: Path, name: str) -> str:
 
 
 def _check_extent(value: Any, name: str) -> None:
-    """Raise ConfigError for more values or levels than a configuration has; every use of a YAML alias counts."""
+    """Raise ConfigError if a limit on values, nesting or numbers is exceeded; every use of a YAML alias counts."""
     waiting, count = [(value, 0)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -177,9 +178,9 @@ def _check_unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str, name: str) -> Any:
-    """Parse YAML as people expect it: `1e-6` is a number (PyYAML reads a string), and a repeated key is an error."""
+    """Parse YAML the way users expect: `1e-6` is a number (for PyYAML, a string), and a repeated key is an error."""
     node = yaml.compose(text, Loader=_YamlLoader)
-    _check_extent(node, name)  # loading it would copy the targets of aliases and merges (`<<`)
+    _check_extent(node, name)  # before yaml.load, which copies the targets of aliases and merges (`<<`)
     _reject_twice(node)
     return yaml.load(text, Loader=_YamlLoader)
 
@@ -215,21 +216,21 @@ def parse_override(text: str) -> Override:
 
 
 def to_toml(value: Any) -> str:
-    """Return a value as `--set` reads it: JSON without surrogate pairs, which TOML does not have."""
+    """Format a value for `--set`, as JSON without surrogate pairs, which are not valid in TOML."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value, or `null` for "unset"; any other text is returned as it is.
+    """Parse a TOML value, or `null` for "unset"; return any other text unchanged.
 
     Raises:
-        ConfigError: the text begins like a list or table, but is not valid TOML.
+        ConfigError: the text starts like a list or table, but is not valid TOML.
     """
     if text == "null":
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError) as error:  # 5000 digits raise ValueError, too
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits raises ValueError, too
         if text.lstrip().startswith(("[", "{")):
             raise ConfigError(
                 f'--set: {text} is not TOML ({describe_parse_error(error)}); in "…" a backslash counts double, '
@@ -240,14 +241,14 @@ def parse_value(text: str) -> Any:
 
 
 def copy_json(value: Any) -> Any:
-    """Return a deep copy with string keys, so that overrides do not change the file's values."""
+    """Return a deep copy with string keys, so that overrides do not modify the original values."""
     if isinstance(value, dict):
         return {str(key): copy_json(item) for key, item in value.items()}
     return [copy_json(item) for item in value] if isinstance(value, list) else value
 
 
 def _apply(document: dict[str, Any], override: Override, replaced: Collection[str]) -> None:
-    """Set the value of an override. `replaced`: keys of the same section with the same meaning, which are removed."""
+    """Set the value of an override, and remove the keys in `replaced`, which are synonyms in the same section."""
     node: Any = document
     for depth, part in enumerate(override.path):
         is_last = depth == len(override.path) - 1
@@ -284,7 +285,7 @@ def _format_problem(name: str, key: KeyPath, text: str, in_file: dict[str, Any],
 
 
 def _find_origin(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
-    """Return the file, the `--set` that set the value, or both if a section is wrong as a whole."""
+    """Return the file or the `--set` that set the value, or both if the value is a section that both contribute to."""
     for override in reversed(overrides):
         if override.path == key[: len(override.path)]:
             return f"--set {override.text}"

@@ -1,4 +1,4 @@
-"""pydantic's validation errors reworded for users: the value, the bound, and what to do."""
+"""Functions that reword pydantic's validation errors for users: the value, the bound, and what to do."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ EXPECTED = {
     "model_type": "a section",
     "model_attributes_type": "a section",
 }
-"""pydantic's error type → what the value should have been."""
+"""pydantic's error type → the expected kind of value."""
 
 
 def translate_errors(
     schema: type[BaseModel], errors: Iterable[ErrorDetails], document: dict[str, Any]
 ) -> list[tuple[KeyPath, str]]:
-    """Return one message per key, without the key in it: `("optim", "lr"), "0 is not greater than 0; raise it"`."""
+    """Return one (key, message) pair per key: `("optim", "lr"), "0 is not greater than 0; raise it"`."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
         by_path.setdefault(find_document_path(document, error["loc"]), []).append(error)
-    # If one form of a union fits down to a key inside it, the errors of the other forms do not help.
+    # If one member of a union matches down to a nested key, the type errors of the other members do not help.
     shallow = {path[:depth] for path in by_path for depth in range(len(path))}
     return [
         (path, _format_errors(schema, path, path_errors))
@@ -47,7 +47,7 @@ def translate_errors(
 
 
 def find_document_path(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
-    """Return `loc` without the parts that are not keys of the document: pydantic's names of union forms."""
+    """Return `loc` without parts that are not keys of the document, namely pydantic's names of union members."""
     path: list[str | int] = []
     for part in loc:
         in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
@@ -63,7 +63,7 @@ def _format_errors(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDet
     types = " or ".join(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
     other_problems = dict.fromkeys(_format_error(error, default) for error in errors if error["type"] not in EXPECTED)
     if other_problems:
-        has_advice = any(error["type"] == "value_error" for error in errors)  # the form that the value has advises
+        has_advice = any(error["type"] == "value_error" for error in errors)  # it already contains advice
         return "; ".join(other_problems) + (f", or set {types}" if types and not has_advice else "")
     plain = isinstance(default, (bool, int, float, str)) and default != ""
     return f"{errors[0]['input']!r} is not {types}; set one" + (f", such as {default!r}" if plain else "")

@@ -1,4 +1,4 @@
-"""The output folder: its default name, whether it may be used, and the configuration it remembers."""
+"""The output folder: its default name, the checks before it is used, and the configuration stored in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints"
 FOLDERS = (CHECKPOINTS, "export", "logs", "profile", "tensorboard", "validation")
 
 OF_ONE_COMMAND = ("grpo", "dpo", "world")
-"""Configuration sections that only the command of the same name has; SFT has none of them."""
+"""Configuration sections that exist only for the command of the same name; SFT has none of them."""
 SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed", "train.ema_decay", "train.ema_every")
 MAY_DIFFER = frozenset(
     {
@@ -37,7 +37,7 @@ MAY_DIFFER = frozenset(
         *("reward.workers", "reward.time_limit", "reward.enqueue_url", "reward.fetch_url"),
     }
 )
-"""Keys that change speed or memory, not the result."""
+"""Keys that affect speed or memory use, but not the result."""
 
 
 def build_default_output_dir(command: str) -> Path:
@@ -46,7 +46,7 @@ def build_default_output_dir(command: str) -> Path:
 
 
 def resolve_output_dir(resume: str | None, output_dir: Path | None) -> Path | None:
-    """Return the output folder; if only a checkpoint to resume from is set, derive it (`D/checkpoints/step_N` → `D`)."""
+    """Return the output folder, derived from the checkpoint to resume from if it is unset (`D/checkpoints/step_N` → `D`)."""
     if resume == "auto" and output_dir is None:
         raise ConfigError("--resume auto: no folder to look in; give the folder of the run with --output-dir")
     if resume in (None, "auto"):
@@ -58,12 +58,13 @@ def resolve_output_dir(resume: str | None, output_dir: Path | None) -> Path | No
 
 
 def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> None:
-    """Check that the folder can be written, is not in use, and holds no run that this one would not continue.
+    """Check that the folder is writable, is not in use, and contains no run other than the one to resume.
 
-    It creates nothing.
+    Nothing is created.
 
     Raises:
-        ConfigError: the folder cannot be used; for a different run the message lists the keys that differ, with both values.
+        ConfigError: the folder cannot be used; if it contains a different run, the message lists the keys that differ, with
+            both values.
     """
     check_writable(folder, "--output-dir")
     check_not_in_use(folder)
@@ -84,14 +85,14 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
 
 
 def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) -> None:
-    """Write `config.json`: the configuration under `config`, and `facts` (versions, git state, world size) beside it."""
+    """Write `config.json`: the configuration under `config`, and `facts` (versions, git state, world size) at top level."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"config": dump_config(config), **hide_in_json(dict(facts))}
     write_file(folder / CONFIG_FILE, json.dumps(document, indent=2) + "\n")
 
 
 def find_run_record(folder: Path) -> dict[str, Any] | None:
-    """Return `config.json` of a run of dsreason; None if it is missing or belongs to a model."""
+    """Return the content of a dsreason run's `config.json`; None if the file is missing or belongs to a model."""
     try:
         return read_record(folder)
     except (OSError, ValueError, RecursionError):
@@ -99,7 +100,7 @@ def find_run_record(folder: Path) -> dict[str, Any] | None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a run of dsreason.
+    """Read the `config.json` of a dsreason run.
 
     Raises:
         OSError, ValueError, RecursionError: the file cannot be read, or does not describe a run.
@@ -111,7 +112,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def read_run_config(folder: Path) -> dict[str, Any] | None:
-    """Read the configuration of the run in `folder`; None if the folder has no `config.json`."""
+    """Return the configuration of the run in `folder`; None if the folder has no `config.json`."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         return None
@@ -122,7 +123,7 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _find_run(checkpoint: Path) -> Path:
-    """Return the run that a checkpoint belongs to; a folder that is not in `checkpoints` counts as the run itself."""
+    """Return the folder of the run that a checkpoint belongs to; a folder outside `checkpoints` is the run itself."""
     return checkpoint.parent.parent if checkpoint.absolute().parent.name == CHECKPOINTS else checkpoint
 
 
@@ -138,8 +139,8 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
         raise ConfigError(
             f"{folder}: holds a run of dsreason {then}, and this is dsreason {now}; choose another --output-dir{weights}"
         )
-    # An older version may not have masked what this one masks.
-    defaults = dump_config(type(config).model_construct())  # some configurations are not valid without a setting
+    # An older version may have written values that this version masks.
+    defaults = dump_config(type(config).model_construct())  # not validated: some configurations have required keys
     differing = find_differing_keys(hide_in_json(before), dump_config(config), config.deciding_sections, defaults)
     if differing:
         differences = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
@@ -153,9 +154,9 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
 def find_differing_keys(
     before: dict[str, Any], now: dict[str, Any], sections: Collection[str], defaults: dict[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Return the keys that decide what a run computes and that differ, with the old and the new value.
+    """Return the differing keys among those that determine what a run computes, with the old and the new value.
 
-    A key that an older version did not know counts as its default.
+    A key that did not exist in an older version counts as having its default value.
     """
     new = flatten_keys(now)
     old = {key: value for key, value in flatten_keys(defaults).items() if key in new} | flatten_keys(before)

@@ -1,7 +1,7 @@
-"""The run configuration: every key, its type, its bounds and its meaning.
+"""The schema of the run configuration: every key with its type, bounds and meaning.
 
-Validators are pure: no file, network, environment or torch. `RunConfig.check_ranks` checks once, at start-up, what depends
-on the number of ranks.
+Validators are pure: they use no files, network, environment variables or torch. `RunConfig.check_ranks` checks, once at
+startup, the settings that depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_data import Count, DataConfig, Share
-from dsreason.config.schema_data import SourceConfig as SourceConfig  # adapters import it from here
+from dsreason.config.schema_data import SourceConfig as SourceConfig  # re-exported for data adapters
 from dsreason.config.schema_lora import LoRAConfig
 from dsreason.config.section import Section, check_regex, check_temperature
 from dsreason.errors import ConfigError
@@ -21,29 +21,31 @@ from dsreason.errors import ConfigError
 
 class JobModelConfig(Section):
     gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass, which saves memory but takes about a third more time."""
 
 
 class ModelConfig(JobModelConfig):
     path: str = "tiny:qwen2_5_vl"
-    """Hugging Face folder, hub name or `s3://…`; `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni` are small random
-    models for trials, `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) their text-only counterparts."""
+    """Hugging Face folder, hub name or `s3://…`. `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni` are small random
+    models for trials; `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) are their text-only counterparts."""
     revision: str | None = None
     """Hub revision."""
     max_length: int = Field(4096, ge=8)
-    """Maximum length of a sample in tokens, media included."""
+    """Maximum length of a sample in tokens, including its media."""
     on_too_long: Literal["error", "skip"] = "error"
-    """Action for a longer sample: stop and name it, or skip it, count it and list it."""
+    """Action for a sample that exceeds `max_length`: stop with an error that names it, or skip, count and list it."""
     freeze: tuple[str, ...] = ()
-    """Regular expressions, searched in parameter names (`visual`, `language_model\\.layers\\.[0-3]\\.`); each must match one."""
+    """Regular expressions for the names of frozen parameters (`visual`, `language_model\\.layers\\.[0-3]\\.`), searched anywhere
+    in a name; each must match at least one."""
     quantize: Literal["nf4"] | None = None
-    """Hold the matrices of the language model in 4 bits (`nf4`, QLoRA, 2305.14314); needs adapters (`lora.rank`)."""
+    """Store the weight matrices of the language model in 4 bits (`nf4`, QLoRA, 2305.14314); requires adapters (`lora.rank`).
+    Unset: no quantization."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """`auto` is dsreason's attention, which separates the samples of a packed row: torch's flash attention on a GPU, its
-    scaled-dot-product attention elsewhere. The others are those of transformers, for comparison; with them completions do not
-    share their prompt."""
+    """`auto` is dsreason's attention, which separates the samples of a packed row: torch's flash attention on a GPU, and its
+    scaled-dot-product attention otherwise. The other values select implementations of transformers, for comparison; with
+    those, completions do not share their prompt."""
     fused_kernels: bool = True
-    """Compute RMSNorm, SwiGLU and rotary positions in one kernel each when training on a GPU (torch, Liger-Kernel)."""
+    """Compute RMSNorm, SwiGLU and rotary embeddings in one kernel each when training on a GPU (torch, Liger-Kernel)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Enable it only for code that you have read."""
 
@@ -57,21 +59,23 @@ class OptimConfig(Section):
     lr: float = Field(1e-5, gt=0)
     """Peak learning rate. If unset with `lora.rank`: 1e-4 in sft, 2e-5 in grpo and dpo."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """AdamW's decay rates of the two moments."""
+    """AdamW's decay rates for the first and second moments."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon, added to the denominator."""
     weight_decay: float = Field(0.01, ge=0)
-    """Weight decay of matrices; norms and biases have none. If unset with `lora.rank`: 0 in sft, grpo and dpo."""
+    """Weight decay of matrices; it is not applied to norms and biases. If unset with `lora.rank`: 0 in sft, grpo and dpo."""
     warmup: Share | Count = 0.03
-    """Warmup steps: a whole number (at most all steps), or a share (below 1) of all steps."""
+    """Length of the warmup: an integer is a number of steps (at most all), a fraction below 1 is a share of all steps."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
-    """Learning rate after the warmup: hold it, or decay it (wsd: hold, then sqrt-decay over the last `decay_share`)."""
+    """Schedule of the learning rate after the warmup: keep it constant or let it decay (wsd: constant, then square-root decay
+    over the last `decay_share`)."""
     decay_share: float | None = Field(None, gt=0, le=1)
-    """Share of all steps, at the end, over which the rate decays; it is held before. Unset: all after the warmup (wsd: 0.2)."""
+    """Share of all steps, at the end, over which the learning rate decays; before, it is constant. Unset: all steps after the
+    warmup (wsd: 0.2)."""
     min_lr_share: float = Field(0.0, ge=0, le=1)
-    """Learning rate at the end as a share of `lr`."""
+    """Final learning rate as a share of `lr`."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Maximum gradient norm; larger gradients are clipped. 0 only measures the norm."""
+    """Maximum gradient norm; larger gradients are clipped. 0: the norm is measured, but not clipped."""
 
     @model_validator(mode="after")
     def check_decay(self) -> Self:
@@ -86,35 +90,35 @@ class JobTrainConfig(Section):
     """The keys of `[train]` that all trainers share."""
 
     epochs: int = Field(1, ge=1)
-    """Passes over the training rows."""
+    """Number of passes over the training rows."""
     max_steps: int | None = Field(None, ge=1)
-    """Stop after this many steps, even if epochs remain."""
+    """Maximum number of steps, even if epochs remain. Unset: no limit."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Precision of weights and activations; master weights, accumulation and reduction are always fp32."""
+    """Precision of weights and activations; master weights, gradient accumulation and reduction are always in fp32."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action for a NaN or infinite loss or gradient: save the step's samples and stop, or skip the step."""
     seed: int = Field(0, ge=0)
-    """Seed of the order of rows and of sampling. The choice of held-out rows does not depend on it."""
+    """Random seed for the order of rows and for sampling. The choice of held-out rows does not depend on it."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per forward on one rank (unset, and without a token budget: see packing)."""
+    """Samples per forward pass on one rank. If neither this nor a token budget is set, see packing."""
 
 
 class UpdateConfig(JobTrainConfig):
     """The keys of `[train]` that SFT and GRPO share."""
 
     packing: bool = True
-    """Concatenate the samples of a forward into one row without padding, up to max_tokens_per_micro_batch (or up to
-    model.max_length if neither that nor micro_batch_size is set); completions of one prompt share it. Else samples are padded
-    rows, one per forward if neither key is set."""
+    """Concatenate the samples of a forward pass into one row without padding, up to max_tokens_per_micro_batch (or
+    model.max_length if neither that nor micro_batch_size is set); completions of the same prompt share it. If false, each
+    sample is a padded row, and a forward pass has one row if neither key is set."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Tokens per forward on one rank, instead of a fixed number of samples; padding counts. If several ranks compute a row
-    together, the tokens of the whole row."""
+    """Maximum number of tokens per forward pass on one rank, including padding, instead of a fixed number of samples. If
+    several ranks compute a row together, the limit applies to the entire row."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks of one host that compute each row together, for samples that are too long for one GPU; 1: each rank has its own
-    rows."""
+    """Number of ranks on one host that compute each row together, for samples that are too long for one GPU. 1: each rank
+    has its own rows."""
     activation_offload: bool = False
-    """Keep the layer inputs that wait for the backward pass in host memory, for rows whose inputs do not fit the GPU. Needs
-    model.gradient_checkpointing."""
+    """Keep the layer inputs that are saved for the backward pass in host memory, for rows whose inputs do not fit on the GPU.
+    Requires model.gradient_checkpointing."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -133,36 +137,37 @@ class UpdateConfig(JobTrainConfig):
 
 class TrainConfig(UpdateConfig):
     global_batch_size: int = Field(32, ge=1)
-    """Samples per step, over all ranks. Accumulation steps are derived."""
+    """Samples per step, over all ranks. The number of accumulation steps is derived from it."""
 
 
 class JobValidationConfig(Section):
     """The keys of `[validation]` that all trainers share."""
 
     every: int = Field(0, ge=0)
-    """Steps between validations; 0: only before the first and after the last step."""
+    """Number of steps between validations. 0: only before the first and after the last step."""
     before_training: bool = True
     """Validate before the first step, too."""
 
 
 class ValidationConfig(JobValidationConfig):
     micro_batch_size: int = Field(8, ge=1)
-    """Samples per forward on one rank; the transformers engine answers at least this many at a time, and more if they fit."""
+    """Samples per forward pass on one rank. The transformers engine answers at least this many rows at a time, and more if
+    they fit into memory."""
     generate: bool = True
-    """Generate answers, too, and compare them with the references (`val/accuracy`)."""
+    """Also generate answers and compare them with the references (`val/accuracy`)."""
     max_completion_length: int = Field(64, ge=1)
     """Maximum length of a generated answer in tokens."""
     media_memory_gib: float = Field(4.0, gt=0)
-    """GiB of host memory on one rank for decoded media. If all media fit, one call of the engine answers all rows; else each
-    call has at least the rows that the engine answers at a time."""
+    """Host memory per rank for decoded media, in GiB. If all media fit, all rows are answered in one call of the engine;
+    otherwise, each call has at least as many rows as the engine answers at a time."""
     max_samples: int | None = Field(None, ge=1)
-    """Maximum number of held-out rows to use."""
+    """Maximum number of held-out rows to use. Unset: all."""
     temperature: Annotated[float, AfterValidator(check_temperature)] = Field(0.0, ge=0)
-    """Temperature of the generated answers; 0 takes the most probable token."""
+    """Sampling temperature of the generated answers; 0 always picks the most probable token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the fewest tokens whose total probability reaches this."""
+    """Sample only from the smallest set of most probable tokens whose total probability reaches this value."""
     show: int = Field(4, ge=0)
-    """Generated answers displayed in TensorBoard."""
+    """Number of generated answers to display in TensorBoard."""
 
 
 Phase = Literal[
@@ -182,22 +187,22 @@ Phase = Literal[
     "export",
     "other",
 ]
-"""Phases that a run's time is divided into; `other` is the remaining time. A phase inside another has its own clock."""
+"""Phases into which the time of a run is divided; `other` is the remaining time. A nested phase is timed separately."""
 
 
 class MonitorConfig(Section):
     log_every: int = Field(1, ge=1)
-    """Steps between lines in metrics.jsonl and TensorBoard."""
+    """Number of steps between entries in metrics.jsonl and TensorBoard."""
     phase_time_limit: float = Field(3600.0, gt=0, le=1e8)
-    """Seconds that a phase (a rollout, a step, a checkpoint) may take before all stacks are dumped and the job ends."""
+    """Seconds that a phase (a rollout, a step, a checkpoint) may take before all stacks are dumped and the job is stopped."""
     phase_time_limits: dict[Phase, Annotated[float, Field(gt=0, le=1e8)]] = {}
-    """Time limits of single phases, such as `{export = 7200}`."""
+    """Time limits for individual phases in seconds, such as `{export = 7200}`."""
     profile: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps to profile, such as `[3, 4]`: each writes a Perfetto trace and a table of times to `profile/`."""
+    """Steps to profile, such as `[3, 4]`. For each, a Perfetto trace and a table of times are written to `profile/`."""
     wandb: bool = False
-    """Send the metrics to Weights & Biases, too (`WANDB_MODE=offline` keeps them local)."""
+    """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
     wandb_project: str = "dsreason"
-    """Project in Weights & Biases."""
+    """Name of the project in Weights & Biases."""
     wandb_name: str | None = None
     """Name of the run in Weights & Biases; unset: the name of the output folder."""
 
@@ -230,12 +235,12 @@ class JobConfig(Section):
     """The keys that all training commands share."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = ("optim",)
-    """Sections that decide what a run computes: a resumed run must have the same values."""
+    """Sections that determine what a run computes; a resumed run must have the same values in them."""
 
     output_dir: str | None = None
     """Folder of the run; unset: `outputs/<command>-<time>`."""
     deepspeed: str = "zero3.json"
-    """DeepSpeed JSON: a path, or the name of a shipped one (`--ds-config` wins)."""
+    """DeepSpeed JSON: a path, or the name of a shipped file. `--ds-config` takes precedence."""
     model: JobModelConfig = JobModelConfig()
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -246,11 +251,11 @@ class JobConfig(Section):
     @property
     @abstractmethod
     def samples_per_step(self) -> int:
-        """Samples per optimizer step, over all ranks."""
+        """The number of samples per optimizer step, over all ranks."""
 
     @property
     def ranks_per_row(self) -> int:
-        """Ranks that compute the same samples together."""
+        """The number of ranks that compute the same samples together."""
         return 1
 
     @property
@@ -261,8 +266,8 @@ class JobConfig(Section):
     def check_ranks(self, num_ranks: int) -> list[str]:
         """Return warnings about running on `num_ranks` ranks.
 
-        Any global batch can be split over any number of ranks: the loss evens out uneven shares, and a rank without a
-        sample runs a stand-in that does not count. That only costs time.
+        Any global batch can be split over any number of ranks: the loss compensates for uneven shares, and a rank without a
+        sample computes a placeholder that has no effect. This only costs time.
 
         Raises:
             ConfigError: the trainer cannot run on this number of ranks.
@@ -288,11 +293,11 @@ class RunConfig(JobConfig):
 
     deciding_sections: ClassVar[tuple[str, ...]] = ("model", "lora", "data", "optim")
     rows_need_answers: ClassVar[bool] = True
-    """True if a row without anything to train on is an error."""
+    """Whether a row without anything to train on is an error."""
     held_out_as_trained: ClassVar[bool] = False
-    """True if held-out rows are read like training rows; else they are read as whole conversations."""
+    """Whether held-out rows are read like training rows; if False, they are read as complete conversations."""
     adapter_lr: ClassVar[float] = 1e-4
-    """Default learning rate of adapters: ten times that of training all weights."""
+    """Default learning rate of adapters: ten times the default for training all weights."""
 
     model: ModelConfig = ModelConfig()
     lora: LoRAConfig = LoRAConfig()
@@ -302,7 +307,7 @@ class RunConfig(JobConfig):
 
     @property
     def token_budget(self) -> tuple[int | None, str]:
-        """Tokens per forward on a rank, and the key that sets them; None if a forward takes a fixed number of samples."""
+        """The maximum number of tokens per forward pass on a rank (None: a fixed number of samples), and the key that sets it."""
         if self.train.max_tokens_per_micro_batch is not None:
             return self.train.max_tokens_per_micro_batch, "train.max_tokens_per_micro_batch"
         if self.train.packing and self.train.micro_batch_size is None:
@@ -315,7 +320,7 @@ class RunConfig(JobConfig):
 
     @property
     def shares_prompts(self) -> bool:
-        """True if a prompt and its answers share one row; only dsreason's attention lets all answers attend to the prompt."""
+        """Whether a prompt and its answers share one row; only dsreason's attention lets all answers attend to the prompt."""
         return self.train.packing and self.model.attention == "auto"
 
     @model_validator(mode="after")
@@ -338,7 +343,7 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def fit_optim_to_adapters(self) -> Self:
-        """Set unset keys of `[optim]` to values for adapters, so that the written configuration has them."""
+        """Set unset keys of `[optim]` to their defaults for adapters, so that the saved configuration contains them."""
         adapter_values = {"lr": self.adapter_lr, "weight_decay": 0.0}
         unset = {name: value for name, value in adapter_values.items() if name not in self.optim.model_fields_set}
         if not (self.lora.rank and unset):

@@ -19,7 +19,7 @@ AddressOrNone = Annotated[str, AfterValidator(lambda target: str(parse_target(ta
 
 @dataclass(frozen=True)
 class UploadTarget:
-    """A target of uploads: `UploadTarget(HubAddress("user/name"), what="final", include=("export",))`."""
+    """An upload target: `UploadTarget(HubAddress("user/name"), what="final", include=("export",))`."""
 
     address: UploadAddress
     what: UploadWhat
@@ -27,47 +27,47 @@ class UploadTarget:
 
 
 class UploadConfig(Section):
-    """One of several upload targets, with its own selection of folders."""
+    """An upload target with its own selection of folders."""
 
     to: Address
     """`s3://bucket/prefix` or `hub:user/name[@branch]`."""
     what: UploadWhat | None = None
-    """Override of `checkpoint.upload_what` for this target."""
+    """Override of `checkpoint.upload_what` for this target. Unset: no override."""
     include: UploadKinds | None = None
-    """Override of `checkpoint.upload_include` for this target."""
+    """Override of `checkpoint.upload_include` for this target. Unset: no override."""
 
 
 class CheckpointConfig(Section):
     every: int = Field(500, ge=0)
-    """Steps between checkpoints; 0: none before the last step."""
+    """Number of steps between checkpoints. 0: none before the last step."""
     last: bool = True
-    """Save the last step, too. If this and `keep_best` are off and `every` is 0, no checkpoint is written at all, not even
-    for a stop signal, and the run cannot be resumed; `export` does not depend on it."""
+    """Also write a checkpoint after the last step. If this and `keep_best` are false and `every` is 0, no checkpoint is
+    written, not even on a stop signal, and the run cannot be resumed; `export` does not depend on this key."""
     background: bool = True
-    """Write checkpoints from a copy in host memory while training continues; off: training waits."""
+    """Write checkpoints from a copy in host memory while training continues. If false, training waits."""
     keep: int = Field(2, ge=-1)
-    """Number of newest checkpoints to keep; -1 keeps all."""
+    """Number of checkpoints to keep, newest first; -1 keeps all."""
     keep_best: bool = True
-    """Keep the best checkpoint by `best_metric`, too."""
+    """Also keep the best checkpoint according to `best_metric`."""
     best_metric: Literal["val/accuracy", "val/loss", "val/reward/mean", "val/preference_accuracy"] = "val/loss"
     """Metric that selects the best checkpoint; only grpo measures the reward, and only dpo the preference accuracy."""
     export: Literal["all", "final", "none"] = "final"
-    """Write a Hugging Face folder for every checkpoint, for the last step, or never."""
+    """Write a Hugging Face folder for every checkpoint, for the last step only, or never."""
     export_keep: int = Field(-1, ge=-1)
-    """Number of newest `export/step_N` to keep with `export = "all"`; -1 keeps all. `export/final` is always kept, and with
-    `keep_best` the export of the best step."""
+    """Number of exports `export/step_N` to keep with `export = "all"`, newest first; -1 keeps all. `export/final` is always
+    kept, and so is the export of the best step with `keep_best`."""
     export_dtype: Literal["bf16", "fp32", "auto"] = "auto"
-    """Data type of the exported weights; auto: `train.precision`."""
+    """Data type of the exported weights; `auto`: the same as `train.precision`."""
     max_shard_size: str = Field("4GB", pattern=r"^\d*[1-9]\d*(\.\d+)?\s*[KMG]B$")
     """Maximum size of one safetensors file."""
     upload: AddressOrNone | tuple[Address | UploadConfig, ...] = ""
-    """Upload targets, used while training continues: `s3://bucket/prefix` or `hub:user/name[@branch]`, a list of these, or
-    one table per target (`[checkpoint.upload]` if there is only one). Empty: no uploads."""
+    """Upload targets: `s3://bucket/prefix` or `hub:user/name[@branch]`, a list of such targets, or one table per target
+    (`[checkpoint.upload]` if there is only one). Training continues during uploads. Empty: no uploads."""
     upload_what: UploadWhat = "final"
-    """Upload only the folders of the last step, or every checkpoint and export."""
+    """What to upload: only the folders of the last step, or every checkpoint and export."""
     upload_include: UploadKinds | None = None
-    """Kinds of folder to upload. Checkpoints are about seven times as large as exports; logs are the configuration, the metrics
-    and the log files of the ranks. Unset: exports, and to S3 also checkpoints."""
+    """Kinds of folders to upload. Checkpoints are about seven times as large as exports; logs are the configuration, the
+    metrics and the log files of the ranks. Unset: exports, and also checkpoints if the target is on S3."""
 
     @field_validator("upload", mode="before")
     @classmethod
@@ -83,12 +83,12 @@ class CheckpointConfig(Section):
 
     @property
     def saves(self) -> bool:
-        """True if a run writes checkpoints."""
+        """Whether the run writes checkpoints."""
         return self.every > 0 or self.last or self.keep_best
 
     @property
     def targets(self) -> tuple[UploadTarget, ...]:
-        """The upload targets, each with the kinds of folder that go there."""
+        """The upload targets, each with the kinds of folders to upload."""
         listed = (self.upload,) if isinstance(self.upload, str) and self.upload else tuple(self.upload)
         uploads = [UploadConfig(to=target) if isinstance(target, str) else target for target in listed]
         return tuple(self._build_target(parse_target(upload.to), upload) for upload in uploads)

@@ -1,4 +1,4 @@
-"""The section `data`: the rows to read, and how their media are sampled and resized."""
+"""The schema of the `data` section: the rows to read, and the sampling and resizing of their media."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class VisionConfig(Section):
-    """Sampling and resizing of media. The same keys of a media item in a sample take precedence."""
+    """Sampling and resizing of media. If a media item of a sample sets the same key, that value takes precedence."""
 
     fps: float | None = Field(None, gt=0)
-    """Frames per second to sample from a video. If neither this nor nframes is set: 2."""
+    """Frames per second to sample from a video. The default is 2 if `nframes` is not set, either."""
     nframes: int | None = Field(None, ge=1)
-    """Number of frames to sample, instead of `fps`; rounded to a multiple of 2, because the models merge pairs of frames."""
+    """Number of frames to sample, instead of `fps`. It is rounded to a multiple of 2, because the models merge pairs of
+    frames."""
     min_frames: int | None = Field(None, ge=1)
-    """Minimum number of frames (with `fps`). Unset: 4, or `max_frames` if that is less."""
+    """Minimum number of frames (with `fps`). Unset: 4, or `max_frames` if that is lower."""
     max_frames: int | None = Field(None, ge=1)
-    """Maximum number of frames (with `fps`). Unset: 768, or `min_frames` if that is more."""
+    """Maximum number of frames (with `fps`). Unset: 768, or `min_frames` if that is higher."""
     min_pixels: int | None = Field(None, ge=1)
-    """Minimum size of an image or frame, in pixels. Unset: 4 tokens of an image, 128 of a frame."""
+    """Minimum number of pixels of an image or frame. Unset: the equivalent of 4 tokens for an image, and 128 for a frame."""
     max_pixels: int | None = Field(None, ge=1)
-    """Maximum size of an image or frame, in pixels. Unset: 16384 tokens of an image, 768 of a frame."""
+    """Maximum number of pixels of an image or frame. Unset: the equivalent of 16384 tokens for an image, and 768 for a
+    frame."""
     total_pixels: int | None = Field(None, ge=1)
-    """Maximum number of pixels in all frames of one video, as far as min_pixels allows; two frames that the model merges count
-    once. Unset: 115200 tokens."""
+    """Maximum total number of pixels in the frames of one video, as far as min_pixels allows; two frames that the model
+    merges count once. Unset: the equivalent of 115200 tokens."""
     video_start: float | None = Field(None, ge=0)
-    """Start of the part of a video to use, in seconds."""
+    """Start of the part of a video to use, in seconds. Unset: the beginning."""
     video_end: float | None = Field(None, gt=0)
-    """End of the part of a video to use, in seconds."""
+    """End of the part of a video to use, in seconds. Unset: the end of the video."""
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
@@ -45,35 +47,35 @@ class VisionConfig(Section):
 
 
 class SourceConfig(Section):
-    """One data set."""
+    """The settings of one data set."""
 
     adapter: str = "jsonl"
     """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
     path: str = ""
     """File, folder, hub name or `s3://…` that the adapter reads."""
     media_path: str = ""
-    """Folder that relative media paths are joined to; empty: the folder of the annotation file."""
+    """Folder that relative media paths refer to. Empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None
-    """Allow rows to name media outside that folder by absolute paths. Unset: allowed, except with a `media_path` or in data
-    sets of the hub, which others have written."""
+    """Allow absolute paths to media outside that folder. Unset: allowed, unless `media_path` is set or the data set comes
+    from the hub, where others may have written it."""
     subset: str | None = None
     """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
     revision: str | None = None
     """Hub revision."""
     split: str | tuple[str, ...] = "train"
-    """One split, or several to concatenate; row ranges are written `train[:100]`."""
+    """One split, or several splits to concatenate. A range of rows is written as in `train[:100]`."""
     limit: int | None = Field(None, ge=1)
-    """Maximum number of rows; the first ones are used."""
+    """Maximum number of rows, taken from the start. Unset: all rows."""
     columns: dict[str, str] = {}
-    """Names that the rows use for fields of the adapter: `{question = "problem", answer = "solution"}`."""
+    """Mapping from the adapter's field names to the column names in the data: `{question = "problem", answer = "solution"}`."""
     system_prompt: str = ""
-    """System message for samples that have none."""
+    """System message for samples that have none. Empty: none is added."""
     question: str = "Describe what you see in this video."
-    """Question for data sets that have only labels (adapter `local_labels`)."""
+    """Question to ask if a data set has only labels (adapter `local_labels`)."""
     video_pattern: str | None = None
-    """File name of the videos that belong to the labels (adapter `local_labels`), such as `*.camera_front_wide_120fov.mp4`:
-    `*` is the id of the label, and may be omitted before a dot. Unset: the only video named after the id, with or without a
-    camera."""
+    """Pattern of the file names of the videos that belong to the labels (adapter `local_labels`), such as
+    `*.camera_front_wide_120fov.mp4`; `*` stands for the id of the label, and may be omitted before a dot. Unset: the only
+    video named after the id, with or without the name of a camera."""
     vision: VisionConfig = VisionConfig()
 
     @field_validator("video_pattern")
@@ -88,30 +90,32 @@ class SourceConfig(Section):
 
 class WeightedSourceConfig(SourceConfig):
     weight: float = Field(1.0, gt=0)
-    """Number of times that an epoch contains each row: 1 once, 2 twice, 0.5 a (seeded) half of the rows."""
+    """Number of times that an epoch contains each row: 1 is once, 2 is twice, and 0.5 is half of the rows (chosen by the
+    seed)."""
 
 
 class DataConfig(SourceConfig):
     adapter: str = "builtin"
     """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
     sources: tuple[WeightedSourceConfig, ...] = ()
-    """Several data sets, used instead of the keys of one data set in this section."""
+    """Data sets to combine; if set, it replaces this section's keys for a single data set."""
     validation: Share | Count | SourceConfig = 0
-    """Share (0 to 1) or number of rows held out of training, or a separate data set."""
+    """Share (0 to 1) or number of rows to hold out from training, or a separate data set."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """Action for a row that cannot be used: stop and name it, or skip it, count it and list it."""
+    """Action for an unusable row: stop with an error that names it, or skip, count and list it."""
     workers: int = Field(2, ge=0, le=1024)
-    """Processes per rank that decode media; 0 decodes in the training process."""
+    """Number of processes per rank that decode media. 0: the training process decodes them."""
     prefetch: int = Field(4, ge=1, le=10_000)
-    """Number of steps to decode ahead."""
+    """Number of steps whose media are decoded in advance."""
     shuffle: bool = True
-    """Use a new order in every epoch, derived from `train.seed`."""
+    """Shuffle the rows in every epoch, with a seed derived from `train.seed`."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
-    """Library that decodes the videos of training and held-out rows; `dsreason eval`, `infer` and `world` use pyav. torchcodec
-    is a separate package that needs the FFmpeg libraries, and is not restricted to the formats listed in docs/security.md."""
+    """Library that decodes the videos of training and held-out rows; `dsreason eval`, `infer` and `world` always use pyav.
+    torchcodec is a separate package that needs the FFmpeg libraries; it is not restricted to the formats listed in
+    docs/security.md."""
     balance: str | None = None
-    """Field whose values are sampled equally often: `answer`, or a field of the rows that adapters keep in `sample.meta`
-    (`label.weather` is nested). Unset: no balancing. Held-out rows are never balanced."""
+    """Field whose values are sampled equally often: `answer`, or a field of the rows that the adapter stores in `sample.meta`
+    (`label.weather` for a nested field). Unset: no balancing. Held-out rows are never balanced."""
 
     check_validation = field_validator("validation", mode="before")(refuse_flag)
 
@@ -130,7 +134,7 @@ class DataConfig(SourceConfig):
         return self
 
     def list_sources(self) -> tuple[WeightedSourceConfig, ...]:
-        """Return the training sources: `sources`, or the section itself as the only one."""
+        """Return the training sources: `sources`, or the section itself as the only source."""
         if self.sources:
             return self.sources
         return (WeightedSourceConfig(**{k: getattr(self, k) for k in SourceConfig.model_fields}),)

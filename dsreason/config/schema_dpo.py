@@ -1,4 +1,4 @@
-"""The schema of a DPO run's configuration: the keys beyond `RunConfig`."""
+"""The schema of a DPO run's configuration: its keys in addition to those of `RunConfig`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsreason.config.section import Section
 LossName = Literal["sigmoid", "hinge", "ipo", "robust", "bco"]
 
 MPO: dict[str, float] = {"sigmoid": 0.8, "bco": 0.2}
-"""Loss weights of mixed preference optimization (2411.10442), besides an SFT term of weight 1."""
+"""Loss weights of mixed preference optimization (2411.10442), in addition to an SFT term of weight 1."""
 
 
 class PreferenceConfig(Section):
@@ -22,30 +22,31 @@ class PreferenceConfig(Section):
     loss: Literal["sigmoid", "hinge", "ipo", "robust", "bco", "mpo"] = "sigmoid"
     """`sigmoid` is DPO; `mpo` is 0.8 sigmoid + 0.2 bco + 1.0 SFT (formulas: `dsreason/losses/preference.py`)."""
     loss_weights: dict[LossName, Annotated[float, Field(gt=0)]] = {}
-    """Weights of a sum of losses that replaces `loss`, such as `{sigmoid = 0.5, hinge = 0.5}`."""
+    """Weights of several losses whose weighted sum replaces `loss`, such as `{sigmoid = 0.5, hinge = 0.5}`. Empty: `loss`."""
     beta: float = Field(0.1, gt=0)
-    """Weight of differences in log-probability; a small value lets the policy move further from the reference."""
+    """Factor that scales differences in log-probability; a small value lets the policy move farther from the reference."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Assumed share of pairs with swapped labels; for sigmoid (cDPO) and robust."""
+    """Assumed share of pairs whose labels are swapped; applies to sigmoid (cDPO) and robust only."""
     sft_weight: float | None = Field(None, ge=0)
-    """Weight of the mean negative log-likelihood of the chosen answers; unset: 1 with mpo, else 0."""
+    """Weight of the mean negative log-likelihood of the chosen answers. Unset: 1 with mpo, otherwise 0."""
     reference: Literal["model", "precomputed", "adapter_off", "none"] = "model"
     """Source of the reference log-probabilities: `model` computes them with the initial model, once before the first step;
-    `precomputed` reads them from the rows (`ref_chosen_logprob`, `ref_rejected_logprob`) or `reference_file`; `adapter_off`
-    computes them in every step with the model without its adapters (`lora.rank`); `none` uses no reference."""
+    `precomputed` reads them from the rows (`ref_chosen_logprob`, `ref_rejected_logprob`) or from `reference_file`;
+    `adapter_off` computes them in every step with the adapters disabled (`lora.rank`); `none` uses no reference."""
     reference_file: str | None = None
-    """File for `precomputed`: JSON lines of `id`, `chosen` and `rejected`, such as the `reference.jsonl` of another run."""
+    """File for `precomputed`: JSON lines with `id`, `chosen` and `rejected`, such as the `reference.jsonl` of another run.
+    Unset: the values are read from the rows."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights by loss, without the SFT term."""
+        """The weights by loss, without the SFT term."""
         if self.loss_weights:
             return {str(name): weight for name, weight in self.loss_weights.items()}
         return MPO if self.loss == "mpo" else {self.loss: 1.0}
 
     @property
     def sft(self) -> float:
-        """Weight of the SFT term."""
+        """The weight of the SFT term."""
         return float(self.loss == "mpo") if self.sft_weight is None else self.sft_weight
 
     @model_validator(mode="after")
@@ -77,7 +78,7 @@ class PreferenceConfig(Section):
 
 class DPOValidationConfig(ValidationConfig):
     generate: bool = False
-    """Generate answers, too, and compare them with the references (`val/accuracy`), for rows with short answers."""
+    """Also generate answers and compare them with the references (`val/accuracy`); useful for rows with short answers."""
 
 
 class DPOCheckpointConfig(CheckpointConfig):

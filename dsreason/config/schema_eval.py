@@ -19,16 +19,18 @@ from dsreason.text import QuestionKind
 
 PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})
 DEFAULT_FPS = 4.0
-"""Frames per second of cosmos-reason1."""
+"""Default number of frames per second, as in cosmos-reason1."""
 
 
 class EvalSourceConfig(SourceConfig):
-    """Questions from a data set's rows. Keys that its `vision` leaves unset are those of `[vision]`."""
+    """Questions from the rows of a data set. Keys that are unset in its `vision` default to those of `[vision]`."""
 
     name: str | None = None
-    """Name of the data set in the results; unset: `subset`, else the name of the file or folder, else the adapter's."""
+    """Name of the data set in the results. Unset: `subset`, or else the name of the file or folder, or else that of the
+    adapter."""
     kind: QuestionKind | None = None
-    """Kind of question, which decides the grading; unset: each row's `question_kind`, else by its options and answer."""
+    """Kind of question, which determines the grading. Unset: each row's `question_kind`, or else the kind that fits its
+    options and answer."""
 
     @property
     def dataset(self) -> str:
@@ -38,27 +40,28 @@ class EvalSourceConfig(SourceConfig):
 
 
 class EvalModelConfig(Section):
-    """The model that answers in this job. For a model behind a server, see `[server]`."""
+    """The model that this job loads to answer the questions. For a model on a server, see `[server]`."""
 
     path: str | None = Field(None, validation_alias=AliasChoices("path", "model_name"))
-    """Hugging Face folder, hub name, or a run of dsreason (its final export, or a checkpoint completed after it) or one of its
-    checkpoints; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are random models. Another name of this key is `model_name`."""
+    """Hugging Face folder, hub name, a dsreason run (its final export, or a checkpoint completed after the export), or one of
+    its checkpoints; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are random models. Alias: `model_name`."""
     revision: str | None = None
     """Hub revision."""
     tokenizer_model_name: str | None = None
-    """Accepted but not used: tokenizer and processor are those in the model's folder."""
+    """Accepted but ignored: the tokenizer and processor are always those in the model's folder."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] | None = None
-    """Data type of the weights; `auto`: that of the model's config.json. Unset: bfloat16 on a GPU, and float32 on CPUs, so
-    that an answer does not depend on the others in its batch."""
+    """Data type of the weights; `auto`: the type in the model's config.json. Unset: bfloat16 on a GPU, and float32 on a CPU,
+    so that an answer does not depend on the rest of its batch."""
     tensor_parallel_size: int = Field(
         1, ge=1, le=1024, validation_alias=AliasChoices("tensor_parallel_size", "tp_size")
     )
-    """GPUs that share one copy of the model. Another name of this key is `tp_size`."""
+    """Number of GPUs that share one copy of the model. Alias: `tp_size`."""
     max_length: int | None = Field(None, ge=8)
-    """Maximum length of prompt and answer together, in tokens; unset: the model's maximum."""
+    """Maximum total length of prompt and answer, in tokens. Unset: the model's maximum."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """`auto`: vLLM if it is installed and supports the model. The transformers engine spreads a model that is larger than one
-    GPU over those of its rank (`--nproc 1`: all of the host); weights that fit nowhere stay in their files, which is slow."""
+    """Engine that generates the answers; `auto`: vLLM if it is installed and supports the model. The transformers engine
+    spreads a model that is larger than one GPU over all GPUs of its rank (`--nproc 1`: all GPUs of the host); weights that
+    do not fit into memory are read from their files as needed, which is slow."""
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
     """Share of a GPU's memory that vLLM may use."""
     enforce_eager: bool = False
@@ -66,12 +69,12 @@ class EvalModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Enable it only for code that you have read."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention of the transformers engine; `auto` uses torch's scaled-dot-product attention."""
+    """Attention implementation of the transformers engine; `auto`: torch's scaled-dot-product attention."""
 
     @model_validator(mode="before")
     @classmethod
     def check_named_once(cls, document: Any) -> Any:
-        """Reject a setting whose two names have different values; drop the second name if they agree."""
+        """Reject a setting that has different values under its two names; drop the second name if the values agree."""
         if not isinstance(document, dict):
             return document
         deduplicated = dict(document)
@@ -87,22 +90,24 @@ class EvalModelConfig(Section):
 
 
 class ServerConfig(Section):
-    """An OpenAI-compatible server that answers instead of `[model]`."""
+    """An OpenAI-compatible server that answers the questions instead of `[model]`."""
 
     url: str | None = None
-    """URL, such as `http://localhost:8000/v1` (the `/v1` may be omitted)."""
+    """URL, such as `http://localhost:8000/v1` (the `/v1` may be omitted). Unset: no server is used."""
     model: str | None = None
-    """The model's name on the server; unset: the only one that the server lists."""
+    """Name of the model on the server. Unset: the only model that the server lists."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key; never put the key itself here. No key is sent if the variable is unset."""
+    """Environment variable that holds the API key; never enter the key itself here. If the variable is unset, no key is
+    sent."""
     concurrency: int = Field(16, ge=1, le=1024)
-    """Concurrent requests."""
+    """Maximum number of concurrent requests."""
     time_limit: float = Field(120.0, gt=0)
-    """Seconds that one attempt of a request may take."""
+    """Time limit of one attempt of a request, in seconds."""
     max_retries: int = Field(5, ge=0)
-    """Retries of a failed request, after pauses that double (or as long as the server asks for)."""
+    """Maximum number of retries of a failed request. The delay doubles each time, unless the server requests another one."""
     video: Literal["file", "frames"] = "file"
-    """Send a clip as a video, or its frames as images. vLLM accepts videos if started with `--trust-request-mm-kwargs`."""
+    """How to send a clip: as a video file, or as its frames. vLLM must be started with `--trust-request-mm-kwargs` to accept
+    videos."""
 
     @field_validator("url")
     @classmethod
@@ -131,36 +136,38 @@ class EvaluationConfig(Section):
     answer_type: Literal["letter", "reasoning"] = "letter"
     """`letter` requests only the answer, `reasoning` requests `<think>…</think> <answer>…</answer>`."""
     parser: Literal["default", "compat"] = "default"
-    """Parser of the answers; `compat` is exactly that of cosmos-reason1, which takes the first capital letter."""
+    """Parser of the answers; `compat` is exactly the parser of cosmos-reason1, which picks the first capital letter."""
     num_processes: int | None = Field(None, ge=1)
-    """Worker processes that decode media, at most one per core; unset: one per core."""
+    """Number of worker processes that decode media, at most one per core. Unset: one per core."""
     batch_size: int | None = Field(None, ge=1)
-    """Questions passed to the engine at a time, always in the same groups, so that an interrupted evaluation gives the same
-    answers in any precision. Unset: vLLM gets all unanswered questions, the transformers engine 64."""
+    """Number of questions passed to the engine at a time, always in the same groups, so that an interrupted evaluation gives
+    the same answers in any precision. Unset: all unanswered questions for vLLM, and 64 for the transformers engine."""
     media_memory_gib: float = Field(4.0, gt=0)
-    """GiB of host memory on one rank for decoded media that wait for an engine. If the media need more, the questions are
-    passed in parts, each at least as large as the batch that the engine answers at a time."""
+    """Host memory per rank for decoded media that wait for the engine, in GiB. If the media need more, the questions are
+    passed in parts, each of which has at least as many questions as the engine answers at a time."""
     skip_saved: bool = True
-    """Accepted but not used: saved answers are always kept, unless `overwrite` is set."""
+    """Accepted but ignored: saved answers are always kept, unless `overwrite` is set."""
     overwrite: bool = False
-    """First delete the results of an earlier evaluation of the same model, answer type and data set."""
+    """Delete the results of an earlier evaluation of the same model, answer type and data set before starting."""
     fps: float = Field(DEFAULT_FPS, gt=0)
     """Frames per second to sample from a video if `[vision]` sets neither `fps` nor `nframes`."""
     seed: int = Field(1, ge=0)
-    """Seed of sampling."""
+    """Random seed for sampling."""
     limit: int | None = Field(None, ge=1)
-    """Maximum number of questions in all: the first ones of each data set, the same number from each."""
+    """Maximum total number of questions: the first ones of each data set, the same number from each. Unset: all."""
     system_prompt: str | None = None
-    """System message; "": none. Unset: "Answer the questions." for benchmark folders, while rows keep their own."""
+    """System message; `""` sends none. Unset: "Answer the questions." for benchmark folders; for rows, the row's own system
+    message."""
     similarity_model: str | None = None
-    """Folder of a sentence-embedding model, for the semantic similarity of free texts."""
+    """Folder of a sentence-embedding model, used to score the semantic similarity of free texts. Unset: no such score."""
     scorer: str | None = None
-    """Reward function, built in or yours (`package.module:attr`, `file.py:attr`), that also scores each answer. The report has
-    its mean; the questions' kinds decide whether an answer is correct, unless `scorer_threshold` is set."""
+    """Reward function that additionally scores each answer, either built in or your own (`package.module:attr`,
+    `file.py:attr`). The report contains its mean. Whether an answer is correct depends on the kind of question, unless
+    `scorer_threshold` is set. Unset: no additional score."""
     scorer_options: dict[str, Any] = {}
     """Keyword arguments of `scorer`, as in `[reward.options]`."""
     scorer_threshold: float | None = Field(None, allow_inf_nan=False)
-    """Score of `scorer` from which a parsed answer counts as correct. Unset: `scorer` does not decide."""
+    """Minimum score of `scorer` at which a parsed answer counts as correct. Unset: `scorer` does not affect correctness."""
     engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=EVALUATION))] = {}
     """Additional arguments of vLLM's `LLM`, passed unchanged, such as `max_num_seqs` or `attention_backend`."""
 
@@ -176,40 +183,44 @@ class EvaluationConfig(Section):
 
 
 class GenerationConfig(Section):
-    """Sampling of answers. `letter` always takes the most probable token, as cosmos-reason1 does."""
+    """Sampling of answers. `letter` always picks the most probable token, as cosmos-reason1 does."""
 
     max_retries: int = Field(10, ge=0, le=100)
-    """Retries of a question whose answer could not be parsed: each allows 256 more tokens and is 0.05 hotter."""
+    """Maximum number of retries of a question whose answer could not be parsed. Each retry allows 256 more tokens and raises
+    the temperature by 0.05."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum length of an answer in tokens. Unset: 1024 (`reasoning`), 256 (`letter`, texts; else see `letter_max_tokens`)."""
+    """Maximum length of an answer in tokens. Unset: 1024 for `reasoning`, and 256 for texts with `letter` (for other answers,
+    see `letter_max_tokens`)."""
     letter_max_tokens: int = Field(10, ge=1)
     """Maximum length of an answer in tokens if `letter` requests an option, yes or no, or a number."""
     temperature: Annotated[float, AfterValidator(check_temperature)] = Field(0.6, ge=0, le=2)
-    """Temperature of `reasoning`; 0 takes the most probable token."""
+    """Sampling temperature (`reasoning` only); 0 always picks the most probable token."""
     top_p: float = Field(0.95, gt=0, le=1)
-    """Sample from the fewest tokens whose total probability reaches this (`reasoning` only)."""
+    """Sample only from the smallest set of most probable tokens whose total probability reaches this value (`reasoning`
+    only)."""
     top_k: int = Field(0, ge=0)
-    """Sample from the `top_k` most probable tokens (`reasoning` only); 0: all."""
+    """Sample only from the `top_k` most probable tokens (`reasoning` only); 0: all tokens."""
     repetition_penalty: float = Field(1.0, ge=0.01, le=2)
-    """Divisor of the scores of tokens that the prompt or the answer already contains; 1: no penalty. With the parser `compat`
+    """Divisor of the logits of tokens that the prompt or the answer already contains; 1: no penalty. With the parser `compat`,
     the penalties apply to `reasoning` only."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
-    """Amount subtracted from the scores of tokens that the answer already contains; 0: no penalty."""
+    """Amount subtracted from the logits of tokens that the answer already contains; 0: no penalty."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    """Amount subtracted from a token's score for each time that the answer contains it; 0: no penalty."""
+    """Amount subtracted from a token's logit for each occurrence in the answer so far; 0: no penalty."""
 
 
 class EvalConfig(Section):
     """The configuration of a `dsreason eval` run."""
 
     datasets: tuple[str, ...] = ()
-    """Benchmark folders: robovqa, av, agibot, bridgev2, holoassist, robofail, or any with `<ds>_benchmark_qa_pairs.json`."""
+    """Names of benchmark folders: robovqa, av, agibot, bridgev2, holoassist, robofail, or any other folder that contains
+    `<ds>_benchmark_qa_pairs.json`."""
     data_dir: str = "data"
-    """Folder that holds `<ds>/` or `benchmark/<ds>/`."""
+    """Folder that contains `<ds>/` or `benchmark/<ds>/`."""
     sources: tuple[EvalSourceConfig, ...] = ()
-    """Additional questions: any adapter's rows, or a JSONL."""
+    """Data sets with additional questions: a JSONL file, or the rows of any adapter."""
     results_dir: str = Field("results", min_length=1)
-    """Folder of the answers: `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`."""
+    """Folder for the answers, which are written to `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`."""
     model: EvalModelConfig = EvalModelConfig()
     server: ServerConfig = ServerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -268,7 +279,7 @@ class EvalConfig(Section):
         return self
 
     def merge_vision(self, source: VisionConfig | None = None) -> VisionConfig:
-        """Merge `[vision]` with a source's settings, which take precedence; `evaluation.fps` if neither sets the frames."""
+        """Merge `[vision]` with a source's settings, which take precedence; use `evaluation.fps` if neither sets the frames."""
         source_values = (source or VisionConfig()).model_dump(exclude_none=True)
         common = self.vision.model_dump(exclude_none=True)
         if {"fps", "nframes"} & source_values.keys():
@@ -299,7 +310,7 @@ class EvalConfig(Section):
         return [*problems, *self._note_undecided(), *self._note_unused_sampling()]
 
     def _note_undecided(self) -> list[str]:
-        """Return a note on a scorer that does not decide which answers are correct."""
+        """Return a note if the scorer does not decide which answers are correct."""
         scorer, threshold = self.evaluation.scorer, self.evaluation.scorer_threshold
         if scorer is None:
             return []
@@ -321,7 +332,7 @@ class EvalConfig(Section):
         return problems
 
     def _note_unused_values(self, names: Set[str], reason: str) -> list[str]:
-        """Return a note on the settings of `[generation]` among `names` that are set but not used for letters."""
+        """Return a note on the keys of `[generation]` among `names` that are set but not used with `letter`."""
         set_values = self.generation.model_dump(include=self.generation.model_fields_set & names)
         values = ", ".join(f"generation.{name} ({value})" for name, value in sorted(set_values.items()))
         return [f"{values}: used by answer_type reasoning only; {reason}"] if set_values else []

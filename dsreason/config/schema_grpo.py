@@ -1,4 +1,4 @@
-"""The schema of a GRPO run's configuration: the keys beyond `RunConfig`."""
+"""The schema of a GRPO run's configuration: its keys in addition to those of `RunConfig`."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ OffloadMode = Literal["auto", "always", "never"]
 
 
 class AlgorithmConfig(Section):
-    """The algorithm that turns completions into an update. Unset keys take the preset's values."""
+    """The algorithm that turns completions into an update. Unset keys default to the preset's values."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
-    """Loss, advantages, clipping, KL and filters as a paper defines them (`dsreason/losses/presets.py`)."""
+    """Loss, advantages, clipping, KL and filters as defined in the respective paper (`dsreason/losses/presets.py`)."""
     num_generations: int = Field(8, ge=1)
-    """Completions per prompt: the group within which advantages are computed. 1 is enough for a teacher without rewards."""
+    """Number of completions per prompt, which form the group within which advantages are computed. 1 is enough for a teacher
+    without rewards."""
     prompts_per_step: int = Field(16, ge=1)
-    """Prompts per rollout, over all ranks."""
+    """Number of prompts per rollout, over all ranks."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
-    """Optimizer steps on the completions of one rollout, each with its share of them."""
+    """Number of optimizer steps per rollout; each uses an equal share of its completions."""
     advantage: Literal["group_normalized", "group_centered", "leave_one_out", "batch_normalized"] | None = None
     """Formula that turns the rewards of a group into advantages."""
     clip_low: float | None = Field(None, ge=0)
-    """Lower clip of the ratio."""
+    """Lower clipping range of the probability ratio."""
     clip_high: float | None = Field(None, ge=0)
-    """Upper clip of the ratio."""
+    """Upper clipping range of the probability ratio."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of the ratio for negative advantages (3 is usual); unset: none."""
+    """Upper bound of the probability ratio for negative advantages (usually 3). Unset: no bound."""
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = "token_truncate"
     """Correction for the difference between the trainer's and the engine's log-probabilities."""
     correction_low: float | None = Field(None, ge=0)
-    """Smallest weight of the correction; unset: the published value."""
+    """Minimum weight of the correction. Unset: the published value."""
     correction_high: float | None = Field(None, gt=0)
-    """Largest weight of the correction; unset: the published value."""
+    """Maximum weight of the correction. Unset: the published value."""
     kl_coef: float | None = Field(None, ge=0)
-    """Weight of the KL to the reference policy in the loss; 0 needs no reference."""
+    """Weight of the KL divergence from the reference policy in the loss; with 0, no reference is needed."""
     kl_estimator: Literal["k1", "k2", "k3", "bias_corrected_k3"] = "k3"
-    """Estimator of the KL to the reference policy."""
+    """Estimator of the KL divergence from the reference policy."""
     kl_clamp: float | None = Field(None, gt=0)
-    """Upper bound of a token's k3 (cosmos-rl: 10); unset: none."""
+    """Upper bound of the k3 estimate of a token (cosmos-rl: 10). Unset: no bound."""
     reference_reset_every: int = Field(0, ge=0)
-    """Steps after which the current policy becomes the reference; 0: the reference stays the initial model."""
+    """Number of steps after which the current policy becomes the reference. 0: the reference is always the initial model."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the loss."""
     overlong_filter: bool | None = None
-    """Do not train on completions that were cut off at the maximum length; they stay in the reward statistics."""
+    """Do not train on completions that were truncated at the maximum length; they still count in the reward statistics."""
     dynamic_sampling: bool | None = None
-    """Replace groups with equal rewards by groups of other prompts."""
+    """Replace groups whose rewards are all equal with groups of other prompts."""
     dynamic_tolerance: float = Field(0.0, ge=0)
-    """Largest range of a group's rewards that counts as equal."""
+    """Maximum difference between a group's rewards at which they count as equal."""
     max_refills: int = Field(3, ge=1)
     """Maximum number of additional rollouts per batch under dynamic sampling."""
 
@@ -99,14 +100,14 @@ class RolloutConfig(Section):
     engine: Literal["vllm", "transformers"] = "vllm"
     """Engine that samples the completions."""
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
-    """Ranks that share one copy of vLLM's model."""
+    """Number of ranks that share one copy of vLLM's model."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM may use while it is awake."""
+    """Share of a GPU's memory that vLLM may use while it is awake (during rollouts)."""
     offload: OffloadMode = "auto"
-    """Move the optimizer state to CPU memory during rollouts: "auto" moves what vLLM's share of the GPU requires (all of it with
-    the transformers engine), "always" all of it, "never" nothing."""
+    """How much of the optimizer state to move to CPU memory during rollouts: "auto" moves as much as vLLM's share of the GPU
+    requires (everything with the transformers engine), "always" moves everything, "never" moves nothing."""
     sleep_level: Literal[1, 2] = 2
-    """2 discards vLLM's weights while it sleeps; 1 keeps a copy in CPU memory."""
+    """Sleep level of vLLM between rollouts: 2 discards its weights, 1 keeps a copy of them in CPU memory."""
     enforce_eager: bool = False
     """Run vLLM without compiled graphs, which saves memory and start-up time but is slower."""
     engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=ROLLOUT))] = {}
@@ -114,29 +115,32 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0.01)
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the fewest tokens whose total probability reaches this; values below 1 need `grpo.correction = "none"`."""
+    """Sample only from the smallest set of most probable tokens whose total probability reaches this value; values below 1
+    require `grpo.correction = "none"`."""
     top_k: int = Field(0, ge=0)
-    """Sample from the `top_k` most probable tokens; 0: all. Values above 0 need `grpo.correction = "none"`."""
+    """Sample only from the `top_k` most probable tokens; 0: all tokens. Values above 0 require `grpo.correction = "none"`."""
     max_completion_length: int = Field(1024, ge=1)
     """Maximum length of a completion in tokens."""
     batch_size: int = Field(32, ge=1)
-    """Completions that the transformers engine samples together on a rank; vLLM batches by itself."""
+    """Number of completions that the transformers engine samples together on a rank; vLLM forms its own batches."""
     sync_bucket_mb: float = Field(512.0, gt=0)
-    """Maximum MiB of weights gathered at a time to send to the engine."""
+    """Maximum size of the weights that are gathered at a time to be sent to the engine, in MiB."""
     show: int = Field(4, ge=0)
-    """Completions displayed with their media in TensorBoard."""
+    """Number of completions to display in TensorBoard, with their media."""
     show_every: int = Field(20, ge=0)
-    """Steps between displayed completions; 0: never."""
+    """Number of steps between displays of completions. 0: never."""
     self_test: bool = True
-    """Test the engine before training: disturb its weights, sleep, wake, sync, and check that its log-probabilities recover."""
+    """Test the engine before training: disturb its weights, put it to sleep, wake it, sync the weights, and check that its
+    log-probabilities recover."""
     mismatch_warn: float = Field(0.02, ge=0)
-    """Warn if `mismatch/kl`, the mean over tokens of KL(engine ‖ trainer), is above this."""
+    """Value of `mismatch/kl`, the mean over tokens of KL(engine ‖ trainer), above which a warning is logged."""
     mismatch_stop: float = Field(0.5, gt=0)
-    """Stop if `mismatch/kl` is above this: the engine then samples from a policy other than the one being trained."""
+    """Value of `mismatch/kl` above which the run is stopped, because the engine then samples from a policy other than the one
+    being trained."""
 
     @property
     def samples_all_tokens(self) -> bool:
-        """True if completions are sampled from all tokens, so that their probabilities are comparable with the trainer's."""
+        """Whether completions are sampled from all tokens, so that their probabilities are comparable with the trainer's."""
         return self.top_p == 1 and self.top_k == 0
 
     @model_validator(mode="after")
@@ -150,16 +154,17 @@ class RolloutConfig(Section):
 
 
 class RemoteRewardConfig(Section):
-    """The server of rewards named `remote:<score>`. Its token is read only from the environment."""
+    """The server for rewards named `remote:<score>`. Its token is read only from the environment."""
 
     url: str | None = None
-    """URL; unset: REMOTE_REWARD_URL or WFM_REWARD_URL of the environment. Written configurations mask its query."""
+    """URL of the server. Unset: the environment variable REMOTE_REWARD_URL or WFM_REWARD_URL. The query part is masked in
+    saved configurations."""
     batch_size: int = Field(64, ge=1)
-    """Completions per request."""
+    """Number of completions per request."""
     concurrency: int = Field(4, ge=1)
     """Concurrent requests per rank."""
     time_limit: float | None = Field(None, gt=0)
-    """Seconds that one request may take; unset: REMOTE_REWARD_ENQUEUE_TIMEOUT_S, or 60."""
+    """Time limit of one request, in seconds. Unset: the environment variable REMOTE_REWARD_ENQUEUE_TIMEOUT_S, or else 60."""
     retries: int = Field(4, ge=0)
     """Retries of a failed request, after pauses that double."""
 
@@ -168,22 +173,24 @@ class DistillConfig(Section):
     """A teacher whose log-probabilities of the student's completions become advantages, with or without rewards."""
 
     teacher: str | None = None
-    """Model folder, hub name or `tiny:<name>`, as in model.path; or the URL of an OpenAI-compatible server
-    (`http://host:8000/v1`) that returns the log-probabilities of a prompt, as vLLM does, for prompts without media. Its key is
-    read from TEACHER_API_KEY. Unset: no teacher."""
+    """Model folder, hub name or `tiny:<name>`, as in model.path; or, for prompts without media, the URL of an
+    OpenAI-compatible server (`http://host:8000/v1`) that returns the log-probabilities of a prompt, as vLLM does. The
+    server's API key is read from TEACHER_API_KEY. Unset: no teacher."""
     revision: str | None = None
     """Hub revision of the teacher."""
     coef: float = Field(1.0, gt=0)
-    """Weight of the teacher's advantage of a token, log teacher - log student, which is added to that of the rewards."""
+    """Weight of a token's advantage from the teacher (log teacher - log student), which is added to the advantage from the
+    rewards."""
     discount: float = Field(0.0, ge=0, le=1)
-    """Discount per token with which a token is also credited for the teacher's advantages of later tokens; 0: only its own."""
+    """Discount factor per token with which a token is also credited for the teacher's advantages of later tokens. 0: each
+    token is credited only for its own advantage."""
     offload: bool = True
-    """Keep the teacher's weights in CPU memory, from where each layer fetches them; else every rank keeps its share on its GPU,
-    also during rollouts."""
+    """Keep the teacher's weights in CPU memory and copy each layer to the GPU when it is needed. If false, every rank keeps its
+    shard on its GPU, even during rollouts."""
     server_model: str | None = None
-    """Name of the server's model."""
+    """Name of the teacher on the server; required if the teacher is a URL."""
     time_limit: float = Field(120.0, gt=0)
-    """Seconds that one request to the server may take."""
+    """Time limit of one request to the server, in seconds."""
     retries: int = Field(4, ge=0)
     """Retries of a failed request, after pauses that double."""
     concurrency: int = Field(8, ge=1)
@@ -200,7 +207,7 @@ class DistillConfig(Section):
             kind, unused = "a teacher", set(type(self).model_fields)
         else:
             kind, unused = ("a model folder", model_keys) if self.by_server else ("a server", server_keys)
-        fields = type(self).model_fields  # a written configuration sets all of them, so compare with the defaults
+        fields = type(self).model_fields  # a saved configuration sets all of them, so compare with the defaults
         if names_given := sorted(name for name in unused - {"teacher"} if getattr(self, name) != fields[name].default):
             raise ValueError(f"{', '.join(names_given)}: only used with {kind}; remove it, or set teacher")
         if self.by_server and self.server_model is None:
@@ -210,13 +217,14 @@ class DistillConfig(Section):
 
 class RewardConfig(RewardFunctionsConfig):
     functions: dict[str, RewardWeight] = {}
-    """Weights by reward name (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`)."""
+    """Mapping from the reward's name (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) to its weight."""
     options: dict[str, dict[str, Any]] = {}
-    """Keyword arguments by reward name, such as `format.pattern`. Values named `api_key`, `token` … are masked when written."""
+    """Keyword arguments of each reward, by its name, such as `format.pattern`. Values of `api_key`, `token` and similar keys
+    are masked in saved configurations."""
     workers: int = Field(2, ge=1)
-    """Processes per rank that compute rewards."""
+    """Number of processes per rank that compute rewards."""
     time_limit: float = Field(30.0, gt=0)
-    """Seconds that one call of a reward function may take."""
+    """Time limit of one call of a reward function, in seconds."""
     remote: RemoteRewardConfig = RemoteRewardConfig()
 
 
@@ -235,7 +243,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def samples_per_step(self) -> int:
-        """Completions per optimizer step, over all ranks."""
+        """The number of completions per optimizer step, over all ranks."""
         return self.grpo.prompts_per_step * self.grpo.num_generations // self.grpo.optimizer_steps_per_rollout
 
     @property

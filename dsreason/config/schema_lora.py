@@ -1,4 +1,4 @@
-"""The schema of adapters that are trained instead of a model's weights (LoRA, 2106.09685)."""
+"""The schema of the adapters that are trained instead of a model's weights (LoRA, 2106.09685)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pydantic import AfterValidator, Field, model_validator
 from dsreason.config.section import Section, check_regex
 
 LARGEST_RANK = 2**16
-"""Upper bound of ranks: no layer has more inputs."""
+"""Upper bound for the rank of an adapter; no layer has more inputs."""
 Pattern = Annotated[str, AfterValidator(check_regex)]
 
 
 class AdapterConfig(Section):
-    """The keys of adapters that all kinds of model share."""
+    """The keys for adapters that are common to all kinds of models."""
 
     rank: int = Field(0, ge=0, le=LARGEST_RANK)
-    """Rank of the adapters; 0: all weights are trained."""
+    """Rank of the adapters. 0: no adapters; all weights are trained."""
     alpha: float | None = Field(None, gt=0)
-    """Scale of the adapters: their output is multiplied by alpha / rank. Unset: twice the rank."""
+    """Numerator of the adapters' scale: their output is multiplied by alpha / rank. Unset: twice the rank."""
 
     @model_validator(mode="after")
     def check_rank(self) -> Self:
@@ -34,7 +34,7 @@ class AdapterConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Effective alpha."""
+        """The effective alpha."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
 
@@ -42,22 +42,23 @@ class LoRAConfig(AdapterConfig):
     """Adapters of a vision-language model."""
 
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that training drops; sft only."""
+    """Dropout probability of an adapter's inputs during training; sft only."""
     targets: tuple[Pattern, ...] = ()
-    """Regular expressions, searched in the names of linear layers (`language_model.*\\.[qv]_proj`); each must match one. Layers
-    that match any of them get an adapter. Empty: attention and feed-forward of the language model."""
+    """Regular expressions for the names of the linear layers that get an adapter (`language_model.*\\.[qv]_proj`), searched
+    anywhere in a name; each must match at least one. Empty: the attention and feed-forward layers of the language model."""
     vision: bool = False
-    """Add adapters to the linear layers of the vision tower and its mergers, too."""
+    """Also add adapters to the linear layers of the vision tower and its mergers."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank), which lets high ranks learn as fast as low ones (rsLoRA, 2312.03732)."""
+    """Scale the output by alpha / sqrt(rank), so that high ranks learn as fast as low ranks (rsLoRA, 2312.03732)."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=LARGEST_RANK)]] = {}
-    """Ranks of some layers, by regular expressions as in targets; the first match counts (`{"visual" = 4}`)."""
+    """Ranks of individual layers, by regular expressions as in targets (`{"visual" = 4}`); the first match is used."""
     alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = {}
-    """Alpha of some layers, likewise. A layer that only `rank_pattern` matches has the alpha above."""
+    """Alpha of individual layers, by regular expressions as in targets; the first match is used. Layers without a match use
+    `alpha`, even if `rank_pattern` matches them."""
 
 
 def format_value(value: Any) -> str:
-    """Format a value for messages: a list by its entries, 16.0 as 16."""
+    """Format a value for messages: a list as its entries separated by commas, and 16.0 as 16."""
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The base class of all configuration sections, and checks that they share."""
+"""The base class of all configuration sections, and shared validators."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import re
 from pydantic import BaseModel, ConfigDict
 
 LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature above 0, as in vLLM."""
+"""Minimum temperature above 0, as in vLLM."""
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values cannot be changed after loading."""
+    """Base class of all sections: unknown keys are errors, and values are immutable after loading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     def differing(self) -> list[str]:
-        """Return the names of fields set to another value than the default; a written configuration sets all fields."""
+        """Return the names of fields whose value differs from the default (a saved configuration sets all fields)."""
         return [
             name
             for name, field in type(self).model_fields.items()
@@ -26,27 +26,27 @@ class Section(BaseModel):
         ]
 
     def check_exclusive(self, first: str, second: str) -> None:
-        """Raise ValueError if both of these keys are set."""
+        """Raise ValueError if both keys are set."""
         a, b = getattr(self, first), getattr(self, second)
         if a is not None and b is not None:
             raise ValueError(f"{first} ({a}) and {second} ({b}) exclude each other; remove one")
 
     def check_order(self, low: str, high: str) -> None:
-        """Raise ValueError if both of these keys are set and the first is greater."""
+        """Raise ValueError if both keys are set and `low` is greater than `high`."""
         a, b = getattr(self, low), getattr(self, high)
         if a is not None and b is not None and a > b:
             raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
 
 
 def refuse_flag(value: object) -> object:
-    """Raise ValueError for true and false instead of a number of rows: pydantic takes them for 1 and 0."""
+    """Raise ValueError if a number of rows is a bool, which pydantic would convert to 0 or 1; else return it unchanged."""
     if isinstance(value, bool):
         raise ValueError(f"{value} is not a number of rows; set a share or a number, such as 0.1")
     return value
 
 
 def check_regex(pattern: str) -> str:
-    """Raise ValueError if the pattern is not a regular expression."""
+    """Return the pattern unchanged; raise ValueError if it is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -55,7 +55,7 @@ def check_regex(pattern: str) -> str:
 
 
 def check_temperature(value: float) -> float:
-    """Raise ValueError for a temperature so low that dividing the scores by it overflows."""
+    """Return the temperature unchanged; raise ValueError if it is so low that dividing the logits by it overflows."""
     if 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(f"{value:g} must be 0, or at least {LOWEST_TEMPERATURE}")
     return value

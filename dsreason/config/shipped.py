@@ -1,4 +1,4 @@
-"""Files shipped with the package, DeepSpeed JSON and recipes, in a checkout or an installed wheel."""
+"""Files shipped with the package (DeepSpeed JSON files and recipes), in a checkout or an installed wheel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.problems import describe_missing_file, find_nearest
 
 
 def find_shipped_root(package: Path | None = None) -> Path:
-    """Return `dsreason/_shipped` of an installed wheel, else the root of the checkout."""
+    """Return the folder `dsreason/_shipped` of an installed wheel, or else the root of the checkout."""
     package = package or Path(str(files("dsreason")))
     inside = package / "_shipped"
     return inside if inside.is_dir() else package.parent
@@ -22,12 +22,12 @@ def list_shipped(kind: str) -> list[str]:
 
 
 def get_shipped_file(kind: str, name: str) -> Path:
-    """Return the path of one of the `list_shipped`; `kind` is `ds_configs` or `launch/recipes`."""
+    """Return the path of a file from `list_shipped`; `kind` is `ds_configs` or `launch/recipes`."""
     return find_shipped_root() / kind / name
 
 
 def find_file(name: str, kind: str) -> Path:
-    """Find a file by path, or by bare name: first in the current folder, then among the shipped files of this kind."""
+    """Find a file by path, or by bare name, first in the current folder and then among the shipped files of `kind`."""
     path = Path(name).expanduser()
     if path.is_file():
         return path

@@ -1,4 +1,4 @@
-"""One question after another about the same media, answered while one reads: `dsreason infer`."""
+"""Questions about the same media, answered one after another as a stream of text: `dsreason infer`."""
 
 from __future__ import annotations
 
@@ -44,44 +44,45 @@ from dsreason.rollout.transformers_engine import draw_tokens, read_stop_token_id
 from dsreason.rollout.vllm_arguments import VLLMSettings
 
 MANY_PROMPTS = 8
-"""Number of prompts from which `auto` takes vLLM on a GPU: its start then takes less time than it saves."""
+"""Number of prompts above which `auto` selects vLLM on a GPU, because it then saves more time than its startup takes."""
 MOST_PROMPT_BYTES = 16 * 1024**2
 
 Asked = tuple[EncodedPrompt, Sampling]
 Draw = Callable[[Iterator[Asked]], Iterator[tuple[EncodedPrompt, Iterator[int]]]]
-"""Prompts → each with its token ids, the stop token included. The n-th prompt draws from the n-th random stream."""
+"""Function from prompts to pairs of a prompt and its sampled token ids, including the stop token. The n-th prompt uses the
+n-th random stream."""
 
 
 @dataclass(frozen=True)
 class InferSettings:
-    """Settings that all questions of one call share.
+    """The settings that all questions of a call share.
 
     Example: `InferSettings(model="tiny:qwen3_vl", videos=("a.mp4",), vision={"fps": 4.0})`.
     """
 
     model: str
-    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of dsreason, see `models.run_weights`."""
+    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of dsreason; see `models.run_weights`."""
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)
-    """`fps`, `nframes`, `max_pixels`, `total_pixels` of every medium."""
+    """Values of `fps`, `nframes`, `max_pixels` and `total_pixels` for every media item."""
     system: str = ""
-    """System message; empty: that of the chat template."""
+    """System message; empty: the default of the chat template."""
     reasoning: bool = False
-    """The system message asks for `<think>…</think> <answer>…</answer>`."""
+    """Whether the system message requests the format `<think>…</think> <answer>…</answer>`."""
     sampling: Sampling = Sampling()
     timestamps: bool = False
-    """The time is written on the frames of videos."""
+    """Whether to write the time on the frames of videos."""
     save_frames: Path | None = None
-    """Folder for the pictures that the model is shown."""
+    """Folder to which the images and frames that the model sees are written; None: not written."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Type of the weights; `auto`: as in config.json."""
+    """Data type of the weights; `auto`: the type in config.json."""
 
 
 @dataclass
 class StreamedAnswer:
-    """An answer on its way: iterate to its end for the text as it is drawn, then ask for the `result`."""
+    """An answer that is being generated: iterate over its text to the end, then call `result`."""
 
     model: str
     prompt: EncodedPrompt
@@ -106,7 +107,7 @@ class StreamedAnswer:
         return "stop" if self.ids and self.ids[-1] in self.stop_ids else "length"
 
     def result(self) -> dict[str, Any]:
-        """JSON values; `prompt` is the question's text, `size` (width, height) as the model is shown it."""
+        """Return the answer as JSON values; `prompt` is the question's text, `size` the (width, height) that the model sees."""
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         parsed = parse(text, "reasoning", kind="open")
         return {
@@ -124,13 +125,13 @@ class StreamedAnswer:
 
 
 def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[StreamedAnswer]:
-    """A `StreamedAnswer` for each prompt, to be read to its end before the next.
+    """Yield a `StreamedAnswer` for each prompt; each must be consumed completely before the next.
 
     Args:
-        say: called with a text before what takes time, and where something is done differently than asked.
+        say: called with a message before slow steps, and if a setting has to be changed.
 
     Raises:
-        DsReasonError: unreadable media or model, or a prompt that is longer than the model takes; before any is answered.
+        DsReasonError: media or model cannot be read, or a prompt is too long for the model; raised before any is answered.
     """
     for path in settings.images:
         probe_image(path)
@@ -157,11 +158,11 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
             yield StreamedAnswer(settings.model, encoded, ids, stop_ids, tokenizer)
 
 
-# ---------------------------------------------------------------- the model
+# ---------------------------------------------------------------- model
 
 
 def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], None]) -> Path:
-    """The Hugging Face folder, see `models.run_weights`; of a checkpoint an export that lasts until `stack` closes."""
+    """Return the Hugging Face folder (see `models.run_weights`); a checkpoint is exported until `stack` closes."""
     try:
         own_weights = run_weights(settings.model)
         if own_weights is not None and is_checkpoint(own_weights):
@@ -173,7 +174,7 @@ def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], N
 
 
 def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
-    """The trainer's encoder, and how many tokens the model takes, prompt and answer together."""
+    """Return the trainer's encoder, and the maximum number of tokens in prompt and answer together."""
     longest = int(read_model_config(folder).get_text_config().max_position_embeddings)
     encoder = open_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
     kind = TimestampEncoder if settings.timestamps else PromptEncoder
@@ -189,7 +190,7 @@ def open_engine(
     num_prompts: int,
     stack: ExitStack,
 ) -> Draw:
-    """Open what draws tokens, with the weights loaded, until `stack` closes; vLLM with room for `max_length` at a time."""
+    """Open an engine with the weights loaded until `stack` closes; for vLLM, `max_length` is the maximum sequence length."""
     installed = importlib.util.find_spec("vllm") is not None
     if settings.engine == "vllm" and not installed:
         raise ConfigError("--engine vllm: vLLM is not installed; install it, or choose transformers")
@@ -213,10 +214,11 @@ def open_engine(
 
 @contextmanager
 def open_vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
-    """vLLM gets all prompts at once, and its answers come when they are complete: nothing is streamed."""
+    """Open a vLLM engine for the prompts. It gets all prompts at once and returns only complete answers, so nothing is
+    streamed."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     build_checked_model(folder)
-    settings = VLLMSettings(max_model_len=max_length, gpu_memory_utilization=0.9)  # nothing else needs it
+    settings = VLLMSettings(max_model_len=max_length, gpu_memory_utilization=0.9)  # nothing else uses the GPU
     with ExitStack() as stack:
         world = init_world()
         stack.callback(shutdown)
@@ -226,7 +228,7 @@ def open_vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, m
 
 
 def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
-    """One call for all prompts; they show the same media, which are held once."""
+    """Sample the answers to all prompts in one call; the prompts share one copy of the media."""
     prompts: list[EncodedPrompt] = []
     samplings: list[Sampling] = []
     for prompt, sampling in asked:
@@ -247,23 +249,23 @@ def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[
 
 
 def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The text of token ids in pieces of whole characters; joined, what decoding all ids at once gives."""
+    """Yield the text of the token ids in pieces of complete characters; joined, they equal the decoding of all ids at once."""
     pending: list[int] = []
     for token in ids:
         pending.append(token)
         text = str(tokenizer.decode(pending, skip_special_tokens=True))
-        if not text.endswith("\ufffd"):  # part of a character
+        if not text.endswith("\ufffd"):  # not an incomplete character
             yield text
             pending = []
-    if pending:  # the answer was cut off inside a character
+    if pending:  # the answer was truncated within a character
         yield str(tokenizer.decode(pending, skip_special_tokens=True))
 
 
-# ---------------------------------------------------------------- the prompt
+# ---------------------------------------------------------------- prompt
 
 
 def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
-    """Images, then videos, then the text."""
+    """Build the sample of a prompt: images, then videos, then the text."""
     media = [("image", path) for path in settings.images] + [("video", path) for path in settings.videos]
     shown_keys = {"image": ("max_pixels",), "video": tuple(settings.vision)}
     parts = [
@@ -280,7 +282,7 @@ def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
 
 
 def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
-    """Tokens of the prompt, from the headers of its media; DataError if no answer fits behind it."""
+    """Return the prompt's length in tokens, read from the media headers; raise DataError if it leaves no room for an answer."""
     length = encoder.measure(sample)
     if length >= longest:
         raise DataError(
@@ -298,7 +300,11 @@ def limit_length(sampling: Sampling, room: int, say: Callable[[str], None]) -> S
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
-    """The prompt itself, the text of a file, or one `{"prompt": …}` a line of a .jsonl; ConfigError for anything else."""
+    """Return the given prompt, the content of a text file, or the prompts of a .jsonl file with `{"prompt": …}` per line.
+
+    Raises:
+        ConfigError: not exactly one of both is given, the file cannot be read or is malformed, or a prompt is empty.
+    """
     if (prompt is None) == (file is None):
         problem = "neither --prompt nor --prompt-file" if prompt is None else "--prompt and --prompt-file"
         raise ConfigError(f"{problem} given; give one of them")
@@ -318,7 +324,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 
 
 def read_prompt(file: Path) -> str:
-    """The text of a file, which may be a pipe, such as `<(…)`."""
+    """Read the text of a file, which may be a pipe such as `<(…)`."""
     with file.open("rb") as opened:
         content = opened.read(MOST_PROMPT_BYTES + 1)
     if len(content) > MOST_PROMPT_BYTES:
@@ -333,11 +339,11 @@ def _prompt_of(row: Any, where: str) -> str:
     return prompt
 
 
-# ---------------------------------------------------------------- the media, as they are shown
+# ---------------------------------------------------------------- media, as the model sees them
 
 
 def describe_media(prompt: EncodedPrompt) -> list[dict[str, Any]]:
-    """`{path, kind, frames, seconds, fps, size}` of each medium; `fps` of the frames that are shown."""
+    """Return `{path, kind, frames, seconds, fps, size}` for each media item; `fps` is the rate of the sampled frames."""
     prompts = []
     for path, medium in zip(list_media_paths(prompt.sample.messages), prompt.media, strict=True):
         if isinstance(medium, Image.Image):
@@ -356,7 +362,7 @@ def describe_media(prompt: EncodedPrompt) -> list[dict[str, Any]]:
 
 
 def save_frames(prompt: EncodedPrompt, folder: Path | None) -> None:
-    """`1_photo.png`, `2_sample_000_0.00s.png`, …: the pictures that the model is shown."""
+    """Write the images and frames that the model sees: `1_photo.png`, `2_sample_000_0.00s.png`, …"""
     if folder is None:
         return
     try:

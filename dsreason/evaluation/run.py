@@ -1,4 +1,4 @@
-"""`dsreason eval`: ask every question, grade the answers, and keep each as soon as it has arrived."""
+"""The evaluation of `dsreason eval`: it asks all questions, grades the answers, and stores each as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from dsreason.monitor.progress import Advance
 log = logging.getLogger(__name__)
 
 MIN_FAILURES = 16
-"""Number of failures in a row that a server does not have by chance."""
+"""Number of consecutive failures at the start after which a server counts as misconfigured."""
 NOT_ASKED = "not asked yet"
-"""Error of questions that an evaluation has not come to."""
+"""Error of questions that the evaluation has not reached yet."""
 VISIBILITY_TIMEOUT_S = 60.0
-"""After which a new file of another host is not coming: network file systems may show it late."""
+"""Seconds to wait for a new file of another host, because network file systems may show it late."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """The questions that this job has asked and got answers to, over all its ranks; neither earlier nor impossible ones."""
+    """The number and speed of the answers that this job has received, over all ranks, excluding stored answers and errors."""
 
     questions: int
     completion_tokens: int
@@ -61,15 +61,17 @@ class Throughput:
 
 
 def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
-    """Answer and grade all questions of the configuration; every rank calls it.
+    """Answer and grade all questions of the configuration. Collective.
 
-    Answers that are stored already are kept, so that an evaluation which was killed goes on where it was; those that
-    ended in an error are asked again. Returns the folder of the results, `<results_dir>/<model>/<answer_type>`, which no
-    other evaluation may use meanwhile.
+    Stored answers are kept, so that an interrupted evaluation continues where it stopped; questions that ended in an error
+    are asked again. No other evaluation may use the folder of the results at the same time.
+
+    Returns:
+        The folder of the results, `<results_dir>/<model>/<answer_type>`, and the throughput.
 
     Raises:
-        DsReasonError: no such data set, model or server; a folder that holds results of other settings, is in use, or is
-            not the same on all hosts.
+        DsReasonError: a data set, the model or the server does not exist; or the folder contains results of other settings,
+            is in use, or is not the same on all hosts.
     """
     questions = load_questions(config)
     check_scorer(config.evaluation, questions)
@@ -79,7 +81,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
             *(absent[0].id, absent[0].problem),
         )
     with (
-        Grader(config.evaluation) as grader,  # before the engine, whose start takes longer than to find a mistake in it
+        Grader(config.evaluation) as grader,  # first, so that its errors are raised before the slow start of the engine
         FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock)) as answering,
     ):
@@ -99,7 +101,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
 
 
 def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[str, str], lock: FolderLock) -> None:
-    """Lock the folder of the results and make it ready; see `open_run_folder` and `check_asked`."""
+    """Lock and prepare the folder of the results; see `open_run_folder` and `check_asked`."""
     folder = run_folder(config, model["name"])
     make_folder(folder, "results_dir")
     lock.take(folder)
@@ -108,9 +110,9 @@ def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[
 
 
 def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question]) -> None:
-    """Raise DataError if a data set has stored answers to questions that it no longer has: they would be scored, too.
+    """Raise DataError if there are stored answers to questions that a data set no longer has, since they would be scored, too.
 
-    With a limit they may be those beyond it, and stay.
+    With `evaluation.limit`, they may be answers to questions beyond the limit, so this only logs a warning.
     """
     question_ids = {question.id for question in questions}
     files = [file for name in config.names for file in list_dataset_files(folder / make_safe_name(name))]
@@ -133,7 +135,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
 
 
 def check_stored(folder: Path, questions: Sequence[Question]) -> None:
-    """Raise DataError if not every question stands in the folder, as it does once all ranks have prepared theirs."""
+    """Raise DataError if a question is missing from the folder after all ranks have stored theirs."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while missing := {question.id for question in questions} - read_stored_ids(folder, clips):
@@ -151,7 +153,7 @@ def read_stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def select_for_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
-    """One rank's part: whole clips, so that no two ranks write to one file."""
+    """Select the questions of a rank; all questions about a clip go to the same rank, so that only one writes its file."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     own_clips = set(list(clips)[rank::size])
     return [question for question in questions if (question.dataset, question.video_id) in own_clips]
@@ -159,7 +161,7 @@ def select_for_rank(questions: Sequence[Question], rank: int, size: int) -> list
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One rank's questions on their way to stored results."""
+    """The evaluation of one rank's questions, from asking to storing the results."""
 
     config: EvalConfig
     folder: Path
@@ -167,9 +169,9 @@ class Evaluation:
     answering: Answering
 
     def prepare(self, questions: Sequence[Question]) -> set[str]:
-        """Store every question that has no answer yet as not asked, and return the ids of the others.
+        """Store a placeholder for every question that has no answer yet, and return the ids of the answered questions.
 
-        Whatever is scored, also after a kill, then has all questions.
+        Scores thus always cover all questions, even if the job is killed.
         """
         clips: dict[tuple[str, str], list[Question]] = {}
         for question in questions:
@@ -192,10 +194,10 @@ class Evaluation:
         return answered
 
     def run(self, questions: Sequence[Question], answered: Set[str], advance: Advance) -> Iterator[Result]:
-        """The answers that were not there before, each once it is stored.
+        """Ask the unanswered questions, and yield each result as soon as it is stored.
 
-        Where the batches have a fixed size, one of which anything is missing is asked as a whole: what is computed together
-        rounds alike, so that an evaluation gives the same answers however often it was interrupted.
+        Batches of a fixed size are asked completely even if only some of their answers are missing. Rounding depends on the
+        composition of a batch, so an evaluation gives the same answers no matter how often it was interrupted.
         """
         for batch in self.answering.answerer.batches(self.batches(questions, answered)):
             for question, reply, attempts in self.answers(batch, is_first=not answered):
@@ -208,7 +210,7 @@ class Evaluation:
         return read_file(file) if file.exists() else []
 
     def batches(self, questions: Sequence[Question], answered: Set[str]) -> list[list[Question]]:
-        """Return the questions to ask in batches, the same number on ranks that ask together."""
+        """Split the questions to ask into batches; ranks that ask together get the same number of batches."""
         size = self.answering.batch_size
         if size is None:
             open_questions = [
@@ -221,7 +223,7 @@ class Evaluation:
         return missing + [[]] * (max(self.answering.in_step(len(missing))) - len(missing))
 
     def answers(self, batch: Sequence[Question], *, is_first: bool) -> Iterator[tuple[Question, Reply, int]]:
-        """Each question once with its last reply and how often it was asked: again while nothing is read in the answer."""
+        """Yield (question, last reply, number of attempts) once per question; unparsed answers are retried."""
         settings, last = self.config.evaluation, self.config.generation.max_retries
         place = {question.id: i for i, question in enumerate(batch)}
         pending = list(batch)
@@ -243,10 +245,10 @@ class Evaluation:
                     yield question, reply, attempt + (reply.error is None)
                 else:
                     unread.append(question)
-            pending = sorted(unread, key=lambda question: place[question.id])  # replies come in any order
+            pending = sorted(unread, key=lambda question: place[question.id])  # replies arrive in any order
 
     def store(self, question: Question, reply: Reply, attempts: int) -> Result:
-        """Grade a reply, and write it into the file of its clip. One with an error is a wrong answer that says why."""
+        """Grade a reply and store the result in the file of its clip; a reply with an error counts as a wrong answer."""
         result = self.grade(question, reply, attempts)
         stored = {other.id: other for other in self.read_stored(question.dataset, question.video_id)} | {
             result.id: result
@@ -284,9 +286,12 @@ class Evaluation:
 def check_server_answers(
     replies: Iterator[tuple[QuestionRequest, Reply]], num_asked: int, url: str
 ) -> Iterator[tuple[QuestionRequest, Reply]]:
-    """The same replies. ConfigError if a server fails at the first `MIN_FAILURES` questions, or at all where they are fewer.
+    """Yield the replies unchanged; stop if the server answers none of the first questions.
 
-    Questions that were not sent to it say nothing about it.
+    Questions that were never sent to the server do not count.
+
+    Raises:
+        ConfigError: the first `MIN_FAILURES` questions failed, or all of them if there are fewer.
     """
     num_failed, last = 0, ""
     for request, reply in replies:
@@ -311,7 +316,7 @@ def read(question: Question, text: str, answer_type: AnswerType, parser: Parser)
 
 
 def check_same(question: Question, stored: Result, file: Path) -> None:
-    """Raise DataError if a stored answer is to another question."""
+    """Raise DataError if a stored answer belongs to a different version of the question."""
     texts = [get_text(message) for message in question.sample.messages]
     for fact, old, new in (
         ("asks", stored.prompt, texts),

@@ -1,4 +1,4 @@
-"""Settings of the evaluation in a results folder: `run.json`, and what may not differ when it is continued."""
+"""The settings of the evaluation in a results folder (`run.json`), and the check that a continued evaluation has the same."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from dsreason.job.record import read_git_state, read_versions
 COMPARED = ("evaluation", "generation", "vision")
 OPTIONS = ("engine_options", "scorer_options")
 NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", *OPTIONS}
-"""Settings that do not change an answer, and the options, which count if any are set. Data sets may be added, too: each stored
-answer is compared with its question."""
+"""Settings that are not compared because they do not affect an answer, and the options, which are compared only if they are set.
+Data sets are not compared, either, so more may be added: each stored answer is compared with its question."""
 SOURCES = "vision of "
-"""Before a source's data set: these are compared only where both evaluations have it."""
+"""Prefix of the key that holds a source's vision settings. Such keys are compared only if both evaluations have the data set."""
 THRESHOLD, FORMER_THRESHOLD = "evaluation.scorer_threshold", 0.5
-"""Scorers decided from this value on before there was a key for it."""
+"""Key of the threshold, and its fixed value in older versions, which did not have the key."""
 MODEL = ("max_length", "engine", "trust_remote_code", "attention")
 
 
 def run_folder(config: EvalConfig, model_name: str) -> Path:
-    """`<results_dir>/<model>/<answer_type>`."""
+    """Return the folder of an evaluation's results, `<results_dir>/<model>/<answer_type>`."""
     return Path(config.results_dir).expanduser() / make_safe_name(model_name) / config.evaluation.answer_type
 
 
 def describe_vision_difference(config: EvalConfig) -> str | None:
-    """Return a note if a model that dsreason trained is evaluated with vision settings other than those of its training."""
+    """Return a note if the vision settings differ from those with which dsreason trained the model; else None."""
     trained = read_trained_vision(Path(str(config.model.path)).expanduser())
     vision = config.merge_vision().model_dump(exclude_none=True)
     if trained is None or trained == vision:
@@ -49,7 +49,7 @@ def describe_vision_difference(config: EvalConfig) -> str | None:
 
 
 def read_trained_vision(model: Path) -> dict[str, Any] | None:
-    """`data.vision` of the run that a folder belongs to (`<run>`, `<run>/export/…`, `<run>/checkpoints/…`), None if none."""
+    """Return `data.vision` of the run to which a folder belongs (`<run>`, `<run>/export/…`, `<run>/checkpoints/…`); else None."""
     for folder in (model, *list(model.absolute().parents)[:2]):
         if record := find_run_record(folder):
             vision = record["config"].get("data", {}).get("vision")
@@ -58,9 +58,9 @@ def read_trained_vision(model: Path) -> dict[str, Any] | None:
 
 
 def collect_settings(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
-    """Return what decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
+    """Collect the settings that affect the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
-    has_fingerprint = "fingerprint" in model  # however its path is spelled
+    has_fingerprint = "fingerprint" in model  # identifies the model independently of its path
     settings: dict[str, Any] = {
         f"model.{key}": value for key, value in model.items() if key != "path" or not has_fingerprint
     }
@@ -81,17 +81,18 @@ def collect_settings(config: EvalConfig, model: dict[str, str]) -> dict[str, Any
 
 
 def locate_scorer(scorer: str) -> Path:
-    """Return the file of `judge.py:helpful`; for a built-in reward or a module, a path that does not exist."""
+    """Return the path of the file in a scorer such as `judge.py:helpful`; for other scorers, the path does not exist."""
     return Path(scorer.partition(":")[0]).expanduser()
 
 
 def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> None:
-    """Write `run.json`, or see that the evaluation there is this one.
+    """Check that results in the folder have the same settings, and write `run.json`.
+
+    With `evaluation.overwrite`, the old results of this evaluation's data sets do not count and are deleted, but only if
+    the settings agree with any results of other data sets. Questions without an answer do not count as results.
 
     Raises:
-        ConfigError: names the settings that differ, with both values; with `evaluation.overwrite` the results there of
-            the data sets of this evaluation are deleted first, unless there are others. Questions without an answer are
-            no results.
+        ConfigError: settings differ; the message lists them with both values.
     """
     settings, file = collect_settings(config, model), folder / RUN_FILE
     replaced: list[Path] = []
@@ -116,19 +117,19 @@ def delete(folder: Path) -> None:
 
 
 def has_answers(file: Path) -> bool:
-    """Not where all questions failed, as at a server of a wrong address: these will be asked again."""
+    """Return whether the file has any answer; questions that failed, for example due to a wrong URL, will be asked again."""
     return any(result.error is None for result in read_file(file))
 
 
 def check_same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings with what is recorded of other data sets; ConfigError if those of both differ."""
+    """Return the settings merged with the recorded settings of other data sets; raise ConfigError if they differ."""
     before = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(before, dict):
         raise ConfigError(f"{folder / RUN_FILE}: holds no settings; give another results_dir")
     if before.get("evaluation.scorer") is not None and THRESHOLD not in before:
         before = before | {THRESHOLD: FORMER_THRESHOLD}
     compared = {key for key in before.keys() | settings.keys() if not key.startswith(SOURCES)}
-    if settings["evaluation.parser"] == "compat":  # no scorer decides there
+    if settings["evaluation.parser"] == "compat":  # with compat, the scorer does not affect correctness
         before, settings = before | {THRESHOLD: None}, settings | {THRESHOLD: None}
     differing = [
         f"{key} was {before.get(key)!r} and is {settings.get(key)!r}"

@@ -1,4 +1,4 @@
-"""The time written on video frames, for models that read times from them, as cosmos-reason's inference does."""
+"""Timestamps written on video frames, for models that read times from frames, as in cosmos-reason's inference."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ FONT_SIZE = 20
 
 
 class TimestampEncoder(PromptEncoder):
-    """Encodes videos with the time of each frame in a black border below it.
+    """An encoder that adds the time of each video frame in a black border below the frame.
 
-    The frames have the size that they would have without it, and the border is one `factor` high (28 pixels of Qwen2.5-VL,
-    32 of Qwen3-VL): the height stays a multiple of it, the text is not resized, and a video costs one row of tokens more.
+    The size of the frame itself does not change. The border is one `factor` high (28 pixels for Qwen2.5-VL, 32 for
+    Qwen3-VL), so the height remains a multiple of `factor`, the text is not resized, and each frame has one more row of
+    tokens.
     """
 
     def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
@@ -50,17 +51,23 @@ class TimestampEncoder(PromptEncoder):
 
 
 def compute_frame_times(metadata: Mapping[str, Any]) -> list[float]:
-    """Seconds from the beginning of the file, of each sampled frame; even if `video_start` cuts off what is before."""
+    """Compute the time of each sampled frame in seconds from the start of the file, even if `video_start` is set."""
     return [index / metadata["fps"] for index in metadata["frames_indices"]]
 
 
 def stamp(
     frames: NDArray[np.uint8], times: Sequence[float], *, border: int = 28, sections: int = 2
 ) -> NDArray[np.uint8]:
-    """Frames [N, H, W, 3] uint8 with "12.50s" in white on a black border below: [N, H + border, W, 3].
+    """Write each frame's time, such as "12.50s", in white on a black border below it.
 
-    The model takes `sections` frames together, and would see their texts one above the other; so each has a section of the
-    width to itself, in turn from the left.
+    The model merges `sections` consecutive frames, so their labels would overlap. Each of these frames therefore has its own
+    section of the width, from left to right.
+
+    Args:
+        frames: `[N, H, W, 3]` uint8.
+
+    Returns:
+        `[N, H + border, W, 3]` uint8.
 
     Example: frames at `times` 0.0 and 0.5 show "0.00s" in the left half and "0.50s" in the right half.
     """
@@ -74,7 +81,7 @@ def stamp(
 
 
 def _draw_label(text: str, width: int, height: int) -> NDArray[np.uint8]:
-    """White text on black in the middle of [height, width, 3], as large as it fits, up to `FONT_SIZE`."""
+    """Draw white text, centered on a black image `[height, width, 3]`, as large as possible up to `FONT_SIZE`."""
     font = ImageFont.load_default(FONT_SIZE)
     if (length := font.getlength(text)) > width:
         font = ImageFont.load_default(FONT_SIZE * width / length)

@@ -1,4 +1,4 @@
-"""Types that asking, grading and reporting exchange: a question, and a stored result."""
+"""Types shared by asking, grading and reporting: a question, and a stored result."""
 
 from __future__ import annotations
 
@@ -10,66 +10,67 @@ from dsreason.data.types import Sample
 from dsreason.text import QuestionKind
 
 KIND = "kind"
-"""Rules that decide whether an answer is right if no scorer does, by the question's kind."""
+"""Value of `Result.graded_by` if the rules for the question's kind, not a scorer, decided whether the answer is correct."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question, with everything that asking and grading it takes.
+    """A question, with everything that is needed to ask and grade it.
 
     Example: `Question(id="robovqa/0123/5f1c09ae7d3b2e60", dataset="robovqa", video_id="0123", kind="multiple_choice",
     sample=Sample(…), answer="A", options={"A": "left", "B": "right"})`.
     """
 
     id: str
-    """Unique in an evaluation, and the same whatever else is asked: `<dataset>/<video_id>/<key>`, see `identity`."""
+    """Unique id, independent of the other questions of the evaluation: `<dataset>/<video_id>/<key>`; see `identity`."""
     dataset: str
     video_id: str
-    """Names the result file: a clip's name without its ending, or a row's id."""
+    """Base name of the result file: a clip's file name without its suffix, or a row's id."""
     kind: QuestionKind
     sample: Sample
-    """The sample as it is asked: `messages` end with the user's, media paths are absolute."""
+    """Sample to send to the model; its `messages` end with the user's message, and media paths are absolute."""
     answer: str
     options: dict[str, str] | None = None
     problem: str | None = None
-    """Why it cannot be asked: a clip that is missing, say. It then counts as unanswered."""
+    """Reason why the question cannot be asked, such as a missing clip; it then counts as unanswered. None: no problem."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One graded answer, as it stands in `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`.
+    """A graded answer, as stored in `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`.
 
-    The first eight fields are cosmos-reason1's.
+    The first eight fields are the same as in cosmos-reason1.
     """
 
     datasource: str
     video_id: str
     prompt: list[str]
-    """The texts of the messages asked, in order: system (if there is one), user."""
+    """Texts of the messages sent, in order: system (if any), user."""
     correct_answer: str
     reasoning: str
     answer: str
-    """The parsed answer; "" if nothing was read or answered."""
+    """Parsed answer; "" if there is no answer or it could not be parsed."""
     full_response: str
     is_correct: StrictBool
     id: str
-    """Kind of the question."""
+    """Id of the question; see `Question.id`."""
     kind: QuestionKind
     options: dict[str, str] | None
     media: list[str]
-    """Paths, in the order in which they are shown."""
+    """Paths of the media, in the order in which they appear in the prompt."""
     rule: str
-    """Rule of the parser that matched; "none" if none did."""
+    """Name of the parser's rule that matched; "none" if none did."""
     attempts: int
-    """Number of times that the question was asked; 0 if it could not be."""
+    """Number of times that the question was asked; 0 if it could not be asked."""
     finish_reason: str
-    """`stop`, `length`, or "" if nothing was answered."""
+    """`stop`, `length`, or "" if there is no answer."""
     completion_tokens: int
     seconds: float
-    """Seconds from the question's (last) request to its answer, those of its batch included."""
+    """Seconds from the last request of the question, or of its batch, to the answer."""
     error: str | None = None
-    """Reason why the answer is missing: a missing or unreadable clip, a server that failed. The next evaluation asks again."""
+    """Reason why the answer is missing, such as an unreadable clip or a failed request; None if there is an answer. The next
+    evaluation asks the question again."""
     scores: dict[str, float] = field(default_factory=dict)
-    """`bleu`, `rougeL`, `similarity` of free texts, and a user's own."""
+    """Scores by name: `bleu`, `rougeL` and others for free texts, and the score of a user's scorer."""
     graded_by: str = KIND
-    """Rule that decided `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""
+    """Rule that determined `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""

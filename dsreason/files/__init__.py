@@ -1,1 +1,1 @@
-"""Local and remote files: addresses, S3, the cache, archives, locks."""
+"""Local and remote files: storage URLs, S3, the cache, archives and locks."""

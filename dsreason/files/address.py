@@ -1,4 +1,4 @@
-"""Parsing of storage addresses, `s3://bucket/prefix` and `hub:user/name`, without any network access."""
+"""Storage URLs (`s3://bucket/prefix`, `hub:user/name`) and functions that parse them, without any network access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN = re.compile(r"hf_\w+")
 
 @dataclass(frozen=True)
 class S3Address:
-    """An S3 object, or all objects whose key begins with `key` and a slash; an empty key is the whole bucket."""
+    """The URL of an S3 object, or of all objects whose key starts with `key` and a slash; with an empty key, of the bucket."""
 
     bucket: str
     key: str = ""
@@ -30,7 +30,7 @@ class S3Address:
 
     @property
     def on_branch(self) -> S3Address:
-        """This address, which has no branch; see `HubAddress.on_branch`."""
+        """This URL unchanged, because S3 has no branches; see `HubAddress.on_branch`."""
         return self
 
     @property
@@ -40,7 +40,7 @@ class S3Address:
 
 @dataclass(frozen=True)
 class HubAddress:
-    """A model repository on the Hugging Face Hub, or a folder in it; `revision` is a branch (None: main)."""
+    """A model repository on the Hugging Face Hub, or a folder in one; `revision` is a branch (None: main)."""
 
     repo: str
     folder: str = ""
@@ -52,7 +52,7 @@ class HubAddress:
 
     @property
     def on_branch(self) -> HubAddress:
-        """This address with an explicit branch, which is equal for two addresses of the same place."""
+        """This URL with an explicit branch, so that two URLs of the same target compare equal."""
         return replace(self, revision=self.revision or "main")
 
     def __truediv__(self, name: str) -> HubAddress:
@@ -64,7 +64,7 @@ def is_s3(text: str) -> bool:
 
 
 def parse_s3(text: str) -> S3Address:
-    """Parse an S3 address; the message of a ValueError shows no key or password in it."""
+    """Parse an S3 URL; raise ValueError if it is invalid, with a message that contains no key or password."""
     bucket, _, key = text.removeprefix(S3).partition("/")
     if BUCKET.fullmatch(bucket) is None:
         if "@" in text or ":" in text.removeprefix(S3):
@@ -81,11 +81,11 @@ def parse_s3(text: str) -> S3Address:
 
 
 UploadAddress = S3Address | HubAddress
-"""A target of uploads."""
+"""An upload target."""
 
 
 def parse_target(text: str) -> UploadAddress:
-    """Parse a target of uploads; raise ValueError if it is invalid."""
+    """Parse an upload target; raise ValueError if it is invalid."""
     if is_s3(text):
         return parse_s3(text)
     match = REPOSITORY.fullmatch(text.removeprefix(HUB).rstrip("/"))
@@ -100,7 +100,7 @@ def parse_target(text: str) -> UploadAddress:
 
 
 def _check_path(path: str, text: str) -> str:
-    """Return the path; raise ValueError unless it is safe to join to a local folder."""
+    """Return the path unchanged; raise ValueError if it is not safe to join to a local folder."""
     if path and (path != str(PurePosixPath(path)) or ".." in path.split("/")):
         raise ValueError(f"{text}: has an empty part, '.' or '..' in its path; write it without")
     return path

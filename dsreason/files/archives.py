@@ -1,4 +1,4 @@
-"""Compressed files, and media inside archives or tables. Media are extracted to the cache once."""
+"""Compressed files, and media in archives or tables, which are extracted to the cache once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dsreason.files.cache import convert_cache_errors, get_cache_dir
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_UNPACKED_BYTES = 2 * 1024**4
-"""Maximum unpacked size of an archive; a larger one is refused."""
+"""Maximum unpacked size of an archive, in bytes; larger archives are rejected."""
 MAX_RATIO, SMALL_BYTES = 100, 256 * 1024**2
-"""Maximum ratio of unpacked to packed size, and an unpacked size that is always allowed."""
+"""Maximum ratio of unpacked to packed size, and the unpacked size, in bytes, up to which the ratio is not limited."""
 PACKED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-"""First bytes of a compressed file → function that opens it."""
+"""First bytes of a compressed file → the function that opens it."""
 PACKED_OTHERWISE = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"Rar!\x1a\x07", b"7z\xbc\xaf\x27\x1c")
 BLOCK_BYTES = 4096
-"""Bytes counted for each member in addition to its size, because empty files fill a disk, too."""
+"""Bytes counted for each member in addition to its size, because empty files also use disk space."""
 MAX_NAME_BYTES = 16 * 1024
 NAME_TYPES = (
     tarfile.XHDTYPE,
@@ -40,7 +40,7 @@ NAME_TYPES = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-"""Types of tar members that hold a long name for the next member; those above `MAX_NAME_BYTES` are refused."""
+"""Types of tar members that hold a long name for the next member; names above `MAX_NAME_BYTES` are rejected."""
 UNPACK_ERRORS = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -54,23 +54,23 @@ UNPACK_ERRORS = (
     LookupError,
     MemoryError,
 )
-"""Errors that the readers of the standard library raise on damaged input."""
+"""Errors that the standard library's readers raise for damaged input."""
 
 
 def get_media_cache() -> Path:
-    """Return `$COSMOS_CACHE`, even if `$DSREASON_CACHE` names another folder for other files; else `get_cache_dir`."""
+    """Return `$COSMOS_CACHE` if it is set, even if `$DSREASON_CACHE` is set, too; otherwise the folder of `get_cache_dir`."""
     folder = os.environ.get("COSMOS_CACHE")
     return Path(folder).expanduser() if folder else get_cache_dir()
 
 
 def write_embedded(content: bytes, suffix: str = "") -> Path:
-    """Return a file in the cache with this content, named after its hash. Several processes may call it at once.
+    """Write the content to a file in the cache, named after its hash, and return the path.
 
-    `suffix` comes from the data: an unusual one is dropped.
+    Several processes may call this function at the same time. `suffix` comes from the data; an unusual one is dropped.
 
     Raises:
         DataError: the content is not of type `bytes`.
-        StorageError: the cache cannot be written, which is not a fault of the data.
+        StorageError: the cache cannot be written, which is not a fault in the data.
     """
     if not isinstance(content, bytes):
         raise DataError(f"the content of a media file must be bytes, but is {type(content).__name__}")
@@ -85,13 +85,14 @@ def write_embedded(content: bytes, suffix: str = "") -> Path:
 
 
 def unpack(archive: Path) -> Path:
-    """Unpack an archive into `$COSMOS_CACHE` or the cache folder, once. Several processes may call it at once.
+    """Unpack an archive once into `$COSMOS_CACHE` or the cache folder, and return the folder of its members.
 
-    An archive that has changed (size or time) is unpacked again. No member can leave the folder.
+    Several processes may call this function at the same time. An archive whose size or modification time has changed is
+    unpacked again.
 
     Raises:
-        DataError: the archive is damaged, or a member would leave its folder.
-        StorageError: the cache cannot be written, which is not a fault of the data.
+        DataError: the archive is damaged, or a member would be written outside the folder.
+        StorageError: the cache cannot be written, which is not a fault in the data.
     """
     status = archive.stat()
     key = hashlib.sha256(f"{archive.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -106,10 +107,11 @@ def unpack(archive: Path) -> Path:
 
 
 def extract(archive: Path, folder: Path) -> None:
-    """Unpack a tar (plain, gz, bz2, xz) or zip into `folder`, which is removed again on failure.
+    """Unpack a tar (plain, gz, bz2 or xz) or zip archive into `folder`, which is removed again on failure.
 
     Raises:
-        DataError: the archive is damaged, encrypted or a bomb, or a member is a link, a device, or would leave `folder`.
+        DataError: the archive is damaged, encrypted or a decompression bomb, or a member is a link or a device or would be
+            written outside `folder`.
         StorageError: the disk is full or read-only.
     """
     try:
@@ -139,12 +141,12 @@ def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
             with convert_unpack_errors(archive, member.name):
                 check_member(member.name, is_link=member.issym() or member.islnk())
                 tar.extract(member, folder, filter="data")
-        while padding := tar.fileobj.read(BLOCK_BYTES):  # read on to the checksum at the end of the file
+        while padding := tar.fileobj.read(BLOCK_BYTES):  # read to the end of the file, so that its checksum is verified
             budget.spend(len(padding))
 
 
 class TarMember(tarfile.TarInfo):
-    """A tar header. A damaged one is an error, whereas tarfile would take it for the end of the archive."""
+    """A tar header that raises an error if it is damaged, whereas tarfile would treat it as the end of the archive."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> TarMember:
@@ -153,18 +155,18 @@ class TarMember(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             if any(buf):
                 raise tarfile.ReadError(f"damaged header ({error})") from error
-            raise  # only zeros: the end of the archive
-        # tarfile reads a long name as a whole.
+            raise  # a header of zeros marks the end of the archive
+        # Long names are limited because tarfile reads the entire name into memory.
         if member.size < 0 or (member.type in NAME_TYPES and member.size > MAX_NAME_BYTES):
             raise tarfile.ReadError(f"damaged header (size {member.size})")
         return member
 
 
 def check_member(name: str, *, is_link: bool) -> None:
-    """Raise TarError for a member that is a symbolic link or would leave the folder.
+    """Raise TarError for a member that is a symbolic link or would be written outside the folder.
 
-    Symbolic links are refused wherever they lead: chains of them can deceive tarfile's check (CVE-2025-4517, not fixed in
-    Python 3.11 before 3.11.13 and 3.12 before 3.12.11).
+    Symbolic links are rejected whatever their target, because a chain of links can bypass tarfile's check (CVE-2025-4517,
+    fixed in Python 3.11.13 and 3.12.11).
     """
     if os.path.isabs(name) or os.path.normpath(name).split("/")[0] == "..":
         raise tarfile.TarError("it would be extracted outside the destination")
@@ -174,10 +176,10 @@ def check_member(name: str, *, is_link: bool) -> None:
 
 @contextmanager
 def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file that may be compressed (gz, bz2, xz).
+    """Open a file that may be compressed (gz, bz2 or xz).
 
     Raises:
-        DataError: the file is damaged, or compressed in another way.
+        DataError: the file is damaged, or its compression format is not supported.
     """
     with file.open("rb") as content:
         start = content.read(8)
@@ -191,7 +193,7 @@ def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
 
 
 class Budget:
-    """Bytes that an archive or a compressed file may unpack to."""
+    """A limit on the number of bytes that an archive or a compressed file may unpack to."""
 
     def __init__(self, archive: Path) -> None:
         self.archive = archive
@@ -208,12 +210,12 @@ class Budget:
 
 @contextmanager
 def convert_unpack_errors(archive: Path, member: str | None = None) -> Iterator[None]:
-    """Raise errors as a DataError that names archive and member; errors of the target disk as a StorageError."""
+    """Convert errors in the block to a DataError that names archive and member, or a StorageError if the disk is at fault."""
     try:
         yield
     except UNPACK_ERRORS as error:
         inside = "" if member is None else f": {member[:200]!r}"
-        cause = " ".join(str(error).split()) or type(error).__name__  # tarfile lists what it has tried on several lines
+        cause = " ".join(str(error).split()) or type(error).__name__  # tarfile lists all attempts, one per line
         text = f"{archive}{inside} cannot be unpacked: {cause}"
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise StorageError(f"{text}; make room, or unpack it elsewhere (COSMOS_CACHE)") from error

@@ -1,4 +1,4 @@
-"""Files and folders that get their name only when complete, so that a killed process leaves nothing half-written."""
+"""Atomic writes: files and folders get their final name only when complete, so a killed process leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def open_draft(file: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a path to write to, which replaces `file` at the end of the block. A block that fails leaves nothing.
+    """Yield a temporary path that replaces `file` at the end of the block, or is deleted if the block fails.
 
     Args:
-        durable: wait until the disk has the content, and then the name: a power cut leaves the old file or the new one.
+        durable: sync first the content and then the name to disk, so that a power failure leaves the old or the new file.
     """
     draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.partial")
     try:
@@ -29,13 +29,13 @@ def open_draft(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a whole file, or leave the old one unchanged. Text is encoded as UTF-8."""
+    """Write a file completely, or leave the old one unchanged. Text is encoded as UTF-8."""
     with open_draft(file, durable=durable) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def flush(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,10 +44,10 @@ def flush(path: Path) -> None:
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
-    """Return `folder`; if it does not exist, `build` fills it under another name. One process builds while others wait.
+    """Return `folder`; if it does not exist, create it with `build`, which fills a temporary folder that is then renamed.
 
-    After a failure the next `build` finds what the failed one wrote. A cache has 256 locks for all its folders, because one
-    per folder would leave too many files behind.
+    One process builds while others wait. After a failure, the next `build` gets the partial content of the failed one. All
+    folders in a cache share 256 lock files, because one per folder would leave too many files behind.
     """
     if not folder.is_dir():
         locks = folder.parent / ".locks"

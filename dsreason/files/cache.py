@@ -1,4 +1,4 @@
-"""The cache folder for files that can be made again: tiny models, the built-in task, unpacked archives."""
+"""The cache folder for files that can be recreated: tiny models, the built-in task and unpacked archives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsreason.files.disk import to_os_error
 
 
 def get_cache_dir() -> Path:
-    """Return `$DSREASON_CACHE`, else `$COSMOS_CACHE`, else `dsreason` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`)."""
+    """Return `$DSREASON_CACHE`, or else `$COSMOS_CACHE`, or else `dsreason` in `$XDG_CACHE_HOME` or `~/.cache`."""
     folder = os.environ.get("DSREASON_CACHE") or os.environ.get("COSMOS_CACHE")
     try:
         if folder:
@@ -24,7 +24,7 @@ def get_cache_dir() -> Path:
 
 @contextmanager
 def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
-    """Raise OS errors in the block as a StorageError: a cache that cannot be written is not a fault of the data.
+    """Convert OS errors in the block to StorageErrors, because an unwritable cache is not a fault in the data.
 
     `variable` is the environment variable that sets the folder.
     """

@@ -1,4 +1,4 @@
-"""Time limits for calls into libraries that only limit the time between two bytes, not that of a whole request."""
+"""Time limits for calls to libraries that only limit the time between two bytes, not the total time of a request."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PACE_BYTES, PACE_S = 60_000, 60.0
-"""A download of less than this many bytes in this many seconds counts as broken."""
+"""Minimum number of bytes per number of seconds; a slower download counts as broken."""
 
 
 def run_with_limit(limit: float, call: Callable[[], T]) -> T:
-    """Return the call's result; raise TimeoutError after `limit` seconds.
+    """Call the function and return its result; raise TimeoutError after `limit` seconds.
 
-    A call into a library cannot be interrupted: it continues in a thread that nobody waits for, not even at process exit.
+    A library call cannot be interrupted; after a timeout, it continues in a daemon thread that does not delay process exit.
     """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  `result` raises it
+        except BaseException as error:  # noqa: BLE001  re-raised by `future.result`
             future.set_exception(error)
 
     threading.Thread(target=run, name="request", daemon=True).start()
     try:
         return future.result(limit)
     except TimeoutError:
-        if future.done():  # the call itself raised it
+        if future.done():  # the call itself raised the TimeoutError
             raise
         raise TimeoutError(f"no complete response within {limit:g} s") from None
 
 
 class Pace:
-    """The pace of a download whose size is unknown, so that no time limit fits."""
+    """A check on the speed of a download, for downloads of unknown size, which cannot have a time limit."""
 
     def __init__(self) -> None:
         self.began, self.bytes = time.monotonic(), 0
 
     def count(self, num_bytes: int) -> None:
-        """Count received bytes. Raise TimeoutError if there were too few for too long."""
+        """Count received bytes; raise TimeoutError if the download has been too slow for too long."""
         self.bytes += num_bytes
         now = time.monotonic()
         if now - self.began < PACE_S:

@@ -1,4 +1,4 @@
-"""Files and folders on the local disk: hashes, small files, and checks."""
+"""Files and folders on the local disk: hashes, small files and checks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from typing import Any
 from dsreason.errors import ConfigError
 
 MOST_BYTES = 64 * 1024**2
-"""Maximum size of a small file of dsreason: a lock, a marker, a record of a run."""
+"""Maximum size, in bytes, of a small file written by dsreason: a lock, a marker or a run's `config.json`."""
 END_BYTES = 64 * 1024
 
 
 def to_os_error(error: Exception) -> OSError | None:
-    """Return the OS error, also one that a Rust library reports: `I/O error: No space left on device (os error 28)`."""
+    """Convert an error to an OSError, parsing messages of Rust libraries: `I/O error: No space left on device (os error 28)`.
+
+    Returns:
+        The OSError; None for other errors.
+    """
     if isinstance(error, OSError):
         return error
     match = re.search(r"\(os error ([0-9]{1,4})\)", str(error))
@@ -29,15 +33,15 @@ def to_os_error(error: Exception) -> OSError | None:
 
 
 def compute_sha256(file: Path) -> str:
-    """Compute the SHA-256 of a file, in hexadecimal digits."""
+    """Compute the SHA-256 hash of a file, as hexadecimal digits."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def hash_end(file: Path) -> str:
-    """Compute the SHA-256 of the last 64 KiB, in hexadecimal digits: one read, however long the file is.
+    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits, which takes one read for a file of any size.
 
-    A zip archive, which torch writes, ends with a checksum of each of its parts, so any change of the archive changes its end.
+    torch writes zip archives, which end with a checksum of each member, so any change to the content changes the end.
     """
     with file.open("rb") as content:
         content.seek(max(0, content.seek(0, os.SEEK_END) - END_BYTES))
@@ -45,10 +49,10 @@ def hash_end(file: Path) -> str:
 
 
 def read_small(file: Path, most: int | None = None) -> bytes:
-    """Read a small file of dsreason (up to `MOST_BYTES`, or `most`) without blocking on anything that is not a file.
+    """Read a small file of at most `most` bytes (None: `MOST_BYTES`), without blocking if the path is not a regular file.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or is too large; `strerror` says which.
+        OSError: the file cannot be read, is not a regular file, or is too large; `strerror` has the reason.
     """
     most = MOST_BYTES if most is None else most
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -61,13 +65,13 @@ def read_small(file: Path, most: int | None = None) -> bytes:
 
 
 def check_regular(opened: int | Path, file: Path) -> None:
-    """Raise OSError unless the open descriptor or the path is a regular file."""
+    """Raise OSError unless `opened`, an open file descriptor or a path, is a regular file."""
     if not stat.S_ISREG(os.stat(opened).st_mode):
         raise OSError(errno.EINVAL, "is not a file", str(file))
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, a file or a link, if it exists; the target of a link is kept."""
+    """Delete a folder, a file or a link if it exists; the target of a link is not deleted."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -75,7 +79,7 @@ def remove(path: Path) -> None:
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """Create a folder; raise ConfigError, naming the option, if that is impossible."""
+    """Create a folder; raise a ConfigError that names the option if this is impossible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -85,9 +89,9 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raise ConfigError, naming the option, if no file can be created in the folder.
+    """Raise a ConfigError that names the option if no file can be created in the folder.
 
-    It creates and removes a temporary file in the folder, or in the nearest parent that exists.
+    To find out, a temporary file is created and removed in the folder, or in its nearest existing parent.
     """
     existing = folder
     try:
@@ -103,12 +107,12 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def find_existing(path: Path) -> Path:
-    """Return the path, or the nearest parent that exists."""
+    """Return the path if it exists, or else its nearest existing parent."""
     return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file of dsreason; empty if it cannot be read, because its content can be recomputed."""
+    """Read the JSON object in a file written by dsreason; return an empty one if that fails, as it can be recomputed."""
     try:
         document = json.loads(read_small(file))
     except (OSError, ValueError, RecursionError):

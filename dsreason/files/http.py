@@ -1,9 +1,9 @@
-"""HTTP requests with one deadline and a bounded response, which never follow a redirect to another host.
+"""HTTP requests with a total time limit and a bounded response size, which do not follow redirects.
 
-httpx2 only limits the time between two bytes, so a server may send one byte per second, and it decompresses everything that
-comes. Here one limit covers everything from the name look-up to the last byte of the body, compressed responses are
-decompressed piece by piece up to a size, and redirects are not followed: they would carry the request and its token to a URL
-that nobody has configured.
+httpx2 only limits the time between two bytes, so a server may send one byte per second, and it decompresses responses of any
+size. In this module, one time limit covers everything from the name lookup to the last byte of the body, and compressed
+responses are decompressed piece by piece up to a maximum size. Redirects are not followed, because they would send the
+request and its token to a URL that nobody has configured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PACKED = ("gzip", "x-gzip", "deflate")
-"""Encodings that are accepted, although none is requested."""
+"""Compressed encodings that are accepted in responses, although none is requested."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 REDIRECTED = "redirects are not followed, since they would carry the request along; set the final address"
 
@@ -37,9 +37,9 @@ REDIRECTED = "redirects are not followed, since they would carry the request alo
 class HttpResponse:
     status: int
     reason: str
-    """Reason phrase after the status."""
+    """Reason phrase that follows the status code."""
     headers: Mapping[str, str]
-    """Headers; names are case-insensitive."""
+    """Response headers; their names are case-insensitive."""
     content: bytes
 
     @property
@@ -52,45 +52,45 @@ class HttpResponse:
 
     @property
     def retry_after(self) -> float:
-        """Seconds to wait that the server requests; 0 if it requests none."""
+        """The number of seconds that the server asks the client to wait; 0 if it does not ask for a wait."""
         retry_after = self.headers.get("Retry-After", "")
         try:
             seconds = float(retry_after) if retry_after.isascii() else 0.0
-        except ValueError:  # a date
+        except ValueError:  # the header has a date
             return 0.0
         return seconds if 0 < seconds < float("inf") else 0.0
 
 
 class NoAnswer(Exception):
-    """A missing, broken or late response: the same request may succeed later."""
+    """An error for a missing, broken or late response; the same request may succeed later."""
 
     def __init__(self, text: str, *, late: bool = False) -> None:
         super().__init__(text)
         self.late = late
-        """True if the time limit was exceeded."""
+        """Whether the time limit was exceeded."""
 
 
 class BadAnswer(Exception):
-    """A response that is too long or has an unknown encoding."""
+    """An error for a response that is too long or has an unknown encoding."""
 
 
 async def send_request(
     method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
 ) -> HttpResponse:
-    """Send a request and return the response, whatever its status.
+    """Send a request and return the response, regardless of its status.
 
     Args:
-        limit: seconds until the whole response must have arrived.
-        max_bytes: maximum size of the decompressed content.
+        limit: seconds until the entire response must have arrived.
+        max_bytes: maximum size of the decompressed content, in bytes.
 
     Raises:
         NoAnswer: no response arrived.
         BadAnswer: the response cannot be used.
-        ConfigError: the environment's proxies or certificates cannot be used.
+        ConfigError: the proxies or certificates set in the environment cannot be used.
     """
-    import httpx2  # importing it takes a fifth of a second
+    import httpx2  # slow import: 0.2 s
 
-    quiet_libraries()  # httpx2 logs whole URLs
+    quiet_libraries()  # httpx2 logs complete URLs, which may contain secrets
     sent = {"Accept-Encoding": "identity", **headers}
     try:
         async with (
@@ -111,25 +111,25 @@ async def send_request(
 def ask(
     method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
 ) -> HttpResponse:
-    """Send a request and wait for the response; arguments and errors are those of `send_request`."""
+    """Send a request and wait for the response; the arguments and errors are the same as for `send_request`."""
     return wait_for(send_request(method, url, limit=limit, max_bytes=max_bytes, content=content, headers=headers))
 
 
 def wait_for(request: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from any thread and return its result."""
+    """Run a coroutine on the shared event loop, from any thread, and return its result."""
     future = asyncio.run_coroutine_threadsafe(request, get_loop(os.getpid()))
     try:
         return future.result()
-    except BaseException:  # a KeyboardInterrupt must cancel it, too
+    except BaseException:  # KeyboardInterrupt must cancel the request, too
         future.cancel()
         raise
 
 
 @lru_cache(maxsize=1)
 def get_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Start the event loop of a process: a fork inherits its parent's loop, but not the thread that runs it.
+    """Start the event loop of a process; a forked process needs a new one, because the thread of its parent's loop is gone.
 
-    It never ends, because closing a loop waits for name look-ups, which nothing can interrupt.
+    The loop is never closed, because closing it would wait for name lookups, which cannot be interrupted.
     """
     new_loop = asyncio.new_event_loop()
     threading.Thread(target=new_loop.run_forever, name="requests", daemon=True).start()
@@ -137,7 +137,7 @@ def get_loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 def find_cause(error: BaseException) -> str:
-    """Return the cause behind asyncio's "All connection attempts failed": `[Errno 111] Connection refused`."""
+    """Return the root cause of an error such as asyncio's "All connection attempts failed": `[Errno 111] Connection refused`."""
     inner: BaseException | None = error
     while inner is not None:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
@@ -148,7 +148,7 @@ def find_cause(error: BaseException) -> str:
 
 
 def open_client() -> httpx2.AsyncClient:
-    """Open a client that follows no redirects and sets no time limit."""
+    """Open a client that does not follow redirects and sets no time limit."""
     import httpx2
 
     try:
@@ -162,7 +162,7 @@ def open_client() -> httpx2.AsyncClient:
 
 @lru_cache(maxsize=1)
 def get_tls_context() -> ssl.SSLContext:
-    """Create the TLS context once, because it reads all certificates."""
+    """Return the TLS context, which is cached because creating it reads all certificates."""
     import httpx2
 
     return httpx2.create_ssl_context()
@@ -179,7 +179,7 @@ async def read(response: httpx2.Response, most: int) -> bytes:
 
 
 def make_unpacker(encoding: str) -> Callable[[bytes, int], bytes]:
-    """Return the decompressor of an encoding: (compressed bytes, maximum length of the result) → bytes."""
+    """Return the decompression function of an encoding: (compressed bytes, maximum length of the result) → bytes."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return lambda part, most: part[:most]

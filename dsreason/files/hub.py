@@ -1,4 +1,4 @@
-"""Translation of the errors of huggingface_hub into messages that say what to do."""
+"""Functions that convert errors of huggingface_hub into messages with advice."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dsreason.errors import DataError, StorageError
 from dsreason.secrets import hide_secrets
 
 HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError)
-"""Errors that the library raises; HTTPError is that of httpx or httpx2, depending on its version. Responses that are not from
-a Hub cause the last two, and Python's RecursionError."""
+"""Errors that huggingface_hub raises; HTTPError comes from httpx or httpx2, depending on the version of huggingface_hub. A
+response from a server that is not a Hub raises KeyError, TypeError or RecursionError (a RuntimeError)."""
 ADVICE = {
     401: "the token in HF_TOKEN is missing, wrong or expired: make one with write permission in the settings of your account",
     403: "the token in HF_TOKEN has no write access there: give it write permission, and your account access",
@@ -33,14 +33,17 @@ ADVICE = {
 
 
 def get_hub_url() -> str:
-    """Return the URL of the Hub; `HF_ENDPOINT` names a mirror."""
+    """Return the URL of the Hub, or of the mirror set in `HF_ENDPOINT`."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def convert_hub_error(error: Exception, where: str, *, page: str = "", revision: str | None = None) -> StorageError:
-    """Convert one of `HUB_ERRORS`, for a repository that was read (then `page` is its page on the Hub) or written.
+    """Convert one of `HUB_ERRORS` to a StorageError.
 
-    The library's messages may hold signed URLs: raise the result from None if others see them.
+    The original message may contain signed URLs; if others can see the traceback, raise the result `from None`.
+
+    Args:
+        page: URL of the repository's page on the Hub if it was read; empty if it was written.
     """
     if isinstance(error, OfflineModeIsEnabled):
         return StorageError(f"{where}: HF_HUB_OFFLINE is set, so the Hub is not contacted; unset it")
@@ -82,7 +85,7 @@ def get_first_line(text: str) -> str:
 
 @contextmanager
 def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn the errors of huggingface_hub, about a data set, into one DataError that says what to do."""
+    """Convert errors of huggingface_hub about a data set to a DataError with advice."""
     try:
         yield
     except HUB_ERRORS as error:

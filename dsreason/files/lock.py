@@ -1,8 +1,8 @@
-"""A lock file that lets only one job use an output folder: it names its holder, who touches it every few seconds.
+"""A lock file that lets only one job use an output folder. It names its holder, which touches it every few seconds.
 
-A lock of this machine is stale when its process is gone. Of another machine, or another container of this one, only the
-file is visible: its lock is stale if it has not been touched for a while. Locks of file systems are not relied on: some file
-systems have none, and NFS may keep the lock of a host that is gone.
+A lock that was taken on this machine is stale if its process no longer exists. The processes of another machine, or of
+another container on this one, are not visible, so their lock is stale if it has not been touched for a while. File-system
+locks would not be reliable: some file systems do not support them, and NFS may keep the lock of a host that has crashed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ log = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 180.0
-"""Seconds without a touch after which a lock of another machine is stale; native code may block the touching thread a while."""
+"""Seconds without a touch after which a lock of another machine is stale; native code may block the touching thread for a
+while."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that has a lock: `Holder("node-1", "<boot id> pid:[4026531836]", 4711, "81034", "2026-01-31 12:00:00")`."""
+    """The process that holds a lock: `Holder("node-1", "<boot id> pid:[4026531836]", 4711, "81034", "2026-01-31 12:00:00")`."""
 
     host: str
     machine: str
-    """Scope of the process id: one boot of one machine, and one container in it."""
+    """Scope in which the process id is valid: one boot of one machine, and one container on it."""
     pid: int
     started: str
-    """Start of the process in ticks since the boot, because process ids are reused."""
+    """Start time of the process in clock ticks since boot, which distinguishes it from a later process with the same id."""
     since: str
 
     def __str__(self) -> str:
@@ -49,12 +50,12 @@ class Holder:
 
 
 class FolderLock(AbstractContextManager["FolderLock"]):
-    """A folder that no other job may use from `take` to the end of the block.
+    """A lock that keeps other jobs from using a folder, from the call of `take` to the end of the block.
 
     Args:
-        on_lost: called in a thread, with an error to report, if another job has taken the folder nevertheless because
-            this one did not touch its lock for STALE_AFTER_S.
-        asked_to_stop: returns the signal that asks this job to stop, or "". A stop does not wait for another job.
+        on_lost: called in another thread with an error to report if another job has taken over the folder, because this job
+            had not touched its lock for STALE_AFTER_S.
+        asked_to_stop: returns the name of the signal that asked this job to stop, or ""; checked while `take` waits.
     """
 
     def __init__(self, on_lost: Callable[[ConfigError], object], asked_to_stop: Callable[[], str] = lambda: "") -> None:
@@ -69,7 +70,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
         Raises:
             ConfigError: another job uses the folder; the message names its host and process.
-            Stopped: this job was asked to stop before that was known.
+            Stopped: this job was asked to stop while waiting to find out.
         """
         file, content = folder / LOCK_FILE, json.dumps(asdict(describe_process()))
         while not create(file, content):
@@ -96,7 +97,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Raise ConfigError if a job on this machine uses the folder. Only `take` waits to judge locks of other machines."""
+    """Raise ConfigError if a job on this machine uses the folder. Locks of other machines are checked only by `take`."""
     content = read(folder / LOCK_FILE)
     holder = parse(content)
     if holder is not None and holder.machine == read_machine_id() and read_start_time(holder.pid) == holder.started:
@@ -110,7 +111,7 @@ def make_in_use_error(folder: Path, content: str) -> ConfigError:
 
 
 def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool:
-    """Return whether the holder of a lock is alive. For a job on another machine this takes up to STALE_AFTER_S."""
+    """Return whether the holder of a lock is alive, which takes up to STALE_AFTER_S if it runs on another machine."""
     holder = parse(content)
     if holder is not None and holder.machine == read_machine_id():
         return read_start_time(holder.pid) == holder.started
@@ -136,7 +137,7 @@ def create(file: Path, content: str) -> bool:
         return False
     except OSError as error:
         with suppress(OSError):
-            file.unlink()  # a full disk leaves an empty file
+            file.unlink()  # otherwise, a full disk would leave an empty file
         raise ConfigError(
             f"{file}: cannot be written ({error.strerror}); make room, or choose another folder"
         ) from None
@@ -144,19 +145,19 @@ def create(file: Path, content: str) -> bool:
 
 
 def remove_stale(file: Path, content: str) -> None:
-    """Remove a stale lock, unless another job has replaced it by its own meanwhile. Only one job at a time does this."""
+    """Remove a stale lock, one job at a time, unless another job has replaced it with its own in the meantime."""
     with suppress(FileNotFoundError), file.open("r+") as stale:
-        with suppress(OSError):  # the file system may have no locks
+        with suppress(OSError):  # the file system may not support locks
             fcntl.flock(stale, fcntl.LOCK_EX)
         if read(file) == content and file.stat().st_ino == os.fstat(stale.fileno()).st_ino:
             file.unlink()
 
 
 def read(file: Path) -> str:
-    """Return the content of a lock; "" if it is missing or just being written.
+    """Return the content of a lock file; "" if it is missing or still being written.
 
     Raises:
-        ConfigError: the path is not a lock, but a folder, a FIFO or a file that is not text.
+        ConfigError: the path is not a lock file, but a folder, a FIFO or a file that is not text.
     """
     try:
         return read_small(file).decode()
@@ -184,9 +185,9 @@ def parse(content: str) -> Holder | None:
 
 
 def get_last_touch(file: Path) -> int | None:
-    """Return the modification time in nanoseconds; None if the file is gone.
+    """Return the file's modification time in nanoseconds; None if the file no longer exists.
 
-    The file is opened because NFS reports cached attributes of files that are not open.
+    The file must be opened, because NFS reports cached attributes for files that are not open.
     """
     try:
         with file.open() as lock:
@@ -205,7 +206,7 @@ def read_machine_id() -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return the start of a process in ticks since the boot; None if it does not exist or is a zombie."""
+    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Safe reading of arrays in numpy's `.npy` format: plain numbers only, no unpickling, and no more memory than was sent."""
+"""A safe reader for numpy's `.npy` format, which accepts only plain numbers, never unpickles, and bounds its memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 MAX_HEADER_BYTES = 16 * 1024
 MALFORMED = (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError, tokenize.TokenError)
-"""Errors that numpy raises for a foreign header or an impossible shape."""
+"""Errors that numpy raises for an invalid header or an impossible shape."""
 
 
 def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
-    """Return the array in these bytes, sharing their memory; raise ValueError for another format or length."""
+    """Return the array in `content`, sharing its memory; raise ValueError if the format or the length is wrong."""
     content = memoryview(content)
     file = io.BytesIO(content[:MAX_HEADER_BYTES])
     try:

@@ -1,7 +1,7 @@
-"""Checks that a data set consists only of its files: all that the README and index files of a local one name is in its folder.
+"""Checks that a local data set uses only its own files: the README and index files may name only files in its folder.
 
-The rule is that of media: a path counts as it is written, so links, which a person made, may lead anywhere. A data set on
-the Hub may name URLs, but no files of this machine.
+As for media, a path is checked as it is written: links may point anywhere, because somebody has created them on purpose.
+A data set on the Hub may name URLs, but no files on this machine.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from dsreason.secrets import mask_credentials
 
 README = "README.md"
 STANDALONE = ".huggingface.yaml"
-"""Alternative to the README's header, which takes precedence over it."""
+"""Name of a file that may replace the README's header; the header takes precedence."""
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""Index files that `save_to_disk` writes: the files of a table, and the folder of each split."""
+"""Names of the index files that `save_to_disk` writes; they list the files of a table, and the folder of each split."""
 
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:|.*(://|::)", re.DOTALL)
-"""URLs: `http://…`, `data:…`, and chains of the library `fsspec`, such as `zip://rows.jsonl::http://…`."""
+"""Pattern of URLs: `http://…`, `data:…`, and URL chains of the library `fsspec`, such as `zip://rows.jsonl::http://…`."""
 
 
 def is_inside(path: str | Path, folder: str | Path) -> bool:
-    """Return whether an absolute path, as it is written, stays below an absolute `folder`."""
+    """Return whether an absolute path is below an absolute `folder`, without resolving links."""
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
 
 
 def check_configs(folder: Path) -> None:
-    """Raise DataError if a `configs` entry of the folder's README takes its files from anywhere else."""
+    """Raise DataError if a `configs` entry of the folder's README names files outside the folder."""
     for name in (README, STANDALONE):
         if (file := folder / name).is_file():
             for key, text in _iter_named_files(file):
@@ -44,14 +44,14 @@ def check_configs(folder: Path) -> None:
 
 
 def check_hub_configs(repository: str, revision: str | None) -> None:
-    """Raise DataError if the README of a data set on the Hub names files of this machine."""
+    """Raise DataError if the README of a data set on the Hub names files on this machine."""
     for name in (README, STANDALONE):
         try:
             file = Path(hf_hub_download(repository, name, repo_type="dataset", revision=revision))
         except RemoteEntryNotFoundError:
             continue
         except (HfHubHTTPError, OSError, ValueError):
-            return  # `datasets` meets the same error and reports it
+            return  # `datasets` will raise and report the same error
         for key, text in _iter_named_files(file):
             if _is_local(text):
                 raise DataError(
@@ -61,7 +61,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
 
 
 def check_saved(folder: Path) -> None:
-    """Raise DataError if the index files that `save_to_disk` wrote name tables or splits outside of `folder`."""
+    """Raise DataError if the index files written by `save_to_disk` name tables or splits outside `folder`."""
     tables = [folder]
     if (file := folder / SPLITS).is_file():
         splits = list(_iter_texts(_read_index(file).get("splits")))
@@ -77,7 +77,7 @@ def check_saved(folder: Path) -> None:
 
 
 def _iter_named_files(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) for each file that a README or standalone header names, read as the library `datasets` reads it."""
+    """Yield (key, text) for each file that the header of a README or a standalone file names, parsed as by `datasets`."""
     try:
         header = (
             DatasetCard.load(file).data.to_dict() if file.name == README else yaml.safe_load(file.read_text()) or {}
@@ -92,7 +92,10 @@ def _iter_named_files(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _is_local(text: str) -> bool:
-    """Return whether a README on the Hub names a local file: an absolute or climbing path, `file:`, or a chain's end."""
+    """Return whether an entry of a README on the Hub refers to a local file.
+
+    This is true for an absolute path, a path that leaves the repository, a `file:` URL, and a URL chain with a plain path.
+    """
     first, *chained = text.split("::")
     repository = Path("/repository")
     return (
@@ -113,21 +116,19 @@ def _read_index(file: Path) -> dict[str, Any]:
 
 
 def _iter_texts(value: Any) -> Iterator[str]:
-    """Iterate over all texts in nested lists and mappings: `[{split: train, path: [a, b]}]` → train, a, b."""
+    """Yield all strings in nested lists and mappings: `[{split: train, path: [a, b]}]` → train, a, b."""
     waiting, visited = [value], set()
     while waiting:
         item = waiting.pop()
         if isinstance(item, str):
             yield item
         elif isinstance(item, list | dict) and id(item) not in visited:
-            visited.add(
-                id(item)
-            )  # YAML aliases can expand a short text to a billion items, or a list that holds itself
+            visited.add(id(item))  # YAML aliases can expand a short text to a billion items or a recursive list
             waiting += reversed(list(item.values() if isinstance(item, dict) else item))
 
 
 def _check(file: Path, key: str, path: str, base: Path, folder: Path) -> None:
-    """Raise DataError unless `path`, relative to `base`, stays in `folder`."""
+    """Raise DataError unless `path`, relative to `base`, is inside `folder`."""
     if ADDRESS.match(path):
         raise DataError(
             f"{file}: {key}: {mask_credentials(path)} is an address, but a local data set is read only from its folder; "
@@ -138,7 +139,7 @@ def _check(file: Path, key: str, path: str, base: Path, folder: Path) -> None:
 
 
 def is_saved(folder: Path) -> bool:
-    """Return whether `save_to_disk` of `datasets` wrote the folder."""
+    """Return whether the folder was written by `save_to_disk` of `datasets`."""
     return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 

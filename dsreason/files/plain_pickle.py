@@ -1,7 +1,7 @@
-"""Reading of plain data from pickle files without running code in them: text embeddings and indexes from others.
+"""A reader of plain data in untrusted pickle files, such as text embeddings and indexes, that runs no code in the files.
 
-This follows "Restricting globals" in Python's documentation. The stand-ins for numpy's names accept only types of plain
-numbers: numpy's own `dtype` would let a pickle pass off memory addresses as objects.
+It follows "Restricting globals" in Python's documentation. The replacements for numpy's classes accept only plain numeric
+types, because numpy's own `dtype` would allow a pickle to have arbitrary memory addresses interpreted as objects.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dsreason.files.atomic import open_draft, write_file
 
 MAX_BYTES = 2 * 2**30
 FREE_SIZE, MAX_RATIO = 2**20, 64
-"""Characters and bytes that a pickle may expand to: a base, and a multiple of its size. A pickle can repeat a list or an array
-for two bytes each time."""
+"""Limits on the number of characters and bytes that a pickle may expand to: a fixed allowance, and a multiple of its size.
+They are needed because a pickle can repeat a list or an array with only two bytes per repetition."""
 ADVICE = "write it again with its program, as lists, dicts, texts, numbers and numpy arrays of numbers"
 
 
 class Dtype:
-    """A type of plain numbers: its code, and the byte order from its state."""
+    """A replacement for `numpy.dtype` that stores only the type code, and the byte order from the pickled state."""
 
     def __init__(self, code: str, *flags: Any) -> None:
         self.code, self.order = code, "="
@@ -37,7 +37,7 @@ class Dtype:
 
 
 class Array:
-    """An array that is filled from its state: version, shape, type, whether it is in Fortran order, bytes."""
+    """A replacement for `numpy.ndarray`, built from the pickled state: (version, shape, dtype, is_fortran, bytes)."""
 
     content: NDArray[Any]
 
@@ -54,7 +54,8 @@ class Array:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler that knows only the names in numpy's arrays; each file gets separate functions, so it cannot change others."""
+    """An unpickler that resolves only the names used by numpy arrays, to new objects in each call, which a file cannot modify
+    for others."""
 
     def find_class(self, module: str, name: str) -> Any:
         known_classes = {
@@ -74,10 +75,12 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def convert_pickle(file: Path, folder: Path) -> list[Path]:
-    """Write `<stem>.json`, with `{"npy": "<stem>-0.npy"}` for each array, and the arrays' files; return all paths.
+    """Convert a pickle to `<stem>.json` and one `.npy` file per array; return all paths.
+
+    In the JSON, `{"npy": "<stem>-0.npy"}` stands for an array.
 
     Raises:
-        DataError: the pickle holds anything but plain data, or is damaged; then nothing is written.
+        DataError: the pickle is damaged, or contains anything other than plain data; nothing is written.
     """
     if (size := file.stat().st_size) > MAX_BYTES:
         raise DataError(f"{file}: has {size} bytes; at most {MAX_BYTES} are read")
@@ -99,7 +102,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         return {"npy": arrays[-1][0].name}
 
     try:
-        for opcode, argument, _ in pickletools.genops(pickled):  # genops rejects a length beyond the end of the file
+        for opcode, argument, _ in pickletools.genops(pickled):  # genops raises if a length exceeds the file
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(pickled):
                 raise ValueError(f"counts its objects up to {argument}, with {len(pickled)} bytes")
         plain = PlainUnpickler(io.BytesIO(pickled)).load()

@@ -1,7 +1,7 @@
-"""Local copies of files in S3: each is fetched into the cache once, whole or not at all, for any number of processes.
+"""Local copies of S3 objects: each is fetched into the cache once, atomically, for any number of processes.
 
-A copy is kept under the object's bucket and a hash of its key, ETag, size and time, so an object that was replaced is
-fetched again. An interrupted fetch resumes where it stopped, also in a later run. Each process checks only once whether an
+The path of a copy consists of the bucket and a hash of the key, ETag, size and time, so an object that was replaced is
+fetched again. An interrupted fetch resumes where it stopped, even in a later run. Each process checks only once whether an
 object has changed.
 """
 
@@ -25,15 +25,15 @@ from dsreason.secrets import mask_credentials
 log = logging.getLogger(__name__)
 
 PARALLEL = 8
-"""Files of a folder fetched concurrently."""
+"""Number of files of a folder that are fetched concurrently."""
 REMEMBERED = 200_000
-"""Number of objects whose copies a process remembers."""
+"""Number of objects for which a process caches the path of the local copy."""
 SHOWN_BYTES = 100_000_000
-"""Size from which a fetch is logged."""
+"""Minimum size, in bytes, of a fetch that is logged."""
 
 
 def read_address(text: str) -> S3Address:
-    """Parse an `s3://…` address; raise DataError if it is invalid."""
+    """Parse an `s3://…` URL; raise DataError if it is invalid."""
     try:
         return parse_s3(text)
     except ValueError as error:
@@ -41,7 +41,7 @@ def read_address(text: str) -> S3Address:
 
 
 def check_place(key: str, text: str) -> None:
-    """Raise DataError for an address outside S3, before it is taken for a path and a password in it is displayed."""
+    """Raise DataError for a URL that is not on S3; otherwise, it would be used as a path and its password displayed."""
     if is_s3(text):
         read_address(text)
     elif "://" in text:
@@ -52,21 +52,21 @@ def check_place(key: str, text: str) -> None:
 
 
 def join_address(folder: S3Address, relative: str) -> S3Address:
-    """Return the address of an object below `folder`; raise DataError if the path leads out of it."""
+    """Return the URL of the object at `relative` below `folder`; raise DataError if the path leaves the folder."""
     if ".." in PurePosixPath(relative).parts:
         raise DataError(f"{relative} leads out of {folder}; set data.media_path or use full addresses")
     return folder / str(PurePosixPath(relative))
 
 
 def fetch_file(text: str) -> Path:
-    """Return the local copy of one object.
+    """Return the path of the local copy of an object, fetching it if necessary.
 
     Raises:
-        DataError: the address is invalid, or the object does not exist.
-        StorageError: S3 cannot be reached or refuses, which is not a fault of the data.
+        DataError: the URL is invalid, or the object does not exist.
+        StorageError: S3 cannot be reached or refuses the request, which is not a fault in the data.
     """
     copy = _copy_of(text)
-    if not copy.is_file():  # the cache was cleared meanwhile
+    if not copy.is_file():  # the cache folder was cleared in the meantime
         _copy_of.cache_clear()
         copy = _copy_of(text)
     return copy
@@ -90,7 +90,10 @@ def _copy_of(text: str) -> Path:
 
 
 def fetch_folder(text: str, wanted: Callable[[str], bool]) -> Path:
-    """Return a local copy of a folder with the objects whose path below it is `wanted`. Errors are those of `fetch_file`."""
+    """Return a local copy of a folder, with those objects for whose relative path `wanted` returns true.
+
+    The errors are the same as for `fetch_file`.
+    """
     address = read_address(text)
     objects = list_objects(address)
     chosen_objects = {name: source for name, source in sorted(objects.items()) if wanted(name)}
@@ -112,7 +115,7 @@ def fetch_folder(text: str, wanted: Callable[[str], bool]) -> Path:
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
-    """Raise StorageError if the objects not yet in the cache do not fit its disk."""
+    """Raise StorageError if the objects that are not cached yet do not fit on the disk of the cache."""
     missing = sum(source.size for source in sources if not _get_cache_folder(source.address, source.version).is_dir())
     folder = get_cache_dir()
     with convert_cache_errors(folder, "DSREASON_CACHE"):
@@ -138,7 +141,7 @@ def _get_cache_folder(address: S3Address, version: str) -> Path:
 
 
 def _fetch(source: S3Object, file: Path) -> None:
-    """Fetch the missing part of the file; a part from an earlier process has the same version."""
+    """Fetch the missing part of the file; a partial file left by an earlier process has the same version."""
     file.parent.mkdir(parents=True, exist_ok=True)
     remaining = source.size - (file.stat().st_size if file.exists() else 0)
     free = shutil.disk_usage(file.parent).free

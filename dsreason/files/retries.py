@@ -15,15 +15,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 6
-"""Attempts per request; with the waits between them they take about half a minute."""
+"""Number of attempts per request; including the waits between them, they take about half a minute."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 
 
 def run_with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
-    """Return the result of `action`, calling it up to `attempts` times (None: ATTEMPTS) if it raises a transient StorageError.
+    """Call `action` and return its result, retrying it on a transient StorageError.
 
-    The waits double, and each is scaled by a random factor from 0.5 to 1, so that many ranks do not retry at once.
+    The waits double, and each is multiplied by a random factor from 0.5 to 1, so that many ranks do not retry at once.
+
+    Args:
+        attempts: maximum number of calls; None: ATTEMPTS.
     """
     attempts = attempts or ATTEMPTS
     for attempt in range(1, attempts):

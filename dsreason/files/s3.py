@@ -1,6 +1,7 @@
-"""S3 through boto3, configured from the environment, with retries of transient errors and messages that name the address.
+"""Access to S3 through boto3, configured from the environment, with retries of transient errors and clear error messages.
 
-boto3 would retry silently, but not after damage that only an ETag shows; here it tries once, and `run_with_retries` decides.
+boto3's own retries are disabled, because they are silent and do not cover damage that only an ETag reveals; `run_with_retries`
+is used instead.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Answer: TypeAlias = Mapping[str, Any]
 
 CONNECT_LIMIT_S = 10
 READ_LIMIT_S = 60
-"""Time limit without a byte from the server."""
+"""Seconds to wait for the next byte from the server."""
 REQUEST_LIMIT_S = 120.0
-"""Time limit of a whole request, however steadily its bytes arrive."""
+"""Time limit of an entire request in seconds, even if bytes keep arriving."""
 COMPLETION_LIMIT_S = 600.0
-"""Time limit of `complete_multipart_upload`, which joins the parts of a large file before it answers."""
+"""Time limit of `complete_multipart_upload` in seconds; the server joins the parts of a large file before it responds."""
 SLOWEST = 10_000
-"""Bytes per second: the time limit is extended by the time that the content takes at this speed."""
+"""Minimum speed in bytes per second; the time limit is extended by the time that the content takes at this speed."""
 READ_BYTES = 32 * 1024**2
-"""Bytes per read request, which is the most that a broken connection costs."""
+"""Number of bytes per read request, and thus the maximum loss if a connection breaks."""
 MOST_PAGES = 10_000
-"""Maximum number of pages of a list of objects, with a thousand objects per page."""
+"""Maximum number of pages in a listing of objects; each has up to a thousand objects."""
 TRANSIENT_CODES = (
     "RequestTimeout",
     "SlowDown",
@@ -43,7 +44,7 @@ TRANSIENT_CODES = (
     "XAmzContentSHA256Mismatch",
     "OperationAborted",
 )
-"""Refusals below status 500 that may pass on another try."""
+"""Error codes with a status below 500 for which a retry may succeed."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,20 @@ class S3Object:
     size: int
     etag: str
     version: str
-    """ETag, size and time, which change whenever the content does."""
+    """ETag, size and modification time, at least one of which changes whenever the content does."""
 
 
 COSMOS = "PROD_S3_CHECKPOINT_"
-"""Prefix of cosmos-rl's variables ACCESS_KEY_ID, SECRET_ACCESS_KEY, ENDPOINT_URL and REGION_NAME."""
+"""Prefix of cosmos-rl's environment variables ACCESS_KEY_ID, SECRET_ACCESS_KEY, ENDPOINT_URL and REGION_NAME."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", f"{COSMOS}ENDPOINT_URL")
 REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION", f"{COSMOS}REGION_NAME")
-"""Environment variables of the region; the first that is set counts. The same holds for `ENDPOINTS`."""
+"""Environment variables for the region; the first one that is set is used. `ENDPOINTS` works in the same way."""
 
 
 def connect() -> Any:
-    """Return boto3's client of this process for the current environment.
+    """Return this process's boto3 client for the current environment.
 
-    cosmos-rl's variables are read if AWS's set no keys; AWS_ENDPOINT_URL and AWS_REGION take precedence over them.
+    cosmos-rl's variables are used if AWS's variables contain no keys; AWS_ENDPOINT_URL and AWS_REGION still take precedence.
     """
     variables = {name: value for name, value in os.environ.items() if value}  # an empty variable counts as unset
     if variables.keys() & {"AWS_ACCESS_KEY_ID", "AWS_PROFILE"}:
@@ -80,7 +81,7 @@ def connect() -> Any:
         )
     if (key is None) != (secret is None):
         raise StorageError(f"{COSMOS}ACCESS_KEY_ID and {COSMOS}SECRET_ACCESS_KEY belong together; set both")
-    # botocore reads only AWS_DEFAULT_REGION.
+    # botocore itself reads only AWS_DEFAULT_REGION.
     region = next((variables[name] for name in REGIONS if name in variables), None)
     return _create_client(os.getpid(), endpoint, region, READ_LIMIT_S, key, secret)
 
@@ -89,17 +90,17 @@ def connect() -> Any:
 def _create_client(
     process: int, endpoint: str, region: str | None, read_limit: float, key: str | None, secret: str | None
 ) -> Any:
-    """Create the client of a process: a fork must not write into its parent's connections.
+    """Create the client of a process, since a forked process must not use its parent's connections.
 
-    Without a key boto3 looks for one itself.
+    Without a key, boto3 searches its default sources for one.
     """
-    import boto3  # importing it takes a quarter of a second
+    import boto3  # slow import: 0.25 s
     from botocore.config import Config
 
     quiet_libraries()
     settings: dict[str, Any] = {}
     if endpoint and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
-        # Many S3-compatible servers refuse the checksum headers that are AWS's default; uploads are compared by ETag.
+        # Many S3-compatible servers reject AWS's default checksum headers; uploads are verified by ETag instead.
         settings["request_checksum_calculation"] = "when_required"
     one_attempt = {"total_max_attempts": 1, "mode": "standard"}
     config = Config(retries=one_attempt, connect_timeout=CONNECT_LIMIT_S, read_timeout=read_limit, **settings)
@@ -118,11 +119,11 @@ def request(
     """Make an S3 API call (such as `head_object`) on the bucket of `address`, and return the response.
 
     Args:
-        check: raises StorageError for a response that shows damage.
-        parameters: the parameters of the call, except the bucket.
+        check: function that raises StorageError if the response indicates damage.
+        parameters: parameters of the call, except the bucket.
 
     Raises:
-        StorageError: the call failed; the message names the address and the server's response.
+        StorageError: the call failed; the message contains the URL and the server's response.
     """
 
     limit = COMPLETION_LIMIT_S if method == "complete_multipart_upload" else REQUEST_LIMIT_S
@@ -145,11 +146,11 @@ def find_object(address: S3Address) -> S3Object:
 
 
 def list_objects(address: S3Address) -> dict[str, S3Object]:
-    """Return all objects below the address by relative path, without folder marks (keys that end with a slash)."""
+    """Return all objects below the URL, by relative path, except folder markers (keys that end with a slash)."""
     prefix = f"{address.key}/".lstrip("/")
     objects: dict[str, S3Object] = {}
     following: dict[str, Any] = {}
-    for _ in range(MOST_PAGES):  # boto3's paginator would restart at the first page after an error
+    for _ in range(MOST_PAGES):  # not boto3's paginator, which would restart at the first page after an error
         page = request("list_objects_v2", address, Prefix=prefix, **following)
         for entry in page.get("Contents", []):
             key, size = entry.get("Key", ""), entry.get("Size")
@@ -162,10 +163,10 @@ def list_objects(address: S3Address) -> dict[str, S3Object]:
 
 
 def read_into(source: S3Object, file: Path) -> None:
-    """Append the missing part of the object to `file`; a broken connection costs at most READ_BYTES.
+    """Append the missing part of the object to `file`; if a connection breaks, at most READ_BYTES are lost.
 
     Raises:
-        StorageError: the object cannot be read, or was changed since `source` was created.
+        StorageError: the object cannot be read, or has changed since it was listed as `source`.
     """
     with file.open("ab") as target:
         while target.tell() < source.size:
@@ -178,7 +179,7 @@ def _read(source: S3Object, start: int) -> bytes:
 
     def part() -> bytes:
         answer = connect().get_object(**location, Range=f"bytes={start}-{last}", IfMatch=source.etag)
-        return bytes(answer["Body"].read(last - start + 2))  # one byte more detects a server that ignores the range
+        return bytes(answer["Body"].read(last - start + 2))  # one extra byte reveals a server that ignores the range
 
     with convert_s3_errors(source.address):
         content = run_with_limit(REQUEST_LIMIT_S + READ_BYTES / SLOWEST, part)
@@ -207,7 +208,7 @@ def _parse_object(address: S3Address, size: int | None, facts: Answer) -> S3Obje
 
 @contextmanager
 def convert_s3_errors(address: S3Address) -> Iterator[None]:
-    """Raise boto3's errors as a StorageError, without their cause: their messages may hold secrets."""
+    """Convert boto3's errors to StorageErrors, without a cause, because the original messages may contain secrets."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
@@ -248,7 +249,7 @@ def get_advice(status: int, code: str, address: S3Address) -> str:
 
 
 def build_unreached(address: S3Address, error: Exception) -> StorageError:
-    """Build the error for a request without a response."""
+    """Build the error for a request that got no response."""
     from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):

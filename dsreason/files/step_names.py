@@ -1,4 +1,4 @@
-"""Names of files and folders of an optimizer step: a checkpoint, an export, a file of answers."""
+"""Names of the files and folders of an optimizer step: checkpoints, exports and files of answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PREFIX = "step_"
 
 
 def format_step(step: int) -> str:
-    """Return the name of a step: 12 → `step_12`."""
+    """Format the name of a step: 12 → `step_12`."""
     return f"{PREFIX}{step}"
 
 
@@ -18,5 +18,5 @@ def is_step_name(name: str) -> bool:
 
 
 def parse_step(path: Path) -> int:
-    """Return the step in a path: `.../step_12` → 12, `.../step_12.jsonl` → 12."""
+    """Parse the step from a path: `.../step_12` → 12, `.../step_12.jsonl` → 12."""
     return int(path.name.partition(".")[0].removeprefix(PREFIX))

@@ -1,1 +1,1 @@
-"""`dsreason data`: its commands, and the tables that they show."""
+"""`dsreason data`: its commands, and the tables that they print."""

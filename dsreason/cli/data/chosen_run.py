@@ -1,4 +1,4 @@
-"""The training run that `data`, `plan` and `doctor` look at: its trainer and its configuration."""
+"""Functions that determine the trainer and the configuration of the run that `data`, `plan` and `doctor` inspect."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ R = TypeVar("R", bound=RunConfig)
 
 
 def choose_trainer(config: Path | None, overrides: list[str] | None, command: str | None) -> Trainer[Any]:
-    """Return the trainer of `command`; without one, the trainer that knows most of the configuration's own sections, or SFT.
+    """Return the trainer of `command`; if it is None, the trainer whose schema fits the configuration best, or SFT.
 
     Raises:
-        ConfigError: no training command has the name.
+        ConfigError: there is no training command of this name.
     """
     trainer_of_name = find_trainers()
     if command is not None:
@@ -36,7 +36,7 @@ def choose_trainer(config: Path | None, overrides: list[str] | None, command: st
 
 
 def check_has_rows(trainer: Trainer[Any]) -> Trainer[Any]:
-    """Return the trainer. ConfigError if its rows are clips, not questions and answers."""
+    """Return the trainer unchanged; raise ConfigError if its rows are clips instead of questions and answers."""
     if not issubclass(trainer.schema, RunConfig):
         raise ConfigError(
             f"the configuration is of `dsreason {trainer.name}`, whose rows are clips and prompts; "
@@ -46,7 +46,7 @@ def check_has_rows(trainer: Trainer[Any]) -> Trainer[Any]:
 
 
 def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
-    """Load the configuration, or the trainer's built-in recipe if `path` is None."""
+    """Load the configuration, or the trainer's shipped recipe if `config` is None."""
     if config is None:
         print_message(f"no --config: the built-in recipe {trainer.recipe}", err=True)
     return load_any(trainer.name, trainer.schema, config, overrides or (), default_recipe=trainer.recipe)[0]

@@ -1,4 +1,4 @@
-"""`dsreason data`: fetch data sets, cut their clips, look at them, and see whether every row can be used."""
+"""`dsreason data`: commands that fetch data sets, cut their clips, inspect them, and check whether every row is usable."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def clip(
         bool, typer.Option("--allow-missing", help="Exit with 0 also where raw videos are missing.")
     ] = False,
 ) -> None:
-    """Cut the clips that the Hub does not have from the raw videos, frame by frame as their names say.
+    """Cut the clips that are not on the Hub from the raw videos, at exactly the frames that their names specify.
 
-    Existing clips are kept. Clips that cannot be cut are listed, and the exit code is 1.
+    Existing clips are kept. If clips cannot be cut, they are listed, and the exit code is 1.
     """
     launch.prepare_environment()
     from dsreason.tools.datasets.clip import cut_clips, list_needed_clips
@@ -107,7 +107,7 @@ def inspect(
     workers: WorkersOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Report what is in the data (lengths, media, labels, missing and duplicate rows), and show some of it."""
+    """Report statistics of the data (lengths, media, labels, missing and duplicate rows), and show some samples."""
     if (config is None) == (adapter is None and path is None):
         raise ConfigError("give the data either with --config, or with --path and --adapter")
     if config is not None and balance is not None:
@@ -148,7 +148,7 @@ def inspect(
 
 
 def add_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
-    """Add what `data.balance` would do to the inspection. Reports rows without a label; it is a problem if none has one."""
+    """Add the effect of `data.balance` to the inspection; if no row has a label, add a problem instead."""
     from dsreason.data.labels import count_labels_per_epoch
 
     try:
@@ -176,7 +176,7 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
 
 
 def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
-    """`inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png`."""
+    """Write `inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png` to the folder."""
     from dsreason.data.loader import read_row
     from dsreason.data.order import pick_evenly
     from dsreason.data.types import Sample
@@ -211,9 +211,9 @@ def validate(
     ] = None,
     workers: WorkersOption = None,
 ) -> None:
-    """Render every row as training does: read it, decode its media, encode it. Nothing is trained.
+    """Render every row as training does: read it, decode its media and encode it. Nothing is trained.
 
-    Rows that cannot be used are listed with file, row and reason, and the exit code is 1.
+    If rows are unusable, they are listed with file, row and reason, and the exit code is 1.
     """
     if all_rows and limit is not None:
         raise ConfigError(f"--all and --limit {limit} exclude each other; remove one")
@@ -236,7 +236,7 @@ def validate(
 
 
 def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset, Encode]]:
-    """Training and held-out rows, encoded as the trainer does it."""
+    """Return (name, data set, encoding function) of the training and the held-out rows, encoded as by the trainer."""
     with make_imports_fast():
         from dsreason.data.sources import open_datasets
         from dsreason.train.common.preflight import build_encoder, find_model

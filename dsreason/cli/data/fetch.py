@@ -1,4 +1,4 @@
-"""`dsreason data fetch`: data sets of the Hub, and the raw videos of clips that it does not have."""
+"""`dsreason data fetch`: download of data sets from the Hub, and of the raw videos for clips that are not on the Hub."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def fetch(
 ) -> None:
     """Download benchmark, SFT or RL data from the Hugging Face Hub, with the token in HF_TOKEN.
 
-    Only what is missing is downloaded, and what was cut is continued. Archives of clips are unpacked. With --raw the raw
-    videos of clips that the Hub does not have come from where their publishers offer them, as far as clips need them;
-    what they do not offer is listed, and the exit code is 1.
+    Only missing files are downloaded; interrupted downloads are resumed, and archives of clips are unpacked. With --raw, the
+    raw videos that are needed for clips not on the Hub are downloaded from their publishers. If any are not available, they
+    are listed, and the exit code is 1.
     """
     tasks = task or [Task.benchmark]
     if raw_from and (not raw or len(dataset or []) != 1):
@@ -87,10 +87,13 @@ def fetch(
 def fetch_all_raw_videos(
     wanted: list[tuple[str, Task]], data_dir: Path, raw_from: str | None, dry_run: bool
 ) -> list[str]:
-    """Fetch these data sets for these tasks; print and return a message for each clip whose raw video is not offered.
+    """Fetch the raw videos of the `wanted` data sets and tasks.
+
+    Returns:
+        A message for each clip whose raw video is not available; these are also printed.
 
     Raises:
-        DataError: what failed, once the others are fetched.
+        DataError: some data sets failed; it is raised after the others have been fetched.
     """
     missing: list[str] = []
     failed: list[str] = []
@@ -107,7 +110,11 @@ def fetch_all_raw_videos(
 
 
 def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None, dry_run: bool) -> list[str]:
-    """Fetch those that clips need, or say what would be; returns a text for each clip whose raw video is not offered."""
+    """Fetch the raw videos that clips need, or with `dry_run` only report them.
+
+    Returns:
+        A message for each clip whose raw video is not available.
+    """
     from dsreason.tools.datasets.clip import list_needed_clips
     from dsreason.tools.datasets.raw import fetch_raw, plan_raw
 

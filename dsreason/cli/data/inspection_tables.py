@@ -1,4 +1,4 @@
-"""Tables of the findings of `dsreason data inspect`."""
+"""Tables of the results of `dsreason data inspect`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dsreason.monitor.console import open_console
 from dsreason.tools.datasets.inspection import Inspection, PartReport, Spread
 
 SHOWN = 10
-"""Problems that are printed; all are in problems.jsonl."""
+"""Maximum number of problems to print; all are listed in problems.jsonl."""
 SHOWN_PIXELS = 3
-"""Media that are printed of those that cosmos-rl would show otherwise; inspection.json has more."""
+"""Maximum number of media items to print whose pixels would differ in cosmos-rl; inspection.json lists more."""
 
 
 def show_inspection(found: Inspection) -> None:
@@ -38,7 +38,7 @@ def show_inspection(found: Inspection) -> None:
 
 
 def build_facts_table(found: Inspection) -> Table:
-    """A column a part; the numbers of a spread are: least, median, 95 %, most."""
+    """Build a table with one column per part; spreads are given as minimum, median, 95th percentile and maximum."""
     table = Table("", *found.parts, title="least / median / 95 % / most")
     columns = [collect_facts(part, found.max_length) for part in found.parts.values()]
     for name in dict.fromkeys(name for column in columns for name in column):

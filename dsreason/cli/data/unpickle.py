@@ -1,4 +1,4 @@
-"""`dsreason data unpickle`: pickled text embeddings and indexes of cosmos-rl as JSON and `.npy` files."""
+"""`dsreason data unpickle`: conversion of cosmos-rl's pickled text embeddings and indexes to JSON and `.npy` files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def unpickle(
     ],
     output: Annotated[Path, typer.Option("--output", help="Folder that the files are written to.")],
 ) -> None:
-    """Write plain data out of pickle files (lists, dicts, texts, numbers, numpy arrays) as JSON and .npy; no code in them is run.
+    """Convert plain data in pickle files (lists, dicts, strings, numbers, numpy arrays) to JSON and .npy without running code.
 
-    Files with anything else in them are refused and named; the exit code is then that of unusable data.
+    Files that contain anything else are rejected and listed; the exit code is then that of unusable data.
     """
     from dsreason.files.plain_pickle import convert_pickle
 

@@ -1,1 +1,1 @@
-"""Answering of questions: by a rollout engine in this process, or by a server."""
+"""The answerers of questions: a rollout engine in this process, or a server."""

@@ -1,4 +1,4 @@
-"""The answerers: a server, or an engine on this job's ranks; and what the ranks of a job agree on."""
+"""Functions that open an answerer (a server, or an engine on this job's ranks), and the collectives that its ranks share."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ from dsreason.secrets import hide_in_json
 from dsreason.text import QuestionKind
 
 TRANSFORMERS_BATCH = 64
-"""Questions that the transformers engine answers together, where the configuration does not say."""
+"""Default number of questions that the transformers engine answers together."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Answering:
-    """An answerer, and the ranks that have one each (a server is asked by one process)."""
+    """An answerer, and this process's rank among those that have one (only one process queries a server)."""
 
     answerer: Answerer
     batch_size: int | None
-    """Questions that are given to it at a time, always the same ones; None: all that are missing, as it makes its own
-    batches."""
+    """Number of questions passed to the answerer at a time, always in the same batches; None: all unanswered questions,
+    because the answerer forms its own batches."""
     model: dict[str, str]
-    """Its name in the results, and what tells it from others."""
+    """The model's `name` in the results, and the values that identify it."""
     rank: int = 0
     size: int = 1
     in_step: Gather = wrap_in_list
-    """Gathers a value from the ranks that hold a model together and have to ask as often."""
+    """Function that gathers a value from the ranks that share a model, which must call the answerer the same number of times."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value. Collective."""
+        """Return the values of all ranks. Collective."""
         return gather_objects(value) if self.size > 1 else [value]
 
     def run_on_first_rank(self, call: Callable[[], None]) -> None:
-        """Call it on the first rank; a DsReasonError there is raised on all. Collective."""
+        """Call `call` on the first rank, and raise a DsReasonError from it on all ranks. Collective."""
         if self.size > 1:
             run_on_rank_zero(call)
         else:
@@ -67,7 +67,7 @@ class Answering:
 
     @contextmanager
     def progress(self, num_questions: int) -> Iterator[Advance]:
-        """Count questions on the first rank, which counts those of all ranks from its own share."""
+        """Show progress on the first rank, which estimates the count of all ranks from its own."""
         with (
             open_progress(rank=self.rank, total_steps=1) as progress,
             progress.track_phase("questions", num_questions, "questions") as advance,
@@ -80,9 +80,9 @@ OnModel = Callable[[dict[str, str]], None]
 
 @contextmanager
 def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]:
-    """Join the job, and start the engine or find the server; on the way out close what was opened.
+    """Join the job, and start the engine or connect to the server; close everything at the end of the block.
 
-    `on_model` is called once with the model's name and what tells it from others, before its weights are loaded.
+    `on_model` is called once, before the weights are loaded, with the model's name and the values that identify it.
     """
     if config.server.url is not None:
         with closing(ServerAnswerer(config.server)) as answerer:
@@ -98,7 +98,7 @@ def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]
 
 
 def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model: OnModel) -> Answering:
-    """An engine with the model's weights on every rank, until `stack` closes. Collective."""
+    """Start an engine with the model's weights on every rank; it stays open until `stack` closes. Collective."""
     if world.size % config.model.tensor_parallel_size:
         raise ConfigError(
             f"model.tensor_parallel_size ({config.model.tensor_parallel_size}) does not divide the {world.size} ranks; "
@@ -123,7 +123,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
     in_step = gather_objects if config.model.tensor_parallel_size > 1 else wrap_in_list
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # they share the host's cores
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # these ranks share the host's cores
     answerer = EngineAnswerer(
         engine,
         encoder,
@@ -139,7 +139,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
 
 
 def check_model(config: EvalConfig) -> None:
-    """Raise what is wrong with a model before ranks start; a checkpoint is not exported yet."""
+    """Raise errors about the model before ranks start; a checkpoint is not checked, because it is not exported yet."""
     if config.server.url is not None:
         return
     own_weights = run_weights(str(config.model.path))
@@ -148,14 +148,14 @@ def check_model(config: EvalConfig) -> None:
 
 
 def check_folder(config: EvalConfig, path: Path) -> None:
-    """Raise what is wrong with vLLM's options or a model folder; of its weights the headers are read."""
+    """Raise errors about vLLM's options or a model folder, for which only the headers of the weights are read."""
     check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
     prompt_room(config, choose_max_length(config, path))
     build_checked_model(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
 
 def resolve_model_folder(config: EvalConfig, own: Path | None) -> Path:
-    """The folder of a model that is not a checkpoint; `own` belongs to a run of dsreason."""
+    """Return the folder of a model that is not a checkpoint; `own` is the export of a dsreason run, or None."""
     model = config.model
     path = str(own or model.path)
     settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
@@ -163,7 +163,7 @@ def resolve_model_folder(config: EvalConfig, own: Path | None) -> Path:
 
 
 def prompt_room(config: EvalConfig, length: int) -> int:
-    """Tokens for a prompt, so that the longest first answer fits behind it."""
+    """Return the maximum length of a prompt, in tokens, that leaves room for the longest first answer."""
     longest = max(compute_max_tokens(config, kind) for kind in get_args(QuestionKind))
     if longest >= length:
         raise ConfigError(
@@ -174,15 +174,15 @@ def prompt_room(config: EvalConfig, length: int) -> int:
 
 
 def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path, str]:
-    """The Hugging Face folder that `model.path` means, and the model's name in the results; see `models.run_weights`.
+    """Return the Hugging Face folder that `model.path` refers to (see `models.run_weights`), and the model's name.
 
-    A checkpoint is exported for that, to a folder that lasts until `stack` closes. Collective.
+    A checkpoint is exported to a temporary folder, which exists until `stack` closes. Collective.
     """
     own_weights = run_on_rank_zero(lambda: run_weights(str(config.model.path)))
     name = name_model(str(own_weights or config.model.path))
     if own_weights is not None and is_checkpoint(own_weights):
         dtype = {"float32": "fp32", "auto": "auto"}.get(choose_dtype_name(config, world), "bf16")
-        results = Path(config.results_dir).expanduser().absolute()  # every rank can read it
+        results = Path(config.results_dir).expanduser().absolute()  # all ranks can read this folder
         return run_on_rank_zero(lambda: stack.enter_context(export_temporarily(own_weights, results, dtype))), name
     with run_first_rank_first(world):
         return resolve_model_folder(config, own_weights), name
@@ -201,14 +201,14 @@ def choose_dtype(config: EvalConfig, path: Path, world: World) -> torch.dtype:
 
 
 def choose_max_length(config: EvalConfig, path: Path) -> int:
-    """Longest prompt and answer together: what is asked for, at most what the model can take."""
+    """Return the maximum length of prompt and answer together, in tokens: the configured one, limited by the model's maximum."""
     model = read_model_config(path, trust_remote_code=config.model.trust_remote_code)
     longest = int(model.get_text_config().max_position_embeddings)
     return min(config.model.max_length or longest, longest)
 
 
 def choose_engine(config: EvalConfig, world: World) -> str:
-    """Use plain transformers for a tiny model on a CPU: it finishes before vLLM has started."""
+    """Choose the engine; `auto` uses vLLM only on a GPU or with tensor parallelism, since its startup on a CPU takes too long."""
     engine, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
@@ -227,7 +227,7 @@ def choose_engine(config: EvalConfig, world: World) -> str:
 def build_engine(
     config: EvalConfig, path: Path, encoder: Encoder, dtype: torch.dtype, length: int, world: World, stack: ExitStack
 ) -> RolloutEngine:
-    """Awake with the folder's weights, until `stack` closes. Collective."""
+    """Start an engine that is awake and has the folder's weights; it stays open until `stack` closes. Collective."""
     engine = open_rollout_engine(
         path,
         encoder.processor.tokenizer,

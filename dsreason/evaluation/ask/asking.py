@@ -1,4 +1,4 @@
-"""The interface of what answers questions: an engine in this process, or a server."""
+"""The interface of an answerer, which is an engine in this process or a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.evaluation.types import Question
 from dsreason.rollout.protocol import Sampling
 
 Gather = Callable[[Any], list[Any]]
-"""The values of some ranks, by rank, from that of this one. Collective."""
+"""Function that takes this rank's value and returns the values of a group of ranks, in rank order. Collective."""
 
 
 def wrap_in_list(value: Any) -> list[Any]:
@@ -19,7 +19,7 @@ def wrap_in_list(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class QuestionRequest:
-    """A question, asked for the first time (`attempt` 0) or again."""
+    """A request to answer a question, for the first time (`attempt` 0) or as a retry."""
 
     question: Question
     sampling: Sampling
@@ -28,7 +28,7 @@ class QuestionRequest:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a request; if `error` says why there is no answer, the other fields are empty."""
+    """The reply to a request; if `error` is set, it is the reason why there is no answer, and the other fields are empty."""
 
     text: str = ""
     finish_reason: str = ""
@@ -36,16 +36,16 @@ class Reply:
     seconds: float = 0.0
     error: str | None = None
     sent: bool = True
-    """False if an error came before anybody was asked: a clip that cannot be read."""
+    """Whether the request was sent; False if an error occurred before, such as an unreadable clip."""
 
 
 class Answerer(Protocol):
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
-        """Yield the same batches, each when its media have been read; only questions of the last batch may be asked."""
+        """Yield the batches, possibly in parts, as soon as their media are decoded; only the last one yielded may be asked."""
 
     def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
-        """Each request with its reply, as they come, in any order.
+        """Yield each request with its reply as soon as it arrives, in any order.
 
-        What concerns one question (an unreadable clip, a request that fails) is a `Reply` with an `error`; what concerns
-        all of them (a server that is down or refuses the key) is raised.
+        An error that affects one question (an unreadable clip, a failed request) yields a `Reply` with an `error`; one that
+        affects all questions (a server that is down or rejects the key) is raised.
         """

@@ -1,4 +1,4 @@
-"""Questions answered by a rollout engine in this process, which holds the weights of a model folder."""
+"""An answerer that uses a rollout engine in this process, with the weights of a model folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dsreason.rollout.batches import merge_groups
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 
 VERSION = 0
-"""Version of the weights: they do not change."""
+"""Version of the weights, which never change."""
 GROUP_SIZE = 16
-"""Questions that are decoded between two looks at the memory that they take."""
+"""Number of questions that are decoded between two checks of their memory use."""
 
 
 @dataclass
@@ -29,20 +29,20 @@ class EngineAnswerer:
     engine: RolloutEngine
     encoder: Encoder
     max_length: int
-    """Longest prompt and answer together; a retry that requests more is cut off."""
+    """Maximum length of prompt and answer together, in tokens; the answer of a retry that requests more is truncated."""
     media_memory_gib: float
-    """Largest size of decoded media that wait to be asked about: batches are cut if they need more."""
+    """Maximum size of decoded media that wait for the engine, in GiB; batches that need more are split."""
     workers: int = 2
-    """Processes that decode media, a batch ahead."""
+    """Number of processes that decode media in advance; 0: this process decodes them."""
     in_step: Gather = wrap_in_list
-    """The ranks that hold the model together, which must ask equally often."""
+    """Function that gathers a value from the ranks that share the model, which must ask the same number of times."""
     prompts: dict[str, EncodedPrompt | str] = field(default_factory=dict)
-    """Prompts of the last batch by question id; a string says why one is missing."""
+    """Prompts of the last batch, by question id; a string is the reason why a prompt is missing."""
 
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         questions = [question for batch in batches for question in batch]
         workers = self.workers if questions else 0
-        # What a worker decodes beyond the questions asked for: together two groups, while the engine draws.
+        # Questions that each worker decodes in advance while the engine samples: two groups over all workers.
         ahead = max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // workers) if workers else None
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
         encoded_batches = run_in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
@@ -60,7 +60,7 @@ class EngineAnswerer:
     def _iter_groups(
         self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
     ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
-        """Yield the same number of groups on every rank that has to ask equally often."""
+        """Yield groups of questions with their prompts; ranks that share the model get the same number of groups."""
         for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
             yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
 
@@ -89,7 +89,7 @@ class EngineAnswerer:
 
 
 def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, number: int) -> EncodedPrompt | str:
-    """The prompt of one of the questions, or the reason why it is missing."""
+    """Return the encoded prompt of question `number`, or the reason why it cannot be encoded."""
     try:
         prompt = encoder.encode_prompt(questions[number].sample)
     except DataError as error:
@@ -98,5 +98,5 @@ def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, n
 
 
 def compute_random_stream(question_id: str) -> int:
-    """Numbers the question's random stream: the same whatever else is asked, in whichever order."""
+    """Compute the number of the question's random stream, which does not depend on other questions or their order."""
     return int.from_bytes(hashlib.sha256(question_id.encode()).digest()[:8], "big")

@@ -1,4 +1,4 @@
-"""Meaning of `--model` in `dsreason eval` and `dsreason infer`: a model folder, a hub name, or a run or checkpoint."""
+"""Functions that resolve `--model` of `dsreason eval` and `dsreason infer`: a model folder, a hub name, a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ FINAL = Path("export") / "final"
 GENERIC_NAME = re.compile(
     r"(?i:final|latest|last|best|export|checkpoints?|model|hf|(step|checkpoint|epoch|iter)[_-]?\d+)"
 )
-"""Names of folders that models of many runs have."""
+"""Pattern of folder names that are too generic to identify a model."""
 EXPORT, MAKING, LOCK = ".export-", ".making-", "lock"
 
 
 def run_weights(given: str) -> Path | None:
-    """The model folder or checkpoint of the run that a path belongs to; None if it is not a run of dsreason.
+    """Return the weights that a path to a dsreason run or checkpoint refers to; None if it is neither.
 
-    Of a run (or its `checkpoints`) the newest weights: the final export, unless a checkpoint was completed after it, as
-    where the run goes on. A checkpoint means itself.
+    For a run, or its `checkpoints` folder, these are the newest weights: the final export, unless a checkpoint was completed
+    after it because the run was continued. A checkpoint is returned unchanged.
 
     Raises:
-        CheckpointError: a run that has neither yet.
+        CheckpointError: the run has neither an export nor a complete checkpoint yet.
     """
     path = Path(given).expanduser()
     if is_checkpoint(path):
@@ -53,7 +53,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def name_model(model: str) -> str:
-    """Return the name of a model in the results: the last part of its path or hub name, with the run's before `final` or so."""
+    """Return the model's name in the results: the last part of its path or hub name, preceded by the run's name if generic."""
     path = Path(model).expanduser()
     parts = Path(os.path.abspath(path)).parts if path.is_dir() else path.parts
     specific = next((part for part in reversed(parts) if not GENERIC_NAME.fullmatch(part)), "/")
@@ -64,9 +64,9 @@ def name_model(model: str) -> str:
 
 @contextmanager
 def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
-    """Export a checkpoint to a Hugging Face folder in `parent`, for only this process and as long as it needs it.
+    """Export a checkpoint to a temporary Hugging Face folder in `parent`, which is deleted at the end of the block.
 
-    Every such folder is locked by its process. One without is a killed process's, and is deleted here.
+    The folder is locked by this process. Unlocked folders, which were left behind by killed processes, are deleted.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -76,16 +76,16 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
             f"{parent}: no room for the export of {checkpoint} ({error.strerror}); free it, or choose another folder"
         ) from None
     for left_folder in parent.glob(f"{EXPORT}*"):
-        with suppress(OSError), (left_folder / LOCK).open("r+") as lock:  # in use, or gone by now
+        with suppress(OSError), (left_folder / LOCK).open("r+") as lock:  # OSError: it is in use, or already deleted
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left_folder, ignore_errors=True)
     try:
         with (own_folder / LOCK).open("w") as lock:
-            with suppress(OSError):  # a file system without locks: then nobody deletes another's
+            with suppress(OSError):  # without support for locks, nothing deletes this folder
                 fcntl.flock(lock, fcntl.LOCK_EX)
             own_folder = own_folder.rename(
                 parent / own_folder.name.replace(MAKING, EXPORT)
-            )  # seen by others only now that it is locked
+            )  # renamed only now that it is locked, because other processes check this name
             yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype)
     finally:
         shutil.rmtree(own_folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Sampling of answers: the settings of cosmos-reason1's evaluator, and its rule for retries."""
+"""Sampling settings for answers and retries, following cosmos-reason1's evaluator."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEXT_KINDS = ("open", "free_text")
 
 
 def choose_sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) -> Sampling:
-    """Choose the sampling of a question that is asked for the first time (`attempt` 0), or for the k-th time again.
+    """Choose the sampling of the first attempt (`attempt` 0) or the k-th retry of a question.
 
-    `letter` takes the most probable token (top_k 1, even if a retry is hotter: it is longer, not different),
-    `reasoning` what `[generation]` says. A retry has 256·k tokens more and a temperature 0.05·k higher, up to 0.9. Every
-    attempt draws from separate streams.
+    `letter` always picks the most probable token (top_k 1, so a retry is longer, but not more random despite its higher
+    temperature); `reasoning` uses the settings of `[generation]`. The k-th retry allows 256·k more tokens and raises the
+    temperature by 0.05·k, up to 0.9. Every attempt uses separate random streams.
 
-    With the parser `compat` all is as in cosmos-reason1: `letter` knows no penalties, and its retries begin at the length
-    and temperature of `[generation]`; a temperature above 0.9 is 0.9 in a retry.
+    With the parser `compat`, sampling is the same as in cosmos-reason1: `letter` has no penalties, and its retries start
+    from the length and temperature of `[generation]`; in a retry, a temperature above 0.9 is reduced to 0.9.
     """
     generation, length = config.generation, compute_max_tokens(config, kind)
     letter, compat = config.evaluation.answer_type == "letter", config.evaluation.parser == "compat"
@@ -38,13 +38,14 @@ def choose_sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) ->
         top_p=1.0 if letter else generation.top_p,
         top_k=1 if letter else generation.top_k,
         max_completion_length=length + RETRY_TOKENS * attempt,
-        seed=1000 * config.evaluation.seed + attempt,  # more attempts than 1000 the configuration does not allow
+        seed=1000 * config.evaluation.seed
+        + attempt,  # unique, because the configuration allows fewer than 1000 attempts
         **penalties,
     )
 
 
 def compute_max_tokens(config: EvalConfig, kind: QuestionKind) -> int:
-    """Longest first answer to a question of this kind, in tokens."""
+    """Return the maximum length, in tokens, of the first answer to a question of this kind."""
     if config.evaluation.answer_type == "reasoning":
         return config.generation.max_tokens or REASONING_TOKENS
     if kind in TEXT_KINDS:

@@ -1,4 +1,4 @@
-"""Questions answered by an OpenAI-compatible server (vLLM, or any other)."""
+"""An answerer that queries an OpenAI-compatible server (vLLM or any other)."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from dsreason.screen import to_one_line
 from dsreason.secrets import is_header_safe
 
 CHECK_SECONDS = 20.0
-"""Seconds within which a server that is up lists its models."""
+"""Time limit, in seconds, for the request that lists the server's models."""
 MOST_BYTES = 8 * 2**20
-"""Largest size of an answer."""
+"""Maximum size of a response, in bytes."""
 MOST_TOKENS = 10**9
 LONGEST_NAME = 255
-"""Bytes of a model's name, after which the folder of the results is called."""
+"""Maximum length of a model's name in bytes; the folder of the results is named after it."""
 PASSING = (408, 409, 425, 429)
-"""Statuses below 500 that may pass on another try."""
+"""HTTP status codes below 500 for which a retry may succeed."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 LISTED = 10
-"""Names of models in a message, at most."""
+"""Maximum number of model names in an error message."""
 
 
 class Message(BaseModel):
-    """The message of an answer. A server with a reasoning parser removes the thoughts from `content`; vLLM used both names."""
+    """The message of an answer. A server with a reasoning parser moves the thoughts from `content` to a separate field, which
+    is called `reasoning` or `reasoning_content`, depending on the version of vLLM."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -64,7 +65,7 @@ class Usage(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """The part of a response that is read; servers differ in the rest."""
+    """The fields of a response that are used; servers differ in the others."""
 
     choices: Annotated[list[ChatChoice], FailFast()] = Field(min_length=1)
     usage: Usage | None = None
@@ -74,8 +75,8 @@ class ServerAnswerer:
     """An `Answerer` that asks `concurrency` questions at a time.
 
     Raises:
-        ConfigError: at the start or later: no server at the address, the key is refused, no such model.
-        DsReasonError: the server went away while it was being asked.
+        ConfigError: at the start or later, no server responds at the URL, the key is rejected, or the model does not exist.
+        DsReasonError: the server went down during the evaluation.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -101,15 +102,15 @@ class ServerAnswerer:
             while waiting:
                 try:
                     request = waiting.popleft()
-                except IndexError:  # another thread was faster
+                except IndexError:  # another thread took the last request
                     return
                 try:
                     done.put((request, self._ask(request)))
-                except Exception as error:  # noqa: BLE001 - raised where the replies are taken
+                except Exception as error:  # noqa: BLE001 - re-raised by the consumer below
                     done.put((request, error))
 
         for _ in range(min(self.config.concurrency, len(requests))):
-            threading.Thread(target=work, daemon=True).start()  # who interrupts does not wait for a server that hangs
+            threading.Thread(target=work, daemon=True).start()  # daemon: a hanging server must not delay an interrupt
         try:
             for _ in requests:
                 request, reply = done.get()
@@ -120,7 +121,7 @@ class ServerAnswerer:
             waiting.clear()
 
     def close(self) -> None:
-        """Do nothing: every request has its own connection."""
+        """Do nothing, because every request has its own connection."""
 
     def _ask(self, request: QuestionRequest) -> Reply:
         started = time.perf_counter()
@@ -146,7 +147,7 @@ class ServerAnswerer:
         return Reply(choice.message.whole(), choice.finish_reason or "", tokens, time.perf_counter() - started)
 
     def _explain_refusal(self, answer: http.HttpResponse, fields: Mapping[str, Any]) -> Reply:
-        """The error of one question; raised where it is that of all."""
+        """Return a reply with the server's error, or raise it if it would affect all questions."""
         if answer.status in (401, 403, 404):
             raise self._make_refusal(answer)
         if fields and any(name in answer.text for name in fields):
@@ -159,7 +160,7 @@ class ServerAnswerer:
     def _request(
         self, method: str, path: str, content: bytes = b"", *, limit: float | None = None, retries: int | None = None
     ) -> http.HttpResponse:
-        """The last of several attempts; NoAnswer where that one got none either."""
+        """Send a request with retries, and return the last response; raise NoAnswer if the last attempt got none."""
         last = self.config.max_retries if retries is None else retries
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         for attempt in range(last + 1):
@@ -183,7 +184,7 @@ class ServerAnswerer:
         raise AssertionError("unreachable")
 
     def _list_models(self) -> list[str]:
-        """Names of the models that the server has; empty if it does not say."""
+        """Return the names of the server's models; empty if the server does not list them."""
         try:
             response = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
             if response.status in (401, 403):
@@ -191,7 +192,7 @@ class ServerAnswerer:
             if not response.is_success and response.status != 404:
                 raise self._make_error(f"the server answers {self._quote(response)}")
             return [model.id for model in ModelList.model_validate_json(response.content).data]
-        except ValidationError:  # servers that only chat
+        except ValidationError:  # some servers only support chat
             return []
         except http.BadAnswer as error:
             raise self._make_error(f"its list of models cannot be read: {error}") from None
@@ -234,7 +235,7 @@ class ServerAnswerer:
         return ConfigError(self._mask_key(to_one_line(f"server.url ({self.url}): {text}")))
 
     def _check_alive(self, error: http.NoAnswer) -> None:
-        """A request that failed may be at fault itself; a server that does not answer another one either is down."""
+        """Raise DsReasonError if the server is down, that is, if it does not answer a second, simple request, either."""
         try:
             self._list_models()
         except ConfigError:
@@ -244,7 +245,7 @@ class ServerAnswerer:
             ) from None
 
     def _quote(self, answer: http.HttpResponse) -> str:
-        """Status and message. The key is masked before the message is cut: half a key is a secret too."""
+        """Format status and message. The key is masked before the message is truncated, because half a key is also secret."""
         text = http.REDIRECTED if 300 <= answer.status < 400 else answer.text or answer.reason
         return f"{answer.status}: {to_one_line(self._mask_key(text)):.500}"
 
@@ -261,12 +262,12 @@ class ModelList(BaseModel):
 
 
 def complete_url(url: str) -> str:
-    """Return the URL of the API; `/v1` is added if it has no path."""
+    """Return the URL of the API, with `/v1` appended if it has no path."""
     return url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 def is_name(model: str) -> bool:
-    """Return whether the results can have this name; `~` would be looked up among the users."""
+    """Return whether the name can be used for a folder of results; a leading `~` would be expanded to a home folder."""
     is_path = Path(model).name not in ("", "..") and not model.startswith("~")
     return is_path and model.isprintable() and len(model.encode()) <= LONGEST_NAME
 
@@ -279,9 +280,10 @@ def read_key(variable: str) -> str | None:
 
 
 def build_sampling_fields(request: QuestionRequest) -> dict[str, Any]:
-    """Build the fields of OpenAI's API, and those that vLLM adds, for a sampling; only those that differ from their defaults.
+    """Build the request fields for a sampling: those of OpenAI's API, and vLLM's extensions.
 
-    Many servers refuse the latter, so a top_k of 1 is sent as temperature 0, which is the same.
+    Optional fields are sent only if they differ from their defaults. Many servers reject the extensions, so a top_k of 1 is
+    sent as the equivalent temperature 0.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0 or sampling.top_k == 1
@@ -302,7 +304,7 @@ def build_sampling_fields(request: QuestionRequest) -> dict[str, Any]:
 
 
 def request_seed(sampling: Sampling, question_id: str) -> int:
-    """Another one for each question and attempt, the same whatever else is asked; 31 bits, which every server takes."""
+    """Compute a seed of 31 bits, which every server accepts, from the question and the attempt only."""
     return zlib.crc32(f"{sampling.seed}/{question_id}".encode()) >> 1
 
 

@@ -1,8 +1,9 @@
-"""A sample's messages in the form that OpenAI-compatible servers take, its media inside as data URLs.
+"""Conversion of a sample's messages to the format of OpenAI-compatible servers, with media embedded as data URLs.
 
-With `server.video = "file"` a clip is sent as the file, with the number of frames that vLLM takes. What it has no settings for (a
-part of the clip, sizes) or would not do (take all frames: some of its processors then sample once more) is done here, and
-the frames are sent as vLLM's video of JPEGs. With "frames" they are sent as pictures, for servers that take no videos.
+With `server.video = "file"`, a clip is sent as a file, with the number of frames that vLLM should sample. vLLM has no settings
+for parts of a clip or for sizes, and if all frames are to be used, some of its processors sample again; in these cases, the
+frames are sampled in this module and sent in vLLM's format for a video of JPEGs. With "frames", the frames are sent as images,
+for servers that do not support videos.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from dsreason.media.files import find_local_file
 JPEG_QUALITY = 95
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")
 OWN_SAMPLING = (*PIXELS, "video_start", "video_end")
-"""Settings of a clip that a server has no equivalent of."""
-# Which model the server has is unknown. These are Qwen2.5-VL's upper bounds; the server resizes what it gets anyway.
+"""Settings of a clip for which servers have no equivalent."""
+# The server's model is unknown, so use Qwen2.5-VL's upper bounds; the server resizes all media anyway.
 DEFAULTS = build_vision_defaults(bounds_are_per_video=False)
 FRAME_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=768 * 28**2)
 IMAGE_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=16384 * 28**2)
@@ -36,11 +37,11 @@ Part = dict[str, Any]
 
 
 def build_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[str, Any]]:
-    """The messages, and the fields beside them that say how clips are to be read (empty if there is nothing to say).
+    """Build the messages, and additional request fields with vLLM's settings for reading clips (empty if not needed).
 
     Raises:
-        DataError: a medium cannot be read; the clips of one question would have to be read in different ways, and the
-            fields are for all of them.
+        DataError: a media item cannot be read, or the clips of a question need different settings, which a request does not
+            allow.
     """
     messages: list[Message] = []
     readings: list[dict[str, Any]] = []
@@ -66,7 +67,7 @@ def build_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[
 
 
 def to_pictures(part: Part) -> list[Part]:
-    """A text as it is, an image as PNG, a clip as the JPEGs of its sampled frames."""
+    """Convert a part: text is unchanged, an image becomes a PNG, and a clip becomes the JPEGs of its sampled frames."""
     if part["type"] == "text":
         return [{"type": "text", "text": part["text"]}]
     if part["type"] == "image":
@@ -75,13 +76,13 @@ def to_pictures(part: Part) -> list[Part]:
 
 
 def to_video(part: Part) -> tuple[Part, dict[str, Any]]:
-    """The clip, and how vLLM has to read it."""
+    """Convert a clip to a part, and return it with vLLM's settings for reading it."""
     path = find_local_file(part["video"])
     info, frame_choice = videos.probe_video(path), choose_frames(part)
     count = len(frame_choice.indices)
     if count < info.num_frames and all(part.get(key) is None for key in OWN_SAMPLING):
         kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
-        # Which of these counts depends on the model's reader. A rate of -1 leaves the number to the others.
+        # Which of these settings is used depends on vLLM's video loader for the model; fps = -1 disables the rate.
         reading = {"num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
         return make_url_part("video", kind, base64.b64encode(path.read_bytes())), reading
     sequence = b",".join(encode_jpegs(part))
@@ -104,7 +105,7 @@ def choose_frames(part: Part) -> vision.FrameChoice:
 
 
 def encode_jpegs(part: Part) -> list[bytes]:
-    """The sampled frames of a clip as base64, smaller where they have more pixels than Qwen2.5-VL would see."""
+    """Encode the sampled frames of a clip as base64 JPEGs, downscaled if they have more pixels than Qwen2.5-VL would use."""
     indices, info = choose_frames(part).indices, videos.probe_video(part["video"])
     size = vision.compute_video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, DEFAULTS)
     fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None

@@ -1,4 +1,4 @@
-"""Grading of answers, and the additional scores of an answer."""
+"""Grading and scoring of answers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from dsreason.text import split_response
 
 @dataclass(frozen=True)
 class Graded:
-    """Example: `Graded(Parsed("A red car", "", "tagged text"), is_correct=False, scores={"bleu": 35.4, "rouge1": 0.67})`."""
+    """A graded answer.
+
+    Example: `Graded(Parsed("A red car", "", "tagged text"), is_correct=False, scores={"bleu": 35.4, "rouge1": 0.67})`.
+    """
 
     parsed: Parsed
     is_correct: bool
     scores: dict[str, float]
     graded_by: str = KIND
-    """Deciding rule of `is_correct`: `kind`, or the scorer, as in `helpful >= 0.5`."""
+    """Rule that determined `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""
 
 
 def check_scorer(config: EvaluationConfig, questions: Iterable[Question]) -> None:
-    """Check a built-in scorer before anything is asked.
+    """Check a built-in scorer before any question is asked.
 
     Raises:
-        ConfigError: its options, or the judge's address or key.
-        DataError: it cannot read a question's reference; the text names the question.
+        ConfigError: the scorer's options, or the judge's URL or key, are invalid.
+        DataError: the scorer cannot parse the reference of a question; the message names the question.
     """
     if config.scorer not in BUILT_IN:
         return
@@ -46,28 +49,29 @@ def check_scorer(config: EvaluationConfig, questions: Iterable[Question]) -> Non
 
 
 class Grader:
-    """Parses and grades answers; a context manager, since a user's scorer runs in worker processes.
+    """A grader, which parses and grades answers. It is a context manager, because a scorer runs in worker processes.
 
         with Grader(config.evaluation) as grader:
             graded = grader.grade(question, text)
 
-    By the question's kind an answer is right when
-      - multiple_choice: it names the option that the reference names (by letter or text);
-      - yes_no, open, free_text: it is the reference, case, white space and a final full stop aside;
-      - ordinal: it is the same number (`3` and `3.0` are).
-    Nothing read is never right. Free texts also score `bleu` (0 to 100), `rouge1`, `rouge2`, `rougeL` (0 to 1) and, with the
-    folder of a `similarity_model`, `similarity` (-1 to 1), see `similarity`; all are 0 if nothing was read.
+    Depending on the question's kind, an answer is correct if
+      - multiple_choice: it names the same option as the reference, by letter or text;
+      - yes_no, open, free_text: it equals the reference, except for case, white space and a final full stop;
+      - ordinal: it is the same number (`3` equals `3.0`).
+    An unparsed answer is never correct. Free texts also get the scores `bleu` (0 to 100), `rouge1`, `rouge2` and `rougeL`
+    (0 to 1) and, if `similarity_model` is set, `similarity` (-1 to 1); see the module `similarity`. All are 0 if the answer
+    could not be parsed.
 
-    `scorer` is a reward, `fn(completion, sample)`, see `dsreason.rewards.functions.find_reward`. It gets the whole response
-    and the `scorer_options`; its value is a score under its short name. With a `scorer_threshold` it decides: from that value
-    on an answer is right, if anything was read in it. Without one it says nothing of right or wrong, as the reward `format`
-    does not.
+    `scorer` is a reward, `fn(completion, sample)`; see `dsreason.rewards.functions.find_reward`. It gets the complete
+    response and the `scorer_options`, and its value is stored as a score under its short name. If `scorer_threshold` is set,
+    a parsed answer is correct if its value is at least the threshold. Otherwise, the scorer does not affect correctness,
+    because some rewards, such as `format`, do not measure it.
 
-    With `compat` every question is graded as by cosmos-reason1, only by the letters, whatever its kind and scorer.
+    With `compat`, every question is graded as by cosmos-reason1: only the letters are compared, regardless of kind and scorer.
 
     Raises:
-        ConfigError: the similarity model or, on entering, the scorer cannot be loaded.
-        RewardError: when the scorer raises or returns something else than a number; the text names it and the sample.
+        ConfigError: the similarity model or, on entering the context, the scorer cannot be loaded.
+        RewardError: the scorer raises an error or does not return a number; the message names the scorer and the sample.
     """
 
     def __init__(self, config: EvaluationConfig) -> None:

@@ -1,4 +1,4 @@
-"""Identity of questions: it depends neither on which others are asked, nor on the requested form of the answer."""
+"""The ids of questions, which depend neither on the other questions asked nor on the requested format of the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUESTS = {
     "yes_no": "Answer with yes or no directly.",
     "open": "Answer the question using a single word or phrase.",
 }
-"""Last line of a benchmark question, by its kind; the first is cosmos-reason1's."""
+"""Kind of question → the last line of a benchmark question; the line for multiple choice is the same as in cosmos-reason1."""
 REASONING_REQUEST = (
     "Please answer the question in the following format: <think> your reasoning </think> <answer> your {} </answer>."
 )
@@ -27,20 +27,22 @@ REQUEST_LINES = re.compile(
 
 
 def compute_question_key(text: str, media: Iterable[str]) -> str:
-    """Stands for a question in its id: a hash of its words (options included, the requests of `REQUESTS` not) and of its
-    media, see `name_medium`."""
+    """Compute the key of a question in its id: a hash of its text and of its media (see `name_medium`).
+
+    The text includes the options, but not the lines in `REQUESTS` and `REASONING_REQUEST`.
+    """
     content = "\n".join([REQUEST_LINES.sub("", text, count=1), *media])
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def name_medium(part: dict[str, Any]) -> str:
-    """The file's name without its ending, and the seconds of it where only those are shown: `0123`, `0123@2.5-4`."""
+    """Return a media item's file name without suffix, with the range in seconds if only a part is used: `0123`, `0123@2.5-4`."""
     name, seconds = PurePath(part[part["type"]]).stem, format_shown_seconds(part)
     return f"{name}@{seconds}" if seconds else name
 
 
 def make_question_id(dataset: str, video_id: str, key: str, seen: Counter[str]) -> str:
-    """`<dataset>/<video_id>/<key>`, for which `seen` counts: the second of exact repeats ends in `-2`, and so on."""
+    """Build the id `<dataset>/<video_id>/<key>`, and count it in `seen`; the second of equal ids gets the suffix `-2`, etc."""
     plain = f"{dataset}/{video_id}/{key}"
     seen[plain] += 1
     return plain if seen[plain] == 1 else f"{plain}-{seen[plain]}"

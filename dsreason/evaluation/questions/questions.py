@@ -1,11 +1,11 @@
-"""The questions of an evaluation: benchmark folders as cosmos-reason1 lays them out, and the rows of any adapter.
+"""The questions of an evaluation, from benchmark folders in cosmos-reason1's layout or from the rows of any adapter.
 
     <ds>/<ds>_benchmark_qa_pairs.json    [{"video": "clips/7.mp4", "qa_pairs": {"question": "Which way?",
                                            "index2ans": {"A": "left", "B": "right"}, "answer": "A"}}, …]
     <ds>/clips/7.mp4
 
-`qa_pairs` may be a list; a question without `index2ans` is answered by yes, no or a text. What is wrong in a file is a
-DataError; a clip that is missing is a question with a `problem`, which counts as unanswered.
+`qa_pairs` may be a list; the answer to a question without `index2ans` is yes, no or a text. Errors in a file raise DataError;
+a question whose clip is missing has a `problem` and counts as unanswered.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ SYSTEM_PROMPT = "Answer the questions."
 
 
 def load_questions(config: EvalConfig) -> list[Question]:
-    """All questions, in the order of the configuration and of the files; or `evaluation.limit` of them (`compute_even_shares`).
+    """Load all questions, in the order of the configuration and of the files, or `evaluation.limit` of them.
+
+    A limit is divided among the data sets by `compute_even_shares`.
 
     Raises:
-        ConfigError, DataError: no such data set or adapter, no questions, a row that cannot be read, an answer that is not
-            among its options. The text names file, row and both values.
+        ConfigError, DataError: a data set or adapter does not exist, there are no questions, a row cannot be read, or an
+            answer is not among its options. The message names the file, the row and both values.
     """
     limit = config.evaluation.limit
     question_lists = [iter_benchmark_questions(name, config) for name in config.datasets]
@@ -69,9 +71,9 @@ def load_questions(config: EvalConfig) -> list[Question]:
 
 
 def compute_even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
-    """Return the number of questions of each data set, `limit` in all: all of a small one, equal numbers of the others.
+    """Compute how many questions to use from each data set, `limit` in total: all of small ones, and equal shares of the others.
 
-    Example: of 5, 1 and 9 with a limit of 8 these are 3, 1 and 4.
+    Example: for the sizes 5, 1 and 9 and a limit of 8, the result is 3, 1 and 4.
     """
     shares, remaining = list(sizes), sum(sizes) if limit is None else limit
     for rank, place in enumerate(sorted(range(len(sizes)), key=lambda place: (sizes[place], -place))):
@@ -89,7 +91,9 @@ def iter_benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question
     for location, video, pair in iter_benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
-            video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")  # `left/7`
+            video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix(
+                "clips/"
+            )  # for example, `left/7`
             sample, kind = make_benchmark_sample(clip, video_id, pair, config)
         except KeyError as error:
             raise DataError(f"{location}: field {error} is missing") from error
@@ -99,7 +103,7 @@ def iter_benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question
 
 
 def find_benchmark(name: str, data_dir: Path) -> Path:
-    """`<data_dir>/<name>` or `<data_dir>/benchmark/<name>`, whichever holds the questions."""
+    """Return `<data_dir>/<name>` or `<data_dir>/benchmark/<name>`, whichever contains the questions."""
     places = [data_dir, data_dir / "benchmark"]
     for place in places:
         if (place / name / ANNOTATIONS.format(name)).is_file():
@@ -118,7 +122,7 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
 
 
 def iter_benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each question: where it stands, its video and its entry in `qa_pairs`."""
+    """Yield (location in the file, video, entry in `qa_pairs`) for each question."""
     rows = read_rows(SourceConfig(path=str(file)))
     if not len(rows):
         raise DataError(f"{file}: holds no questions")
@@ -141,11 +145,11 @@ def iter_benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]
 
 
 def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
-    """The clip's path, and why it cannot be shown."""
+    """Return the clip's path, and the reason why it cannot be used, or None."""
     clip = folder / video
     if not is_inside(clip.absolute(), folder.absolute()) or clip == folder:
         raise DataError(f"field 'video': {video!r} must be a file in {folder}")
-    if os.path.isfile(clip):  # unlike Path.is_file, False for a path that is too long
+    if os.path.isfile(clip):  # unlike Path.is_file, does not raise for a path that is too long
         return clip, None
     packed = sorted(file.name for file in folder.iterdir() if file.name.lower().endswith(ARCHIVE_SUFFIXES))
     hint = f"; {packed[0]} there is not unpacked: `dsreason data fetch` does that" if packed else ""
@@ -193,7 +197,7 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
         try:
             answer = split_response(
                 get_reference(sample) or ""
-            ).answer  # what is inside `<answer>`, or all without tags
+            ).answer  # the content of `<answer>`, or the complete text if there are no tags
             if not answer:
                 raise DataError(
                     "the row has no answer to grade by; add one, or end the row with the assistant's message"
@@ -207,14 +211,14 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
         yield to_question(config.dataset, sample.id, kind, sample, problem, counts)
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- shared by both
 
 
 def check_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
-    """Return the sample with the answer written as the option's letter. DataError if it names no option.
+    """Return the sample with its answer converted to the option's letter; raise DataError if it names no option.
 
-    If the question itself shows the options, the answer may also be `(A)` or an option's text, and stays that if the
-    `kind` asked for is not multiple choice.
+    If the question's text lists the options, the answer may also be `(A)` or an option's text; it is kept unchanged if the
+    requested `kind` is not multiple choice.
     """
     if not sample.options:
         return sample
@@ -229,7 +233,7 @@ def check_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
 
 
 def add_format_request(messages: list[Message], kind: QuestionKind, config: EvalConfig) -> list[Message]:
-    """Add the request for thoughts if the answer type is `reasoning` and no message asks for a format."""
+    """Add a request for the reasoning format if the answer type is `reasoning` and no message requests it yet."""
     last = messages[-1] if messages else {}
     if last.get("role") != "user":
         raise DataError("the last message before the answer must be the user's question")
@@ -254,7 +258,7 @@ def add_line(message: Message, line: str) -> Message:
 def to_question(
     dataset: str, video_id: str, kind: QuestionKind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
-    """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""
+    """Build the question and its id; without a `video_id`, the key computed from the question's content is used instead."""
     words = "\n".join(get_text(message) for message in sample.messages if message["role"] != "system")
     key = compute_question_key(words, map(name_medium, list_media_parts(sample.messages)))
     video_id = video_id or key
@@ -271,13 +275,13 @@ def to_question(
 
 
 def check_reference(sample: Sample, kind: QuestionKind) -> None:
-    """Raise DataError if the reference does not fit its kind: no answer could be right."""
+    """Raise DataError if the reference does not fit the question's kind, because no answer could be correct."""
     if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
         raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
 
 
 def check_kind(sample: Sample) -> QuestionKind:
-    """Return the row's kind. DataError if it is unknown: the row would otherwise be graded as another kind."""
+    """Return the row's kind; raise DataError if `question_kind` is unknown, so that the row is not graded as another kind."""
     question_kind = sample.meta.get("question_kind")
     if question_kind is not None and question_kind not in get_args(QuestionKind):
         raise DataError(f"question_kind is {question_kind!r}; it must be one of {', '.join(get_args(QuestionKind))}")

@@ -1,6 +1,6 @@
-"""Similarity of an answer and its reference: BLEU, ROUGE, and the cosine of their sentence embeddings.
+"""Similarity of an answer to its reference: BLEU, ROUGE, and the cosine of their sentence embeddings.
 
-The packages are imported by what needs them: rouge-score and sentence-transformers take seconds to load.
+The packages are imported only when needed, because rouge-score and sentence-transformers take seconds to load.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ROUGES = ["rouge1", "rouge2", "rougeL"]
 
 
 def compute_overlap(answer: str, reference: str) -> dict[str, float]:
-    """sacrebleu's sentence BLEU and rouge-score's ROUGE, with their own settings.
+    """Compute sacrebleu's sentence BLEU and rouge-score's ROUGE, with their default settings.
 
-    `bleu` is 0 to 100 (effective order: a text of two words can reach 100); `rouge1`, `rouge2` and `rougeL` are F-measures,
-    0 to 1, without stemming.
+    `bleu` is from 0 to 100 (with effective order, so a text of two words can reach 100); `rouge1`, `rouge2` and `rougeL` are
+    F-measures from 0 to 1, without stemming.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import sentence_bleu
@@ -32,7 +32,7 @@ def compute_overlap(answer: str, reference: str) -> dict[str, float]:
 
 
 class Similarity:
-    """Compares meanings with the sentence-embedding model in a folder; it runs on the CPU.
+    """A sentence-embedding model, loaded from a folder, that compares meanings on the CPU.
 
     Raises:
         ConfigError: sentence-transformers is not installed, or the folder is missing or cannot be loaded.
@@ -49,11 +49,11 @@ class Similarity:
             raise ConfigError(f"{source} needs sentence-transformers: {build_install_command('similarity')}") from error
         try:
             self._model: Any = SentenceTransformer(str(path), device="cpu", local_files_only=True)
-        except Exception as error:  # whatever somebody's folder may hold
+        except Exception as error:  # an arbitrary folder can cause any error
             raise ConfigError(f"{source}: cannot be loaded: {error}; {ADVICE}") from error
 
     def compute_cosine(self, answer: str, reference: str) -> float:
-        """Return the cosine of the angle between both embeddings, -1 to 1; 0 for an empty text."""
+        """Compute the cosine similarity of both embeddings, from -1 to 1; 0 if either text is empty."""
         if not (answer and reference):
             return 0.0
         embeddings = self._model.encode([answer, reference], show_progress_bar=False, convert_to_tensor=True)

@@ -1,1 +1,1 @@
-"""Results on disk, and what is made of them: scores, comparisons, tables and the HTML report."""
+"""Stored results, and what is computed from them: scores, comparisons, tables and the HTML report."""

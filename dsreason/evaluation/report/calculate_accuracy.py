@@ -1,4 +1,4 @@
-"""cosmos-reason1's `calculate_accuracy.py`: what it counts, and what it says of files that it skips."""
+"""A reimplementation of cosmos-reason1's `calculate_accuracy.py`, with the same counts and reports of skipped files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsreason.files.disk import read_small
 
 
 class Count(NamedTuple):
-    """`complaints` are of skipped files; `files` counts all."""
+    """The counts over all files; `complaints` has one message per skipped file, and `files` includes skipped files."""
 
     files: int
     samples: int
@@ -27,9 +27,9 @@ class Count(NamedTuple):
 
 
 def calculate_accuracy(results_dir: Path, dataset: Sequence[str] | None = None) -> Count:
-    """Count the items with an `is_correct` in every `**/*.json`, and those with a true one: "false" is true, null is not.
+    """Count the items in all `**/*.json` that have `is_correct`, and those for which it is truthy ("false" is, null is not).
 
-    `dataset` keeps the files that lie directly in folders of these names, as the older version of the script did.
+    If `dataset` is set, only files directly in folders of these names count, as in the older version of the script.
     """
     files = list_json_files(results_dir)
     if dataset is not None:

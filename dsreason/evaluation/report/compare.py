@@ -1,4 +1,4 @@
-"""Two runs on the same questions, compared question by question."""
+"""The comparison of two runs on the same questions, question by question."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pair = tuple[Result, Result]
 
 @dataclass(frozen=True)
 class Paired:
-    """The questions that both runs have. What has no answer is wrong."""
+    """The comparison on the questions that both runs have; questions without an answer count as wrong."""
 
     both_right: int
     only_this_right: int
@@ -33,35 +33,37 @@ class Paired:
     both_wrong: int
     this: Proportion
     baseline: Proportion
-    """Numbers of right answers of both runs."""
+    """Number of correct answers of the baseline, as `this` is for this run."""
     difference: float
-    """Accuracy of this run less the baseline's."""
+    """Accuracy of this run minus that of the baseline."""
     interval: Interval
-    """95 % interval of the difference; see `compute_newcombe_interval`."""
+    """95 % confidence interval of the difference; see `compute_newcombe_interval`."""
     clustered: Interval | None
-    """95 % interval of the difference that allows for questions about one clip being alike."""
+    """95 % confidence interval of the difference, clustered by clip because questions about a clip are correlated; None if not
+    defined."""
     p_value: float
-    """Two-sided p of McNemar's exact test: the probability by chance of a split of the changed answers at least this uneven."""
+    """Two-sided p-value of McNemar's exact test: the probability of an at least equally uneven split of the changed answers by
+    chance."""
 
 
 @dataclass(frozen=True)
 class RunComparison:
     this: str
     baseline: str
-    """`<model>/<answer_type>` of the two runs."""
+    """Name of the baseline, `<model>/<answer_type>`, as `this` is for this run."""
     overall: Paired
     datasets: dict[str, Paired]
     only_in_this: int
     only_in_baseline: int
-    """Questions that only one of the runs has; they are not compared."""
+    """Number of questions that only the baseline has, as `only_in_this` is for this run; they are not compared."""
     gained: tuple[str, ...]
-    """Ids of the questions that only this run has right."""
+    """Ids of the questions that only this run answers correctly."""
     lost: tuple[str, ...]
-    """Ids of the questions that only the baseline has right."""
+    """Ids of the questions that only the baseline answers correctly."""
 
     @property
     def warning(self) -> str | None:
-        """Note if the runs have different questions."""
+        """A note if the runs have different questions, else None."""
         if not self.only_in_this and not self.only_in_baseline:
             return None
         common = self.overall.this.total
@@ -72,13 +74,13 @@ class RunComparison:
 
 
 def compare(this: Sequence[Result], baseline: Sequence[Result], names: tuple[str, str]) -> RunComparison:
-    """Pair the results by data set and question id.
+    """Compare two runs, pairing their results by data set and question id.
 
     Args:
-        names: of this run and of the baseline.
+        names: names of this run and of the baseline.
 
     Raises:
-        DataError: no question in common, or a common one has another reference answer.
+        DataError: the runs have no question in common, or a common question has different reference answers.
     """
     before = {(result.datasource, result.id): result for result in baseline}
     pairs = [(result, before[key]) for result in this if (key := (result.datasource, result.id)) in before]
@@ -125,15 +127,19 @@ def _compare(pairs: Sequence[Pair]) -> Paired:
 
 
 def compute_mcnemar(gained: int, lost: int) -> float:
-    """Two-sided p of McNemar's exact test: the changed answers are right in either run with probability 1/2."""
+    """Compute the two-sided p-value of McNemar's exact test.
+
+    Under the null hypothesis, each changed answer is equally likely to be correct in either run.
+    """
     return float(binomtest(gained, gained + lost, 0.5).pvalue) if gained + lost else 1.0
 
 
 def compute_newcombe_interval(both: int, gained: int, lost: int, neither: int) -> Interval:
-    """95 % interval of the difference of two paired proportions, (gained - lost) / n.
+    """Compute the 95 % confidence interval of the difference of two paired proportions, (gained - lost) / n.
 
-    Method 10 of Newcombe, "Improved confidence intervals for the difference between binomial proportions based on
-    paired data", Statistics in Medicine 17 (1998) 2635-2650: both Wilson intervals, joined by their correlation.
+    Source: method 10 of Newcombe, "Improved confidence intervals for the difference between binomial proportions based on
+    paired data", Statistics in Medicine 17 (1998) 2635-2650, which combines both Wilson intervals and
+    accounts for their correlation.
     """
     n = both + gained + lost + neither
     p1, p2 = (both + gained) / n, (both + lost) / n

@@ -1,4 +1,4 @@
-"""Small pictures of a question's media, as data URIs that an HTML file can hold."""
+"""Thumbnails of a question's media, as data URIs that can be embedded in an HTML file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from dsreason.media.videos import load_video, probe_video
 from dsreason.monitor.console import open_console
 
 FRAMES = 6
-"""Frames of a video, evenly spaced, the first and the last included."""
+"""Number of frames to show of a video, evenly spaced, including the first and the last."""
 LONGEST_SIDE = 160
 JPEG_QUALITY = 70
 MAX_BYTES = 30_000_000
-"""Bytes of all pictures together if no number is given: with the texts of 5000 questions a report then has about 50 MB."""
+"""Maximum total size of all pictures, in bytes, if no limit on questions is set; a report with the texts of 5000 questions is
+then about 50 MB in size."""
 VIDEO_SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"))
 
 
@@ -30,23 +31,23 @@ VIDEO_SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".m
 class Picture:
     uri: str
     label: str
-    """`0.5 s` of a frame; empty of an image."""
+    """Time of a frame, such as `0.5 s`; empty for an image."""
     width: int
     height: int
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """The pictures of a question, and what is wrong with media that gave none."""
+    """The pictures of a question, and error messages for media that cannot be read."""
 
     pictures: tuple[Picture, ...]
     notes: tuple[str, ...]
 
 
 def draw_sheets(results: Sequence[Result], limit: int | None = None) -> dict[str, Sheet]:
-    """Question id → its pictures, for the first `limit` results, or until there are `MAX_BYTES`.
+    """Draw the pictures of the first `limit` results, or of as many as fit in `MAX_BYTES`, and return them by question id.
 
-    Shows progress on stderr. Media that several questions share are read once.
+    Progress is shown on stderr. Media that several questions share are read once.
     """
     drawn: dict[tuple[str, ...], Sheet] = {}
     sheets: dict[str, Sheet] = {}
@@ -68,7 +69,7 @@ def draw_sheet(media: Sequence[str]) -> Sheet:
     for path in media:
         try:
             pictures += _read_pictures(path)
-        except (DataError, OSError) as error:  # OSError: a path that is too long, say
+        except (DataError, OSError) as error:  # OSError: for example, the path is too long
             notes.append(str(error))
     return Sheet(tuple(pictures), tuple(notes))
 
@@ -79,7 +80,7 @@ def _read_pictures(path: str) -> list[Picture]:
         try:
             return [_make_thumbnail(load_image(path))]
         except DataError:
-            if suffix:  # without one, as media taken out of a table may be, it can be either
+            if suffix:  # media extracted from a table may lack a suffix, and can be videos
                 raise
     return _read_frames(path)
 
@@ -104,6 +105,6 @@ def _make_thumbnail(image: Image.Image, label: str = "") -> Picture:
 
 
 def _fit_size(height: int, width: int) -> tuple[int, int]:
-    """Fitted into a square of `LONGEST_SIDE`, and never enlarged."""
+    """Return the size scaled down to fit into a square of `LONGEST_SIDE`; it is never enlarged."""
     scale = min(1.0, LONGEST_SIDE / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))

@@ -1,4 +1,4 @@
-"""`summary.json`, `report.md` and `report.html` of a run."""
+"""The reports of a run: `summary.json`, `report.md` and `report.html`."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ FILTERS = {
     "gained": "gained on the baseline",
     "lost": "lost to the baseline",
 }
-"""Filters of the cards of the HTML report, also as `report.html#wrong`."""
+"""Filters of the cards in the HTML report → their labels; a URL such as `report.html#wrong` sets one, too."""
 
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """The written report."""
+    """A report that has been written."""
 
     summary: RunSummary
     comparison: RunComparison | None
@@ -63,7 +63,7 @@ class WrittenReport:
 
 @dataclass(frozen=True)
 class QuestionCard:
-    """A question in the HTML report. `tags` are keys of `FILTERS`; `sheet` is None if its pictures are left out."""
+    """A question in the HTML report; `tags` are keys of `FILTERS`, and `sheet` is None if its pictures are omitted."""
 
     anchor: str
     result: Result
@@ -81,7 +81,7 @@ def write_reports(
     with_html: bool = True,
     frames: int | None = None,
 ) -> list[WrittenReport]:
-    """`write_report` for every run in `results_dir`; with a `baseline` there must be one in each of the two folders."""
+    """Write a report for every run in `results_dir`; with a `baseline`, each of the two folders must contain exactly one run."""
     if baseline is not None:
         run, before = find_run(results_dir, dataset), find_run(baseline, dataset)
         return [write_report(run, baseline=before, with_html=with_html, frames=frames)]
@@ -94,9 +94,9 @@ def write_report(
     """Score a run and write `summary.json`, `report.md` and `report.html` into its folder.
 
     Args:
-        baseline: compare with this run.
-        frames: show pictures of at most this many questions, the wrong ones first; without it until they take
-            30 MB, which makes a report of at most some 50 MB. The report says what is left out.
+        baseline: run to compare with; None: no comparison.
+        frames: maximum number of questions with pictures, wrong answers first; None: as many as fit in 30 MB, which makes a
+            report of at most about 50 MB. The report mentions omitted pictures.
 
     Raises:
         DataError: a result or `run.json` is malformed, the runs cannot be compared, or the folder cannot be written.
@@ -121,7 +121,7 @@ def write_report(
 
 
 def read_settings(folder: Path) -> dict[str, str]:
-    """The settings in `run.json`, nested names joined by dots; none without that file."""
+    """Read the settings in `run.json`, with nested names joined by dots; empty if the file is missing."""
     file = folder / RUN_FILE
     if not file.exists():
         return {}
@@ -138,13 +138,13 @@ def read_settings(folder: Path) -> dict[str, str]:
     }
 
 
-# ---------------------------------------------------------------- markdown
+# ---------------------------------------------------------------- Markdown
 
 
 def render_markdown(
     results: Sequence[Result], summary: RunSummary, comparison: RunComparison | None, settings: dict[str, str]
 ) -> str:
-    """The tables, and a line for every question that is not right."""
+    """Render the tables, and a line for every question that is not answered correctly."""
     environment = _make_environment(autoescape=False, finalize=_escape_markdown)
     wrong = [result for result in results if not is_right(result)]
     template = environment.get_template("report.md.j2")
@@ -152,7 +152,7 @@ def render_markdown(
 
 
 def _escape_markdown(value: object) -> str:
-    """Any text as itself, on one line: what a model wrote must not become a cell, a heading or HTML."""
+    """Escape a value as literal text on one line, so that a model's output cannot become a table cell, a heading or HTML."""
     text = " ".join(str(value).split())
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", html.escape(text, quote=False))
 
@@ -167,7 +167,7 @@ def render_html(
     settings: dict[str, str],
     sheets: dict[str, Sheet],
 ) -> str:
-    """One page that needs nothing else and asks for nothing: its policy forbids every script but its own."""
+    """Render a self-contained page without external resources; its content security policy allows only its own script."""
     changed = dict.fromkeys(comparison.gained, "gained") | dict.fromkeys(comparison.lost, "lost") if comparison else {}
     cards = [_make_card(n, result, changed.get(result.id), sheets) for n, result in enumerate(results, start=1)]
     counts = Counter(tag for card in cards for tag in card.tags)
@@ -203,7 +203,7 @@ def _make_card(number: int, result: Result, changed: str | None, sheets: dict[st
 
 
 def get_question_text(result: Result) -> str:
-    """Return what was asked, less the list of options, which is shown by itself, and what follows it."""
+    """Return the question's text up to the list of options, which is shown separately."""
     last_prompt = result.prompt[-1] if result.prompt else ""
     first = next(iter(result.options or {}), None)
     return last_prompt if first is None else last_prompt.partition(f"\n({first}) ")[0]

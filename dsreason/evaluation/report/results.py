@@ -1,6 +1,6 @@
 """Result files: `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`, each a JSON list of results.
 
-Those of cosmos-reason1, which have the first eight fields of a `Result` only, are read as well.
+Result files of cosmos-reason1, which have only the first eight fields of a `Result`, can also be read.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dsreason.problems import describe_first_problem, describe_parse_error
 from dsreason.text import QuestionKind
 
 RUN_FILE = "run.json"
-"""Settings of the evaluation, beside its `<dataset>/` folders."""
+"""Name of the file with the evaluation's settings, next to its `<dataset>/` folders."""
 SUMMARY_FILE = "summary.json"
 OWN_FILES = (RUN_FILE, SUMMARY_FILE)
 
 MOST_FOLDERS = 10_000
-"""Below a folder of results: each model has one for every data set."""
+"""Maximum number of folders below a folder of results; each model has one per data set."""
 MOST_BYTES = 2**30
-"""Largest file of the results of a clip: thousands of long answers."""
+"""Maximum size of a result file in bytes, enough for thousands of long answers about a clip."""
 MAX_NAME_BYTES = 200
-FORBIDDEN = r"\x00-\x1f\x7f\ud800-\udfff/\\:*?\"<>|~"  # "~" marks the names made here, so that none equals a plain one
+FORBIDDEN = r"\x00-\x1f\x7f\ud800-\udfff/\\:*?\"<>|~"  # "~" marks generated names, so that they differ from plain ones
 PLAIN_NAME = re.compile(rf"(?!\.)[^{FORBIDDEN}]*[^{FORBIDDEN} .]")
 
 STORED = TypeAdapter(Result)
@@ -43,16 +43,16 @@ STORED = TypeAdapter(Result)
 
 @dataclass(frozen=True)
 class Run:
-    """The result files of one model and answer type, as far as they were asked for."""
+    """The result files of one model and answer type, for the requested data sets."""
 
     folder: Path
     files: tuple[Path, ...]
     left_out: tuple[str, ...] = ()
-    """Folders of other data sets, which were not asked for."""
+    """Names of the folders of other data sets, which were not requested."""
 
     @property
     def name(self) -> str:
-        """`<model>/<answer_type>`."""
+        """The name of the run, `<model>/<answer_type>`."""
         return "/".join(self.folder.resolve().parts[-2:])
 
 
@@ -60,10 +60,10 @@ class Run:
 
 
 def make_safe_name(text: str) -> str:
-    """A file name for any text, without an ending; different texts have different names.
+    """Convert any text to a file name without a suffix; different texts get different names.
 
-    Usual names stay as they are. Others (slashes, a dot in front, more than 200 bytes, …) become what is plain in them
-    and a hash, parted by "~".
+    Plain names are returned unchanged. Others (with slashes, a leading dot, more than 200 bytes, …) become their plain
+    characters and a hash, separated by "~".
     """
     is_plain = PLAIN_NAME.fullmatch(text) is not None and f"{text}.json" not in OWN_FILES
     if is_plain and len(text.encode()) <= MAX_NAME_BYTES:
@@ -73,18 +73,18 @@ def make_safe_name(text: str) -> str:
 
 
 def locate_result_file(folder: Path, dataset: str, video_id: str) -> Path:
-    """Return the file of a clip's results, inside `folder`, which is `<results_dir>/<model>/<answer_type>`."""
+    """Return the path of a clip's result file in `folder`, which is `<results_dir>/<model>/<answer_type>`."""
     return folder / make_safe_name(dataset) / f"{make_safe_name(video_id)}.json"
 
 
 def write_results(folder: Path, dataset: str, video_id: str, results: Sequence[Result]) -> None:
-    """Write all results of a clip, completely or not at all, in place of those that were there."""
+    """Write all results of a clip atomically, replacing existing ones."""
     text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     write_text(locate_result_file(folder, dataset, video_id), text + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file, completely or not at all. What UTF-8 cannot hold becomes "?"."""
+    """Write a file atomically, replacing characters that UTF-8 cannot encode by "?"."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, text.encode(errors="replace"))
@@ -96,16 +96,16 @@ def write_text(file: Path, text: str) -> None:
 
 
 def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[Run]:
-    """Find the runs in a folder of any level: the root of all results, a model's folder, a run's, or a data set's.
+    """Find the runs in a folder of any level: the root of all results, or the folder of a model, a run or a data set.
 
-    A result file is any `*.json` but `run.json`, `summary.json` and what lies beside a `run.json`; its folder is the data
-    set's, and the one above that (or `results_dir` itself) the run's.
+    A result file is any `*.json` except `run.json`, `summary.json` and files in the same folder as a `run.json`. Its folder
+    is that of the data set, and the parent of that (or `results_dir` itself) is the folder of the run.
 
     Args:
-        dataset: only these data sets.
+        dataset: data sets to include; None: all.
 
     Raises:
-        DataError: the folder is missing, or has no result, or none of a requested data set.
+        DataError: the folder is missing, or contains no results, or no results of a requested data set.
     """
     if not results_dir.is_dir():
         raise DataError(f"{results_dir}: no such folder; give the --results-dir of an evaluation")
@@ -129,7 +129,7 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
 
 
 def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
-    """The one run in a folder. DataError as `find_runs`, or if there are several."""
+    """Return the only run in a folder; raise DataError if there are several, or as `find_runs` does."""
     runs = find_runs(results_dir, dataset)
     if len(runs) > 1:
         names = ", ".join(str(run.folder) for run in runs)
@@ -138,15 +138,15 @@ def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
 
 
 def list_dataset_files(folder: Path) -> list[Path]:
-    """The result files in a data set's folder; the reports that `dsreason score` may have put beside them are none."""
+    """List the result files in a data set's folder, without reports that `dsreason score` may have written there."""
     return sorted(file for file in folder.glob("*.json") if file.name not in OWN_FILES)
 
 
 def list_json_files(results_dir: Path) -> list[Path]:
-    """List every `*.json` at any depth, sorted, without hidden ones.
+    """List all `*.json` files at any depth, sorted, except hidden files.
 
     Raises:
-        DataError: the tree has more folders than results have; links may even lead in circles.
+        DataError: there are more than `MOST_FOLDERS` folders, which may be due to circular links.
     """
     files_found: list[Path] = []
     for number, (folder, inside, files) in enumerate(os.walk(results_dir, followlinks=True)):
@@ -174,10 +174,11 @@ def _get_dataset_folder(file: Path) -> str:
 
 
 def read_run(run: Run) -> list[Result]:
-    """The results of a run, by data set and clip, and those of a clip as they stand in its file.
+    """Read the results of a run, ordered by data set and clip; the results of a clip are in the order of its file.
 
     Raises:
-        DataError: a file is no JSON list of results, or two of them have the same id; names file and item (from 1).
+        DataError: a file is not a JSON list of results, or two results have the same id; the message names the file and the
+            item (counted from 1).
     """
     names: dict[str, str] = {}
     results = []
@@ -196,10 +197,10 @@ def read_run(run: Run) -> list[Result]:
 
 
 def read_file(file: Path) -> list[Result]:
-    """The results in a file, in its order.
+    """Read the results in a file, in order.
 
     Raises:
-        DataError: names the file, and the item (from 1) that is not a result.
+        DataError: the file is malformed; the message names it and the item (counted from 1) that is not a result.
     """
     items = read_json(file)
     if not isinstance(items, list):
@@ -232,9 +233,9 @@ def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result
 
 
 def _complete_item(item: dict[str, Any], file: Path, number: int, seen: Counter[str]) -> dict[str, Any]:
-    """Add the fields that results of cosmos-reason1 lack; of its own eight fields, too, only `is_correct` is required.
+    """Add default values for fields that results of cosmos-reason1 lack; even of its eight fields, only `is_correct` is required.
 
-    A question has the id there that it has here, so that the two can be compared.
+    Its questions get the same ids as in dsreason, so that the results can be compared.
     """
     datasource = item.get("datasource", _get_dataset_folder(file))
     video_id = item.get("video_id", file.stem)
@@ -259,7 +260,7 @@ def _complete_item(item: dict[str, Any], file: Path, number: int, seen: Counter[
 
 
 def _extract_texts(prompt: Any) -> Any:
-    """Return the texts of the messages that cosmos-reason1 stores; anything else unchanged."""
+    """Return the texts of the messages that cosmos-reason1 stores, or `prompt` unchanged if it is not a list of messages."""
     try:
         return [_join_text(message["content"]) for message in prompt]
     except (TypeError, KeyError, AttributeError):
@@ -267,7 +268,7 @@ def _extract_texts(prompt: Any) -> Any:
 
 
 def _join_text(content: Any) -> str:
-    """Join several parts, one per line. Their parts may lack `type`, unlike a sample's."""
+    """Join the texts of a message's parts, one per line; unlike those of a sample, the parts may lack `type`."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if part.get("text"))
 
 

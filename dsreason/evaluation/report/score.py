@@ -1,4 +1,4 @@
-"""Scores of results: accuracies with their intervals, and other numbers about how a model answered."""
+"""Scores of results: accuracies with confidence intervals, and other statistics of a model's answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Verdict = Literal["right", "wrong", "unparsed", "unanswered"]
 
 @dataclass(frozen=True)
 class Proportion:
-    """`count` of `total`. `share` and its 95 % interval (Wilson's) are None of nothing."""
+    """A proportion, `count` of `total`. `share` and its 95 % Wilson interval are None if `total` is 0."""
 
     count: int
     total: int
@@ -35,29 +35,30 @@ class Proportion:
 @dataclass(frozen=True)
 class Accuracy:
     over_all: Proportion
-    """Accuracy of all questions; those without an answer count as wrong."""
+    """Accuracy over all questions; questions without an answer count as wrong."""
     over_answered: Proportion
     clips: int
-    """Number of different media (or rows, of questions about text) that the questions are about."""
+    """Number of different clips (or rows, for text-only questions) that the questions are about."""
     clustered: Interval | None
-    """95 % interval of `over_all` that allows for questions about one clip being alike; see `compute_clustered_interval`."""
+    """95 % confidence interval of `over_all`, clustered by clip because questions about a clip are correlated; None if not
+    defined. See `compute_clustered_interval`."""
 
 
 @dataclass(frozen=True)
 class Letters:
-    """Multiple choice. A letter that is answered far more often than it is right is a position bias."""
+    """The letters of multiple-choice answers. A letter that is answered far more often than it is correct is a position bias."""
 
     confusion: dict[str, dict[str, int]]
-    """Reference letter → answered letter → count; "none" where no letter was read or nothing was answered."""
+    """Reference letter → answered letter → count; "none" stands for unparsed and missing answers."""
     references: dict[str, Proportion]
-    """Number of questions by the letter that is right."""
+    """Correct letter → number of questions."""
     answers: dict[str, Proportion]
-    """Number of answers by the letter that was read in them."""
+    """Answered letter → number of answers."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """`value` is None if it is not defined."""
+    """A mean or another statistic, with the number of values; `value` is None if it is not defined."""
 
     value: float | None
     n: int
@@ -65,38 +66,38 @@ class Mean:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Content of `summary.json`; each part as its class describes."""
+    """The content of `summary.json`."""
 
     run: str
-    """`<model>/<answer_type>`, from the names of the folders."""
+    """Name of the run, `<model>/<answer_type>`, from the names of the folders."""
     accuracy: Accuracy
     datasets: dict[str, Accuracy]
     kinds: dict[str, Accuracy]
-    """Accuracy by question kind: `multiple_choice`, `yes_no`, `open`, `free_text`, `ordinal`."""
+    """Accuracies by the kind of question: `multiple_choice`, `yes_no`, `open`, `free_text`, `ordinal`."""
     unparsed: Proportion
-    """Answers in which nothing was read, of the answers."""
+    """Number of answers that could not be parsed, of all answers."""
     truncated: Proportion
-    """Answers that ended at the token limit, of the answers."""
+    """Number of answers that ended at the token limit, of all answers."""
     rules: dict[str, Proportion]
-    """Accuracy of the answers by the parser's rule that read them."""
+    """Accuracies of the answers by the parser's rule that matched."""
     letters: Letters | None
-    """None without multiple-choice questions."""
+    """Statistics of multiple-choice answers; None if there are no such questions."""
     scores: dict[str, Mean]
-    """Means of the scores of answers: `bleu`, `rougeL`, `similarity`, and a user's own."""
+    """Means of the answers' scores, by name: `bleu`, `rougeL`, `similarity`, and that of a user's scorer."""
     corpus_bleu: Mean | None
-    """sacrebleu's, 0 to 100, over all free texts together; None without free texts."""
+    """sacrebleu's corpus BLEU over all free texts, from 0 to 100; None if there are none."""
     pearson: Mean | None
-    """Pearson's r of the ordinal answers that are numbers with their references; None without ordinal questions."""
+    """Pearson's r between numeric answers to ordinal questions and their references; None if there are no such questions."""
     unanswered: dict[str, str]
     """Question id → the reason why it has no answer."""
     graded_by: dict[str, int]
-    """Rule that decided which answers are right → number of answers: `kind`, or a scorer, as in `helpful >= 0.5`."""
+    """Rule that determined correctness (`kind`, or a scorer, as in `helpful >= 0.5`) → number of answers."""
     left_out: tuple[str, ...] = ()
-    """Data sets of the run that were not asked for."""
+    """Data sets of the run that were not requested."""
 
 
 def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...] = ()) -> RunSummary:
-    """The numbers of a run, from at least one result."""
+    """Compute the summary of a run from at least one result."""
     answered = [result for result in results if result.error is None]
     free_text = [result for result in answered if result.kind == "free_text"]
     return RunSummary(
@@ -126,12 +127,12 @@ def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...]
 
 
 def is_right(result: Result) -> bool:
-    """Right over all questions: what has no answer is wrong."""
+    """Return whether the answer is correct; a missing answer is not."""
     return result.is_correct and result.error is None
 
 
 def judge_result(result: Result) -> Verdict:
-    """Return the verdict; `unparsed`: nothing was read in the answer; `unanswered`: the answer is missing."""
+    """Return the verdict; `unparsed` means that the answer could not be parsed, `unanswered` that there is none."""
     if result.error is not None:
         return "unanswered"
     if result.is_correct:
@@ -140,7 +141,7 @@ def judge_result(result: Result) -> Verdict:
 
 
 def group_results(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
-    """Group the results by key, in the keys' order."""
+    """Group the results by key, sorted by key."""
     return {name: list(part) for name, part in groupby(sorted(results, key=key), key)}
 
 
@@ -160,7 +161,7 @@ def compute_accuracy(results: Sequence[Result]) -> Accuracy:
 
 
 def clip_of(result: Result) -> tuple[str, ...]:
-    """Return what tells the clip of a question: its media, or without any the row."""
+    """Return a value that identifies the clip of a question: its media, or else its row."""
     return tuple(result.media) or (result.datasource, result.video_id)
 
 
@@ -171,7 +172,7 @@ def share(count: int, total: int) -> Proportion:
 
 
 def compute_wilson_interval(count: int, total: int) -> Interval:
-    """95 % interval of a proportion."""
+    """Compute the 95 % Wilson confidence interval of a proportion."""
     low, high = binomtest(count, total).proportion_ci(CONFIDENCE, method="wilson")
     return float(low), float(high)
 
@@ -179,11 +180,16 @@ def compute_wilson_interval(count: int, total: int) -> Interval:
 def compute_clustered_interval(
     values: Sequence[float], clusters: Sequence[object], *, bounds: Interval
 ) -> Interval | None:
-    """95 % interval of the mean of values that are alike within a cluster: t distribution, cluster-robust error.
+    """Compute the 95 % confidence interval of the mean of values that are correlated within clusters.
 
-    `bounds` are the lowest and the highest possible mean. Source: Miller, "Adding Error Bars to Evals"
-    (arXiv:2411.00640), clustered standard errors, with the usual factor C / (C - 1) for C clusters.
-    None if it is not defined: a single cluster, or no spread between clusters.
+    It uses a t distribution and cluster-robust standard errors, with the usual factor C / (C - 1) for C clusters. Source:
+    Miller, "Adding Error Bars to Evals" (arXiv:2411.00640).
+
+    Args:
+        bounds: minimum and maximum possible mean.
+
+    Returns:
+        The interval; None if it is not defined, for a single cluster or without variance between clusters.
     """
     mean = sum(values) / len(values)
     residuals: dict[object, float] = {}
@@ -237,7 +243,7 @@ def compute_corpus_bleu(results: Sequence[Result]) -> Mean:
 
 
 def compute_pearson(results: Sequence[Result]) -> Mean | None:
-    """Return Pearson's r, None without pairs. r is not defined for fewer than two pairs, nor if either side is constant."""
+    """Compute Pearson's r; None without pairs. Its value is undefined for fewer than two pairs or if either side is constant."""
     if not results:
         return None
     pairs = [(_number(result.answer), _number(result.correct_answer)) for result in results]

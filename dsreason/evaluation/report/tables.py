@@ -1,4 +1,4 @@
-"""Numbers as people read them: texts for reports, and tables for the terminal."""
+"""Human-readable output: formatted numbers and texts for reports, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ ACCURACY_COLUMNS = ("accuracy", "95% interval", "right", "questions", "clips", "
 
 
 def format_percent(value: float | None) -> str:
-    """`72.3%`."""
+    """Format a share as a percentage: `72.3%`."""
     return NOTHING if value is None else f"{value:.1%}"
 
 
 def format_interval(interval: Interval | None) -> str:
-    """`66.1–77.8%`."""
+    """Format an interval of shares as percentages: `66.1–77.8%`."""
     return NOTHING if interval is None else f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}%"
 
 
 def format_points(difference: float) -> str:
-    """A difference of two shares, in percentage points: `+4.2`."""
+    """Format a difference of two shares in percentage points: `+4.2`."""
     return f"{100 * difference:+.1f}"
 
 
 def format_points_interval(interval: Interval | None) -> str:
-    """`-1.0 to +9.4`."""
+    """Format an interval of differences in percentage points: `-1.0 to +9.4`."""
     return NOTHING if interval is None else f"{format_points(interval[0])} to {format_points(interval[1])}"
 
 
 def share_of(share: Proportion) -> str:
-    """`12 of 200 (6.0%)`."""
+    """Format a proportion: `12 of 200 (6.0%)`."""
     return f"{share.count} of {share.total} ({format_percent(share.share)})"
 
 
 def format_mean(mean: Mean) -> str:
-    """`0.4321 (n = 50)`."""
+    """Format a mean: `0.4321 (n = 50)`."""
     value = NOTHING if mean.value is None else f"{mean.value:.4f}"
     return f"{value} (n = {mean.n})"
 
@@ -52,7 +52,7 @@ def format_p(p_value: float) -> str:
 
 
 def collect_facts(summary: RunSummary) -> dict[str, str]:
-    """Return what there is to say of a run beside its accuracies."""
+    """Collect facts about a run in addition to its accuracies: label → text."""
     shares = {"unparsed answers": share_of(summary.unparsed), "truncated answers": share_of(summary.truncated)}
     if summary.unanswered:
         question, why = next(iter(summary.unanswered.items()))
@@ -63,9 +63,10 @@ def collect_facts(summary: RunSummary) -> dict[str, str]:
 
 
 def describe_grading(summary: RunSummary, settings: Mapping[str, str]) -> str:
-    """Return what a scorer decided, and by which threshold; or that it decided nothing. "" without a scorer.
+    """Describe the effect of the scorer on correctness, and its threshold; "" if there is no scorer.
 
-    `settings` are those of `run.json`, nested names joined by dots.
+    Args:
+        settings: settings in `run.json`, with nested names joined by dots.
     """
     deciding = {name: count for name, count in summary.graded_by.items() if name != KIND}
     if deciding:
@@ -82,7 +83,7 @@ def describe_grading(summary: RunSummary, settings: Mapping[str, str]) -> str:
         return f"{nothing} the letters only, as in cosmos-reason1 (evaluation.parser is compat)."
     if threshold is None:
         return f"{nothing} the questions' kinds, as evaluation.scorer_threshold is not set."
-    return f"An answer is right by evaluation.scorer ({scorer}) from {threshold} on."  # results that do not say it themselves
+    return f"An answer is right by evaluation.scorer ({scorer}) from {threshold} on."  # old results do not contain `graded_by`
 
 
 def score_facts(summary: RunSummary) -> dict[str, str]:
@@ -95,7 +96,7 @@ def score_facts(summary: RunSummary) -> dict[str, str]:
 
 
 def list_accuracy_parts(summary: RunSummary) -> list[tuple[str, dict[str, Accuracy]]]:
-    """Return what accuracies are shown for, in sections: data sets, question kinds if there are several, all."""
+    """List the accuracies to show, in sections: data sets, kinds of questions (if there are several), and the total."""
     parts = [("data set", summary.datasets)]
     if len(summary.kinds) > 1:
         parts.append(("kind", {f"{kind.replace('_', ' ')} questions": part for kind, part in summary.kinds.items()}))
@@ -103,7 +104,7 @@ def list_accuracy_parts(summary: RunSummary) -> list[tuple[str, dict[str, Accura
 
 
 def make_accuracy_table(summary: RunSummary) -> Table:
-    """One run, a row for each part."""
+    """Build the table of a run's accuracies, with one row per part."""
     table = _make_table(Text(summary.run), "", ACCURACY_COLUMNS)
     for _, parts in list_accuracy_parts(summary):
         for name, part in parts.items():

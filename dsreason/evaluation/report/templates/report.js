@@ -4,7 +4,7 @@
   const [verdict, dataset, kind, search] = ["verdict", "dataset", "kind", "search"].map((id) => document.getElementById(id));
   const shown = document.getElementById("shown");
   const nothing = document.getElementById("nothing");
-  const texts = new Map(); // of each card, from its first search on
+  const texts = new Map(); // lower-case text of each card, cached at the first search
 
   function textOf(card) {
     if (!texts.has(card)) texts.set(card, card.textContent.toLowerCase());
@@ -30,7 +30,7 @@
     nothing.hidden = count > 0;
   }
 
-  // "#wrong" sets the filter; "#q12", the address of a card, shows it whatever the filters say.
+  // "#wrong" sets the filter; "#q12", the anchor of a card, shows the card regardless of the filters.
   function followAddress() {
     const name = location.hash.slice(1);
     if ([...verdict.options].some((option) => option.value && option.value === name)) {
@@ -51,6 +51,6 @@
   filters.addEventListener("submit", (event) => event.preventDefault());
   filters.addEventListener("input", apply);
   addEventListener("hashchange", followAddress);
-  apply(); // browsers keep the filters when a page is loaded again
+  apply(); // browsers restore the filters when a page is reloaded
   followAddress();
 })();
