@@ -58,7 +58,7 @@ WORLD_STAGES = (
 )
 WORLD_RECIPES = {name: Path(f"world_builtin_{name}.toml") for name in ("sft", "flow_grpo", "nft")}
 WorldOption = Annotated[
-    bool, typer.Option("--world", help="A tiny video model instead: SFT, then FlowGRPO and DiffusionNFT.")
+    bool, typer.Option("--world", help="Train a tiny video model instead: SFT, then FlowGRPO and DiffusionNFT.")
 ]
 
 

@@ -25,10 +25,8 @@ def doctor(
     hostfile: Annotated[
         Path | None, typer.Option(help="Also check the hosts in this DeepSpeed hostfile, over SSH.")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Without the two short runs, which take about a minute.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the two short runs, which take about a minute.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """Check everything that a run needs: versions, compiler, GPUs, memory, disks, ports, tokens, a collective and an engine.
 

@@ -40,7 +40,7 @@ def evaluate(
         typer.Option(help="Hugging Face folder, hub name, or a run (its newest weights) or checkpoint of dsreason."),
     ] = None,
     server: Annotated[
-        str | None, typer.Option(help="Address of an OpenAI-compatible server instead of a model.")
+        str | None, typer.Option(help="URL of an OpenAI-compatible server to query instead of loading a model.")
     ] = None,
     dataset: Annotated[
         list[str] | None, typer.Option(help="Benchmark folder, such as robovqa; may be repeated.")
@@ -55,9 +55,9 @@ def evaluate(
     tensor_parallel_size: Annotated[
         int | None, typer.Option(min=1, max=1024, help="GPUs that hold one copy of the model together.")
     ] = None,
-    results_dir: Annotated[Path | None, typer.Option(help="Where the answers go; default: results.")] = None,
+    results_dir: Annotated[Path | None, typer.Option(help="Folder for the answers; default: results.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="At most this many questions in all, evenly from the data sets.")
+        int | None, typer.Option(min=1, help="Largest number of questions, taken evenly from the data sets.")
     ] = None,
     compat: Annotated[
         bool, typer.Option("--compat", help="Read and grade answers exactly as cosmos-reason1 does.")

@@ -22,7 +22,7 @@ def import_(
     accept: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY", help="A key of cosmos-rl without an equal here: take what is nearest, or leave it out."
+            metavar="KEY", help="Key of cosmos-rl without an equivalent: use the nearest setting, or leave it out."
         ),
     ] = None,
 ) -> None:

@@ -43,33 +43,47 @@ def infer(
     prompt_file: Annotated[
         Path | None, typer.Option(help='File with the prompt, or a .jsonl with one {"prompt": …} a line.')
     ] = None,
-    system: Annotated[str, typer.Option(help="System message; default: that of the model's chat template.")] = "",
+    system: Annotated[str, typer.Option(help="System message; default: the one in the model's chat template.")] = "",
     reasoning: Annotated[
         bool, typer.Option("--reasoning", help="Ask for <think>…</think> <answer>…</answer> in the system message.")
     ] = False,
-    fps: Annotated[float | None, typer.Option(help="Frames a second to show of a video; default: 4.")] = None,
-    nframes: Annotated[int | None, typer.Option(min=1, help="Frames to show of a video, instead of --fps.")] = None,
+    fps: Annotated[float | None, typer.Option(help="Frames per second to sample from a video; default: 4.")] = None,
+    nframes: Annotated[
+        int | None, typer.Option(min=1, help="Number of frames to sample from a video, instead of --fps.")
+    ] = None,
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Largest size of an image or frame.")] = None,
     total_pixels: Annotated[
         int,
-        typer.Option(min=1, help="Largest sum over a video's frames, two frames counted once; 784 or 1024 per token."),
+        typer.Option(
+            min=1,
+            help="Largest number of pixels over a video's frames, two frames counted once; 784 or 1024 per token.",
+        ),
     ] = 6_422_528,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, thoughts included.")] = 4096,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Sample from the fewest tokens of this probability together.")] = 0.95,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that were used are drawn less.")] = 1.05,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answer.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens, including thoughts.")] = 4096,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most probable token.")] = 0.6,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the fewest tokens whose probabilities add up to this.")
+    ] = 0.95,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Values above 1 make tokens that already occur less likely.")
+    ] = 1.05,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same answer.")] = 0,
     timestamps: Annotated[
         bool, typer.Option("--timestamps", help="Write the time on each frame, in a black border below it.")
     ] = False,
-    save_frames: Annotated[Path | None, typer.Option(help="Folder for the pictures that the model is shown.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, and nothing else.")] = False,
+    save_frames: Annotated[Path | None, typer.Option(help="Folder for the pictures that the model sees.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt, and nothing else.")
+    ] = False,
     engine: Annotated[
         Literal["auto", "transformers", "vllm"],
-        typer.Option(help="vllm streams nothing; auto: transformers, or vllm for many prompts on a GPU."),
+        typer.Option(
+            help="Inference engine; vllm does not stream. auto: vllm for many prompts on a GPU, otherwise transformers."
+        ),
     ] = "auto",
     dtype: Annotated[
-        Literal["auto", "bf16", "fp32"], typer.Option(help="Of the weights; auto: what the model's config.json says.")
+        Literal["auto", "bf16", "fp32"],
+        typer.Option(help="Data type of the weights; auto: that of the model's config.json."),
     ] = "auto",
 ) -> None:
     """Ask a model about images and videos. The answer is streamed to stdout; other messages go to stderr."""

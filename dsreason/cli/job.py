@@ -48,7 +48,7 @@ ResumeOption = Annotated[
 ]
 NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start; default: one per GPU.")]
 RestartsOption = Annotated[
-    int, typer.Option("--max-restarts", min=0, help="How often to restart from the last checkpoint after a crash.")
+    int, typer.Option("--max-restarts", min=0, help="Number of restarts from the last checkpoint after a crash.")
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the configuration, and stop.")]
 

@@ -34,34 +34,45 @@ def plan(
     config: ConfigOption = None,
     gpus: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="How many; default: those of this machine, of a file of cosmos-rl those that it names."
-        ),
+        typer.Option(min=1, help="Number of GPUs; default: this machine's, or those that a cosmos-rl file names."),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(metavar="GB", help="Of one GPU; default: that of this machine's, else 80.")
+        float | None,
+        typer.Option(metavar="GB", help="Memory of one GPU in GB; default: that of this machine's GPUs, else 80."),
     ] = None,
-    gpus_per_host: Annotated[int, typer.Option(min=1, help="For the memory of a host.")] = 8,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs per host, to estimate the memory of a host.")] = 8,
     ds_config: DeepSpeedOption = None,
     overrides: SetOption = None,
     command: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="COMMAND", help="Which command the configuration is for; default: by its sections."
+            "--for",
+            metavar="COMMAND",
+            help="Command that the configuration is for; by default inferred from its sections.",
         ),
     ] = None,
     card: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="h100, h200, a100, b200 or l40s, for the time; default: by memory."),
+        typer.Option(
+            metavar="NAME",
+            help="GPU for time estimates: h100, h200, a100, b200 or l40s; default: inferred from the memory.",
+        ),
     ] = None,
-    network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s of each GPU between hosts.")] = 400.0,
+    network_gbit: Annotated[
+        float, typer.Option(min=0.1, help="Network speed per GPU between hosts, in Gbit/s.")
+    ] = 400.0,
     tokens_per_sample: Annotated[
         int | None,
-        typer.Option(min=1, help="Of a sample or prompt, for the time; default: a quarter of model.max_length."),
+        typer.Option(
+            min=1, help="Tokens of a sample or prompt, to estimate the time; default: a quarter of model.max_length."
+        ),
     ] = None,
-    media_share: Annotated[float, typer.Option(min=0, max=1, help="Share of them that are media tokens.")] = 0.5,
+    media_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of these tokens that are media tokens.")
+    ] = 0.5,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows to train on, for hours without train.max_steps.")
+        int | None,
+        typer.Option(min=1, help="Number of training rows, to estimate the hours if train.max_steps is not set."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, in bytes and seconds, instead of tables.")

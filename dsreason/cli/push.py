@@ -38,7 +38,7 @@ def push(
     ],
     include: Annotated[
         list[FolderKind] | None,
-        typer.Option(help="Of a run: what to upload; may be repeated. Default: export and checkpoint."),
+        typer.Option(help="Part of a run to upload; may be repeated. Default: export and checkpoint."),
     ] = None,
 ) -> None:
     """Upload a checkpoint, an export or an entire run. Files that already exist with the same content are not sent again."""

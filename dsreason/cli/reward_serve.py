@@ -31,21 +31,25 @@ def reward_serve(
     functions: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="Python file with functions fn(clips, samples); with :attr behind it, that one."
+            metavar="FILE", help="Python file with functions fn(clips, samples); append :name to serve only that one."
         ),
     ],
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8080,
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable with the token that requests must have.")
     ] = None,
     vae: Annotated[
-        Path | None, typer.Option(help="Model folder whose VAE decodes latents; without it only pixels are taken.")
+        Path | None, typer.Option(help="Model folder whose VAE decodes latents; without it only pixels are accepted.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Of the VAE: cpu, cuda, cuda:1 …")] = "cpu",
-    max_waiting: Annotated[int, typer.Option(min=1, help="Requests in the queue; further ones must wait.")] = 60,
+    device: Annotated[str, typer.Option(help="Device of the VAE: cpu, cuda, cuda:1 …")] = "cpu",
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Most requests in the queue; additional ones must wait.")
+    ] = 60,
     max_body: Annotated[float, typer.Option(min=0.001, help="Largest request, in GiB.")] = 4.0,
-    max_queue: Annotated[float, typer.Option(min=0.001, help="All requests in the queue together, in GiB.")] = 16.0,
+    max_queue: Annotated[
+        float, typer.Option(min=0.001, help="Largest total size of the requests in the queue, in GiB.")
+    ] = 16.0,
 ) -> None:
     """Serve reward functions to trainers on other machines until SIGTERM or Ctrl-C.
 

@@ -23,13 +23,18 @@ LOG_WIDTH = 120
 
 def score(
     results_dir: Annotated[Path, typer.Option(help="Results of one or several evaluations, at any level.")],
-    dataset: Annotated[list[str] | None, typer.Option(help="Only this data set; repeat it for several.")] = None,
-    compare: Annotated[Path | None, typer.Option(help="Results of a baseline on the same questions.")] = None,
+    dataset: Annotated[list[str] | None, typer.Option(help="Only fetch this data set; may be repeated.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Results of a baseline on the same questions, to compare with.")
+    ] = None,
     compat: Annotated[bool, typer.Option("--compat", help="Print what cosmos-reason1's script prints.")] = False,
-    no_html: Annotated[bool, typer.Option("--no-html", help="Write summary.json and report.md only.")] = False,
+    no_html: Annotated[bool, typer.Option("--no-html", help="Write only summary.json and report.md.")] = False,
     frames: Annotated[
         int | None,
-        typer.Option(min=0, help="Questions with pictures in report.html, wrong ones first; default: 30 MB of them."),
+        typer.Option(
+            min=0,
+            help="Number of questions with pictures in report.html, wrong ones first; default: as many as fit into 30 MB.",
+        ),
     ] = None,
 ) -> None:
     """Print accuracies with their intervals, and write summary.json, report.md and report.html next to the results.

@@ -45,21 +45,21 @@ WorkersOption = Annotated[
 
 @app.command()
 def clip(
-    dataset: Annotated[CutDataset, typer.Option(help="Whose clips to cut.")],
+    dataset: Annotated[CutDataset, typer.Option(help="Data set whose clips to cut.")],
     raw: Annotated[
         Path | None, typer.Option(help="Folder with its raw videos; default: <data-dir>/raw/<dataset>.")
     ] = None,
     data_dir: DataDirOption = Path("data"),
-    task: Annotated[Task, typer.Option(help="Which annotations say what clips are needed.")] = Task.benchmark,
+    task: Annotated[Task, typer.Option(help="Task whose annotations list the clips that are needed.")] = Task.benchmark,
     annotations: Annotated[
         list[Path] | None, typer.Option(help="Annotation files; default: those in <data-dir>/<task>/<dataset>.")
     ] = None,
     events: Annotated[
-        Path | None, typer.Option(help="holoassist: data-annotation*.json; default: the one in or beside --raw.")
+        Path | None, typer.Option(help="holoassist only: data-annotation*.json; default: the one in or next to --raw.")
     ] = None,
     workers: WorkersOption = None,
     allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="Exit with 0 also where raw videos are missing.")
+        bool, typer.Option("--allow-missing", help="Exit with 0 even if raw videos are missing.")
     ] = False,
 ) -> None:
     """Cut the clips that are not on the Hub from the raw videos, at exactly the frames that their names specify.
@@ -89,17 +89,20 @@ def clip(
 def inspect(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    adapter: Annotated[str | None, typer.Option(help="Without --config: how rows are read; default: jsonl.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="Without --config: adapter that reads the rows; default: jsonl.")
+    ] = None,
     path: Annotated[str | None, typer.Option(help="Without --config: file, folder or hub name.")] = None,
-    media_path: Annotated[str, typer.Option(help="Folder of relative media paths.")] = "",
-    subset: Annotated[str | None, typer.Option(help="Such as robovqa.")] = None,
-    split: Annotated[str, typer.Option(help="Such as train or train[:100].")] = "train",
+    media_path: Annotated[str, typer.Option(help="Folder that relative media paths start from.")] = "",
+    subset: Annotated[str | None, typer.Option(help="Data set, such as robovqa.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the data set, such as train or train[:100].")] = "train",
     model: Annotated[str | None, typer.Option(help="Model folder, or tiny:qwen2_5_vl: also count tokens.")] = None,
     balance: Annotated[
-        str | None, typer.Option(help="Without --config: data.balance, whose labels are counted, such as answer.")
+        str | None,
+        typer.Option(help="Without --config: value of data.balance whose labels are counted, such as answer."),
     ] = None,
-    test: Annotated[str | None, typer.Option(help="Test rows, read as the others, to find duplicates in.")] = None,
-    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder, to find duplicates in.")] = None,
+    test: Annotated[str | None, typer.Option(help="Test rows in the same format, to search for duplicates.")] = None,
+    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder to search for duplicates.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the files; default: outputs/inspect-<time>.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Number of evenly spaced rows of each part to inspect.")
@@ -205,7 +208,7 @@ def validate(
             help="Command that the configuration is for; by default inferred from its sections.",
         ),
     ] = None,
-    all_rows: Annotated[bool, typer.Option("--all", help="Every row, which is the default.")] = False,
+    all_rows: Annotated[bool, typer.Option("--all", help="Validate every row (the default).")] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Number of evenly spaced rows of each part to validate.")
     ] = None,

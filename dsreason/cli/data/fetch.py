@@ -28,19 +28,23 @@ def fetch(
         list[Task] | None,
         typer.Option(help="Task to fetch data for; repeat the option for several. Default: benchmark."),
     ] = None,
-    dataset: Annotated[list[Dataset] | None, typer.Option(help="Only these; default: all that there are.")] = None,
+    dataset: Annotated[list[Dataset] | None, typer.Option(help="Data sets to fetch; default: all.")] = None,
     data_dir: DataDirOption = Path("data"),
-    repo: Annotated[str | None, typer.Option(help="Another data set repository than Cosmos-Reason1's.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Data set repository; default: that of Cosmos-Reason1.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
-    file: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only such paths, as '*.json'.")] = None,
+    file: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Only fetch paths that match this pattern, such as '*.json'."),
+    ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Also the raw videos of agibot, bridgev2 and holoassist, for `data clip`.")
+        bool,
+        typer.Option("--raw", help="Also fetch the raw videos of agibot, bridgev2 and holoassist, for `data clip`."),
     ] = False,
     raw_from: Annotated[
         str | None,
-        typer.Option(metavar="PLACE", help="With --raw: another data set of the Hub (agibot), or address of a folder."),
+        typer.Option(metavar="PLACE", help="With --raw: another data set of the Hub (agibot), or the URL of a folder."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be fetched, and stop.")] = False,
 ) -> None:
     """Download benchmark, SFT or RL data from the Hugging Face Hub, with the token in HF_TOKEN.
 
