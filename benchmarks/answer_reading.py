@@ -96,7 +96,7 @@ def format_table(rows: Sequence[Row], readings: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- the others' rules
+# ---------------------------------------------------------------- rules of the other packages
 
 
 def load_rules() -> dict[str, Rule]:

@@ -78,9 +78,7 @@ def evaluate(
             **{"--answer-type": answer_type, "--tensor-parallel-size": tensor_parallel_size, "--compat": compat},
         }
         if set_options := [name for name, value in of_answers.items() if value]:
-            raise ConfigError(
-                f"{set_options[0]}: is of models that answer questions, and this is a world model; leave it out"
-            )
+            raise ConfigError(f"{set_options[0]} does not apply to world models; remove it")
         limits = [] if limit is None else [f"validation.max_samples={limit}"]
         evaluate_world(world, model, [*limits, *(overrides or ())], results_dir, nproc, overwrite=overwrite)
         return

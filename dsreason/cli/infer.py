@@ -56,7 +56,7 @@ def infer(
         int,
         typer.Option(
             min=1,
-            help="Largest number of pixels over a video's frames, two frames counted once; 784 or 1024 per token.",
+            help="Largest total of a video's pixels, where each pair of frames counts as one; a token covers 784 or 1024.",
         ),
     ] = 6_422_528,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens, including thoughts.")] = 4096,

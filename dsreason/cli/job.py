@@ -234,7 +234,7 @@ def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
         from dsreason.job import hosts, lifeline  # they import torch
 
     with lifeline.join_with_lifeline():
-        hosts.check_alike(config, {"command": job.trainer.name, "--resume": resume})
+        hosts.check_hosts_match(config, {"command": job.trainer.name, "--resume": resume})
         if launch.is_started_by_torchrun():  # torchrun may restart the ranks
             output_dir = output_dir or Path(
                 launch.share_value("output_dir", str(build_default_output_dir(job.trainer.name)))

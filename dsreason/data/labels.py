@@ -100,10 +100,10 @@ def balance_labels(parts: Sequence[WeightedRows], labels: Sequence[str | None]) 
     column = np.array([-1 if label is None else numbers[label] for label in labels])
     labelled = [WeightedRows(part.rows[column[part.rows] >= 0], part.weight) for part in parts]
     per_label = math.ceil(sum(part.per_epoch for part in labelled) / max(1, len(names)))
-    return {name: share_rows(parts, column == number, per_label) for name, number in numbers.items()}
+    return {name: reweight_rows(parts, column == number, per_label) for name, number in numbers.items()}
 
 
-def share_rows(parts: Sequence[WeightedRows], chosen: NDArray[np.bool_], count: int) -> list[WeightedRows]:
+def reweight_rows(parts: Sequence[WeightedRows], chosen: NDArray[np.bool_], count: int) -> list[WeightedRows]:
     """Return the chosen rows of each part, with weights for which an epoch shows `count` of them in total."""
     rows = [part.rows[chosen[part.rows]] for part in parts]
     cumulative = np.cumsum([part.weight * len(indices) for part, indices in zip(parts, rows, strict=True)])

@@ -276,7 +276,7 @@ def use_interface(addresses: Sequence[str | None]) -> None:
 # Comparison of code and configuration
 
 
-def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
+def check_hosts_match(config: JobConfig, options: Mapping[str, str | None]) -> None:
     """Check that all hosts of a multi-host job have the same versions, code and configuration. Collective.
 
     Args:

@@ -128,7 +128,9 @@ def build_empty_transformer(folder: Path) -> Any:
     family, file = find_family(folder), folder / "transformer" / "config.json"
     config = family.read_transformer_config(folder)
     if config.get("_class_name") != family.transformer:
-        raise CheckpointError(f"{file}: is of {config.get('_class_name')}, {family.name} has a {family.transformer}")
+        raise CheckpointError(
+            f"{file}: describes a {config.get('_class_name')}, but {family.name} needs a {family.transformer}"
+        )
     if problem := family.unsupported_transformer(config):
         raise CheckpointError(f"{file}: {problem}")
     try:

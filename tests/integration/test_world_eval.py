@@ -114,11 +114,11 @@ def test_evaluation_resumes_without_changing_other_clips(folder: Path) -> None:
 def test_options_for_other_models_are_rejected(folder: Path) -> None:
     ended = dsreason("eval", "--model", "run", "--data", "rows.jsonl", cwd=folder)
     assert ended.returncode == 2
-    assert "--data: is of models that answer questions, and this is a world model" in ended.stderr
+    assert "--data does not apply to world models; remove it" in ended.stderr
     ended = dsreason(
         *("eval", "--config", "run.toml", "--results-dir", "results"),
         *("--set", "world.sampling_steps=5"),
         cwd=folder,
     )
     assert ended.returncode == 2
-    assert "holds an evaluation with another world.sampling_steps (4, now 5)" in ended.stderr
+    assert "contains an evaluation with a different world.sampling_steps (was 4, is now 5)" in ended.stderr

@@ -149,7 +149,7 @@ def test_installed_module_precedes_current_folder_module(write: Write) -> None:
     assert import_module("own_package", "reward", [], "").ONE == 1
 
 
-def test_unnamed_module_stays_unimportable(write: Write) -> None:
+def test_module_not_in_config_is_not_importable(write: Write) -> None:
     write("own.py", "ONE = 1")
     write("other.py", "ONE = 1")
     assert import_module("own", "reward", [], "").ONE == 1

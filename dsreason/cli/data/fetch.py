@@ -140,18 +140,18 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
 
 
 def show_plan(plan: FetchPlan, with_files: bool) -> None:
-    from dsreason.tools.datasets.fetch import format_gigabytes
+    from dsreason.tools.datasets.fetch import format_bytes
 
     missing, total = len(plan.missing), len(plan.files)
     print_message(
         f"{plan.repo} at {plan.revision[:12]} → {plan.folder}: {missing} of {total} files to fetch, "
-        f"{format_gigabytes(plan.num_bytes)} ({format_gigabytes(plan.disk_bytes)} of disk)"
+        f"{format_bytes(plan.num_bytes)} ({format_bytes(plan.disk_bytes)} of disk)"
     )
     if with_files:
         missing_files = set(plan.missing)
         for file in plan.files:
             print_message(
-                f"  {format_gigabytes(file.size):>10}  {file.path}{'' if file in missing_files else '  (there already)'}"
+                f"  {format_bytes(file.size):>10}  {file.path}{'' if file in missing_files else '  (there already)'}"
             )
 
 

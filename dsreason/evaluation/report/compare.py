@@ -12,9 +12,9 @@ from dsreason.errors import DataError
 from dsreason.evaluation.report.score import (
     Interval,
     Proportion,
-    clip_of,
     compute_clustered_interval,
     compute_wilson_interval,
+    get_clip_key,
     is_right,
     share,
 )
@@ -120,7 +120,7 @@ def _compare(pairs: Sequence[Pair]) -> Paired:
         difference=(gained - lost) / len(pairs),
         interval=compute_newcombe_interval(both, gained, lost, neither),
         clustered=compute_clustered_interval(
-            [a - b for a, b in outcomes], [clip_of(a) for a, _ in pairs], bounds=(-1.0, 1.0)
+            [a - b for a, b in outcomes], [get_clip_key(a) for a, _ in pairs], bounds=(-1.0, 1.0)
         ),
         p_value=compute_mcnemar(gained, lost),
     )

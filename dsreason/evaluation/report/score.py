@@ -150,7 +150,7 @@ def group_results(results: Iterable[Result], key: Callable[[Result], str]) -> di
 
 def compute_accuracy(results: Sequence[Result]) -> Accuracy:
     right = [is_right(result) for result in results]
-    clips = [clip_of(result) for result in results]
+    clips = [get_clip_key(result) for result in results]
     answered = sum(result.error is None for result in results)
     return Accuracy(
         over_all=share(sum(right), len(right)),
@@ -160,7 +160,7 @@ def compute_accuracy(results: Sequence[Result]) -> Accuracy:
     )
 
 
-def clip_of(result: Result) -> tuple[str, ...]:
+def get_clip_key(result: Result) -> tuple[str, ...]:
     """Return a value that identifies the clip of a question: its media, or else its row."""
     return tuple(result.media) or (result.datasource, result.video_id)
 

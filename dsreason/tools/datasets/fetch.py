@@ -111,8 +111,8 @@ def fetch(plan: FetchPlan) -> None:
     free = shutil.disk_usage(find_existing(plan.folder)).free
     if plan.disk_bytes + SPARE_BYTES > free:
         raise DataError(
-            f"{plan.folder}: {plan.repo} needs {format_gigabytes(plan.disk_bytes)} of disk here, "
-            f"{format_gigabytes(free)} are free; "
+            f"{plan.folder}: {plan.repo} needs {format_bytes(plan.disk_bytes)} of disk here, "
+            f"{format_bytes(free)} are free; "
             "choose another --data-dir, or fewer files with --dataset and --file"
         )
     with (
@@ -234,5 +234,5 @@ def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:
     return target.is_file() and target.stat().st_size == file.size
 
 
-def format_gigabytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.2f} MB"

@@ -88,7 +88,9 @@ class Pieces:
             return torch.cat([logprobs, entropy]) if with_entropy else logprobs
 
         traced_run = trace(run, (traced, self.shape.hidden), self.dtype)
-        gradient_bytes = (tokens - traced) * self.shape.hidden * self.dtype.itemsize  # of the untraced hidden states
+        gradient_bytes = (
+            (tokens - traced) * self.shape.hidden * self.dtype.itemsize
+        )  # gradients of the untraced hidden states
         return Traced(traced_run.kept, traced_run.peak + gradient_bytes)
 
     @cache  # noqa: B019

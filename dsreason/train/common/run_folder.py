@@ -182,8 +182,8 @@ def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
             f'"{adapter_state.quantize}"' if adapter_state.quantize else "unset" for adapter_state in (saved, adapter)
         )
         raise CheckpointError(
-            f"{checkpoint}: its adapters were trained on {saved.base} with model.quantize {saved_quantize}, which is "
-            f"{current_quantize} now and yields different weights; set it as it was, or choose another checkpoint"
+            f"{checkpoint}: its adapters were trained on {saved.base} with model.quantize {saved_quantize}, but it is "
+            f"now {current_quantize}, which changes the base weights; restore the old value, or choose another checkpoint"
         )
 
 

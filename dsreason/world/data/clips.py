@@ -24,12 +24,12 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
         DataError: the video is unreadable, too short or has too few frames per second; the message names the row.
     """
     try:
-        return clip_of_video(str(row.clip), size, start=start_of(row))
+        return load_clip(str(row.clip), size, start=start_of(row))
     except DataError as error:
         raise DataError(f"{row.id}: {error}") from error
 
 
-def clip_of_video(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Tensor:
+def load_clip(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Tensor:
     """Read the frames of a video that are displayed at seconds `start` + k / `size.fps`, resized and centre-cropped."""
     info = probe_video(path)
     height, width = fit_size((info.height, info.width), (size.height, size.width))

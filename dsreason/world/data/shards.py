@@ -26,7 +26,7 @@ from dsreason.files.atomic import build_once, write_file
 from dsreason.files.cache import convert_cache_errors, get_cache_dir
 from dsreason.files.remote import PARALLEL, check_room, fetch_file, read_address
 from dsreason.files.s3 import list_objects
-from dsreason.world.data.clips import clip_of_video, start_of
+from dsreason.world.data.clips import load_clip, start_of
 from dsreason.world.data.folder import VIDEO_SUFFIXES
 from dsreason.world.data.rows import CheckedRows
 from dsreason.world.types import ClipSize, WorldRow
@@ -205,7 +205,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
         file.write(read_member(row, suffix))
         file.flush()
         try:
-            return clip_of_video(file.name, size, start=start_of(row))
+            return load_clip(file.name, size, start=start_of(row))
         except DataError as error:
             raise DataError(f"{row.id}: {str(error).replace(file.name, f'its .{suffix}')}") from None
 

@@ -97,7 +97,7 @@ def clip_of(folder: Path, rows: Sequence[Row], i: int) -> Clip:
 def make_means_table(
     found: dict[int, list[Row]], lines: Sequence[Row], steps: Sequence[int], columns: Sequence[str]
 ) -> Table:
-    """Make the table of mean rewards and looks at the displayed validations."""
+    """Build the table of mean rewards, brightness, motion and diversity at the displayed validations."""
     names = list(found[steps[-1]][0]["rewards"])
     rows = {
         name_reward(name): [

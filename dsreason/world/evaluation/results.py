@@ -63,8 +63,8 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if (folder / SETTINGS_FILE).is_file() and (changed := find_differences(read_settings(folder), settings)):
         name, (before, now) = next(iter(changed.items()))
         raise ConfigError(
-            f"{folder}: holds an evaluation with another {name} ({before!r}, now {now!r}); choose another --results-dir, or "
-            "begin anew with --overwrite"
+            f"{folder}: contains an evaluation with a different {name} (was {before!r}, is now {now!r}); choose another "
+            "--results-dir, or start over with --overwrite"
         )
 
 

@@ -237,7 +237,7 @@ def load_weights(job: TrainingJob[WorldConfig]) -> RunWeights:
     engine, lora = build_transformer(job)
     with_kl = config.world.kl_coef > 0 and config.world.algorithm != "sft"
     needed = {"ema": config.train.ema_decay is not None, "old": config.world.algorithm == "nft"}
-    # A buffer for the policy while other weights are in the engine, one set at a time: 28 GB per host for a 14B model.
+    # The buffer holds the policy while the engine holds other weights: 28 GB per host for a 14B model.
     room = allocate_share_buffer(engine) if with_kl or any(needed.values()) else None
     # The reference is the initial model, so it must be built before a checkpoint is loaded.
     reference = ReferencePolicy(engine, room) if with_kl else None

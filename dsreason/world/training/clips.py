@@ -128,7 +128,7 @@ def clip_noise(places: Sequence[ClipIndex], shape: Sequence[int], seed: int, ste
     return torch.stack(drawn)
 
 
-def draw_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
+def draw_num_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
     """Draw the number of given latent frames of a row's clip, which is the same for all clips of a group."""
     low, high = config.world.conditional_frames
     return int(make_generator(config.train.seed, step, prompt, "given frames").integers(low, high + 1))
@@ -147,5 +147,5 @@ def build_conditioning(
     clean = torch.stack([clean_of(place) for place in places])
     mask = torch.zeros(len(places), 1, clean.shape[2], 1, 1)
     for row, place in enumerate(places):
-        mask[row, :, : draw_given_frames(config, step, place.prompt)] = 1
+        mask[row, :, : draw_num_given_frames(config, step, place.prompt)] = 1
     return Conditioning(clean * mask, mask)

@@ -75,10 +75,10 @@ def test_base_with_different_quantization_is_rejected(then: Any, now: Any) -> No
     saved = Mock(state=TrainerState(adapter=replace(ADAPTER, quantize=then)))
     with patch("dsreason.train.common.run_folder.read_checkpoint", return_value=saved):
         check_base(Path("step_3"), replace(ADAPTER, quantize=then))
-        with pytest.raises(CheckpointError, match="set it as it was") as raised:
+        with pytest.raises(CheckpointError, match="restore the old value") as raised:
             check_base(Path("step_3"), replace(ADAPTER, quantize=now))
     before, after = (f'"{item}"' if item else "unset" for item in (then, now))
-    assert f"with model.quantize {before}, which is {after} now" in str(raised.value)
+    assert f"with model.quantize {before}, but it is now {after}," in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_frames_beyond_size_limit_are_rejected(
 
 @pytest.mark.parametrize("name", ["mp4", "ts", "avi"])
 @pytest.mark.parametrize("wanted", [[99], [0, 99]])
-def test_frames_too_costly_for_file_are_rejected(
+def test_frames_too_costly_to_decode_are_rejected(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str, wanted: list[int]
 ) -> None:
     """A hundred frames behind one key frame; by their times, and where these are of no use (AVI)."""

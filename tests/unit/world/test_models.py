@@ -191,7 +191,9 @@ def test_missing_weights_are_listed(folder: Path) -> None:
 
 def test_a_transformer_of_another_class(folder: Path) -> None:
     change(folder / "transformer" / "config.json", _class_name="WanTransformer3DModel")
-    with pytest.raises(CheckpointError, match=r"is of WanTransformer3DModel, Cosmos-Predict2\.5 has a Cosmos"):
+    with pytest.raises(
+        CheckpointError, match=r"describes a WanTransformer3DModel, but Cosmos-Predict2\.5 needs a Cosmos"
+    ):
         load_transformer(folder, torch.float32)
 
 

@@ -11,7 +11,7 @@ from dsreason.world.training.clips import (
     ClipShare,
     build_conditioning,
     clip_noise,
-    draw_given_frames,
+    draw_num_given_frames,
     halve,
     share_out,
     start_noise,
@@ -61,13 +61,13 @@ def test_same_noise_is_that_of_a_group() -> None:
 def test_given_frame_count_is_drawn_per_group() -> None:
     clean = {place: torch.full(SHAPE, float(place.prompt + 1)) for place in PLACES}
     settings = config(conditional_frames=(0, 2))
-    drawn = {draw_given_frames(settings, step, prompt) for step in range(20) for prompt in range(3)}
+    drawn = {draw_num_given_frames(settings, step, prompt) for step in range(20) for prompt in range(3)}
     assert drawn == {0, 1, 2}
     conditioning = build_conditioning(PLACES, clean.__getitem__, settings, 7)
     assert conditioning is not None
     assert conditioning.mask.shape == (6, 1, 3, 1, 1)
     for row, place in enumerate(PLACES):
-        count = draw_given_frames(settings, 7, place.prompt)
+        count = draw_num_given_frames(settings, 7, place.prompt)
         assert conditioning.mask[row].flatten().tolist() == [1.0] * count + [0.0] * (3 - count)
         assert conditioning.latents[row, :, :count].eq(place.prompt + 1).all()
         assert conditioning.latents[row, :, count:].eq(0).all()
