@@ -29,7 +29,7 @@ PUBLISHED = Path(__file__).resolve().parents[1] / "tests" / "published"
 PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 
 
-class Clip(NamedTuple):
+class ClipFile(NamedTuple):
     num_frames: int
     fps: float
     height: int
@@ -42,18 +42,18 @@ class Clip(NamedTuple):
 
 NTSC, FILM = 30000 / 1001, 24000 / 1001
 CLIPS = [
-    Clip(30, 30, 240, 426),
-    Clip(45, NTSC, 480, 854),
-    Clip(24, 5, 480, 640),  # BridgeData
-    Clip(80, 10, 256, 320),
-    Clip(250, 25, 720, 1280),
-    Clip(600, 30, 1920, 1080),
-    Clip(719, FILM, 1080, 1920),
-    Clip(1800, 24, 1080, 1920),
-    Clip(3600, 30, 2160, 3840),
-    Clip(4500, 15, 480, 640),
-    Clip(18000, 60, 240, 426),
-    Clip(9000, 30, 2160, 3840),
+    ClipFile(30, 30, 240, 426),
+    ClipFile(45, NTSC, 480, 854),
+    ClipFile(24, 5, 480, 640),  # BridgeData
+    ClipFile(80, 10, 256, 320),
+    ClipFile(250, 25, 720, 1280),
+    ClipFile(600, 30, 1920, 1080),
+    ClipFile(719, FILM, 1080, 1920),
+    ClipFile(1800, 24, 1080, 1920),
+    ClipFile(3600, 30, 2160, 3840),
+    ClipFile(4500, 15, 480, 640),
+    ClipFile(18000, 60, 240, 426),
+    ClipFile(9000, 30, 2160, 3840),
 ]
 SETTINGS: list[dict[str, float]] = [
     {},
@@ -75,7 +75,7 @@ LIMITED: list[dict[str, float]] = [{"fps": 1, "max_pixels": 81_920}, {"fps": 1, 
 """Settings that qwen-vl-utils 0.0.14 refuses: `max_pixels` below its smallest frame, 128 tokens, without a `min_pixels`."""
 
 
-class Shown(NamedTuple):
+class ShownPixels(NamedTuple):
     """Frames, size and tokens in which a model sees a clip."""
 
     indices: list[int]
@@ -118,7 +118,7 @@ def patch_decoding() -> Iterator[Any]:
         yield vision_process
 
 
-def show_with_qwen(utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | str:
+def show_with_qwen(utils: Any, clip: ClipFile, settings: dict[str, float], patch_size: int) -> ShownPixels | str:
     """Return what qwen-vl-utils makes of a clip, or its error message if it refuses the clip."""
     part = {"type": "video", "video": clip.path, **settings}
     try:
@@ -126,7 +126,7 @@ def show_with_qwen(utils: Any, clip: Clip, settings: dict[str, float], patch_siz
     except (AssertionError, ValueError) as error:
         return str(error)
     height, width = frames.shape[-2:]
-    return Shown(
+    return ShownPixels(
         list(metadata["frames_indices"]), (height, width), len(frames) // 2 * height * width // (2 * patch_size) ** 2
     )
 
@@ -152,7 +152,7 @@ def open_published(tiny: Path, model_type: str, folder: Path) -> Any:
     return open_encoder(path, dtype=torch.bfloat16, max_length=10**6, max_length_key="model.max_length")
 
 
-def show_with_dsreason(encoder: Any, clip: Clip, settings: dict[str, float]) -> Shown:
+def show_with_dsreason(encoder: Any, clip: ClipFile, settings: dict[str, float]) -> ShownPixels:
     from dsreason.data.types import Sample
     from dsreason.media import videos
     from dsreason.media.vision import VideoInfo
@@ -161,13 +161,13 @@ def show_with_dsreason(encoder: Any, clip: Clip, settings: dict[str, float]) -> 
     part = {"type": "video", "video": clip.path, **settings}
     with patch.object(videos, "probe_video", return_value=info):
         (planned,) = encoder.plan_media(Sample("clip", [{"role": "user", "content": [part]}]))
-    return Shown(list(planned.indices), planned.size, planned.grid[0] * planned.grid[1] * planned.grid[2] // 4)
+    return ShownPixels(list(planned.indices), planned.size, planned.grid[0] * planned.grid[1] * planned.grid[2] // 4)
 
 
 # ---------------------------------------------------------------- the comparison
 
 
-def describe(shown: Shown | str) -> str:
+def describe(shown: ShownPixels | str) -> str:
     if isinstance(shown, str):
         return f"refused: {shown}"
     return f"{len(shown.indices):3} x {shown.size[1]}x{shown.size[0]} = {shown.tokens}"
@@ -179,7 +179,7 @@ class Comparison(NamedTuple):
     refused: bool
 
 
-def compare(encoder: Any, utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Comparison:
+def compare(encoder: Any, utils: Any, clip: ClipFile, settings: dict[str, float], patch_size: int) -> Comparison:
     """Compare both sides; if qwen-vl-utils refuses the clip, try it again with `min_pixels` = 1."""
     planned, reference = show_with_dsreason(encoder, clip, settings), show_with_qwen(utils, clip, settings, patch_size)
     if refused := isinstance(reference, str):

@@ -41,8 +41,8 @@ TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", "
 
 
 @dataclass(frozen=True)
-class Section:
-    """A table of the page: `Section("data.vision", "Sampling of media.", {"fps": {"type": "number", …}}, ())`."""
+class KeySection:
+    """A table of the page: `KeySection("data.vision", "Sampling of media.", {"fps": {"type": "number", …}}, ())`."""
 
     path: str
     text: str
@@ -68,18 +68,18 @@ class Section:
         return [f"### {self.heading}\n", *notes, *head, *rows, ""]
 
 
-def sections_of(schema: type[BaseModel]) -> list[Section]:
+def sections_of(schema: type[BaseModel]) -> list[KeySection]:
     """Return every section with its keys."""
     document = schema.model_json_schema()
     return list(_walk(document | {"description": ""}, document.get("$defs", {}), "", {}))
 
 
-def _walk(schema: dict[str, Any], defs: dict[str, Any], path: str, around: dict[str, Any]) -> Iterator[Section]:
+def _walk(schema: dict[str, Any], defs: dict[str, Any], path: str, around: dict[str, Any]) -> Iterator[KeySection]:
     fields = schema["properties"]
     shared = tuple(name for name, field in fields.items() if field == around.get(name))
     own = {name: field for name, field in fields.items() if name not in shared}
     plain = {name: field for name, field in own.items() if _inside(field)[1]}
-    yield Section(path, " ".join(schema.get("description", "").split()), plain, shared)
+    yield KeySection(path, " ".join(schema.get("description", "").split()), plain, shared)
     for name, field in own.items():
         inside, is_value = _inside(field)
         if inside:

@@ -22,7 +22,7 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Run:
+class CommandRun:
     """A run that has ended."""
 
     seconds: float
@@ -68,7 +68,7 @@ class Running:
         self.process.send_signal(number)
         self.started = time.perf_counter()
 
-    def finish(self, *, expected: int = 0) -> Run:
+    def finish(self, *, expected: int = 0) -> CommandRun:
         """Wait for the end. RuntimeError with the last lines if the exit code is not the expected one."""
         started = self.started
         self.wait_for_steps(1)
@@ -78,4 +78,4 @@ class Running:
         if code != expected:
             last = "\n".join(output.splitlines()[-LAST_LINES:])
             raise RuntimeError(f"dsreason ended with exit code {code} instead of {expected}; its last lines:\n{last}")
-        return Run(time.perf_counter() - started, output, self.metrics(), first_step)
+        return CommandRun(time.perf_counter() - started, output, self.metrics(), first_step)

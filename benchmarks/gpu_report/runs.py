@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report.commands import Run, Running, read_metrics
+from benchmarks.gpu_report.commands import CommandRun, Running, read_metrics
 from benchmarks.gpu_report.materials import (
     FAMILIES,
     build_grpo_settings,
@@ -60,7 +60,7 @@ def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield "from start to end, s", run.seconds
 
 
-def run_tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> Run:
+def run_tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> CommandRun:
     tiny = replace(setting, tiny=True)
     model = build_tiny_model(setting, family, precision)
     settings = build_grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_report.commands import Run, Running, read_metrics
+from benchmarks.gpu_report.commands import CommandRun, Running, read_metrics
 from benchmarks.gpu_report.materials import (
     FAMILIES,
     build_random_model,
@@ -198,5 +198,5 @@ def stop_and_resume(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield "resumed run, from start to end, s", resumed.seconds
 
 
-def last_step(run: Run) -> int:
+def last_step(run: CommandRun) -> int:
     return max(line["step"] for line in run.steps)

@@ -18,7 +18,7 @@ ACCOUNT = {"name": "user", "orgs": [{"name": "Team"}], "auth": {"accessToken": {
 
 
 @dataclass
-class Hub:
+class LocalHub:
     refuse: int | None = None
     """The status of every answer to `refused` from now on, or of the next `times`."""
     refused: str = ""
@@ -31,9 +31,9 @@ class Hub:
 
 
 @contextmanager
-def hub_server() -> Iterator[tuple[Hub, str]]:
+def hub_server() -> Iterator[tuple[LocalHub, str]]:
     """The Hub and its address."""
-    hub = Hub()
+    hub = LocalHub()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -53,7 +53,7 @@ def hub_server() -> Iterator[tuple[Hub, str]]:
         yield hub, address
 
 
-def answer(hub: Hub, request: BaseHTTPRequestHandler, body: bytes) -> None:
+def answer(hub: LocalHub, request: BaseHTTPRequestHandler, body: bytes) -> None:
     hub.seen.append(f"{request.command} {request.path}")
     if hub.refuse and hub.refused in request.path and hub.times > 0:
         hub.times -= 1
@@ -87,7 +87,7 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler, body: bytes) -> None:
     return reply(request, 200, {"id": repo, "sha": "a" * 40, "siblings": [], "tags": [], "private": True})
 
 
-def look(hub: Hub, request: BaseHTTPRequestHandler) -> None:
+def look(hub: LocalHub, request: BaseHTTPRequestHandler) -> None:
     """Answer a request whether a file exists, such as `/user/name/resolve/main/config.json`."""
     match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^?]+).*", request.path)
     place = f"{match[1]}@{match[2].replace('%2F', '/')}" if match else ""
@@ -100,7 +100,7 @@ def look(hub: Hub, request: BaseHTTPRequestHandler) -> None:
     request.end_headers()
 
 
-def create(hub: Hub, request: BaseHTTPRequestHandler, asked: dict[str, Any]) -> None:
+def create(hub: LocalHub, request: BaseHTTPRequestHandler, asked: dict[str, Any]) -> None:
     name = f"{asked['organization']}/{asked['name']}"
     if f"{name}@main" in hub.repositories:
         return reply(request, 409, {"error": "You already created this model repo", "url": name})
@@ -109,7 +109,7 @@ def create(hub: Hub, request: BaseHTTPRequestHandler, asked: dict[str, Any]) -> 
     return reply(request, 200, {"url": f"http://{request.headers['Host']}/{name}", "name": name})
 
 
-def commit(hub: Hub, request: BaseHTTPRequestHandler, place: str, body: bytes) -> None:
+def commit(hub: LocalHub, request: BaseHTTPRequestHandler, place: str, body: bytes) -> None:
     lines = [json.loads(line) for line in body.splitlines()]
     files = {
         line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"

@@ -15,7 +15,7 @@ KEY, SECRET = "AKIASENTINELKEY", "sentinel/secret+key"
 
 
 @dataclass(frozen=True)
-class Fault:
+class ServerFault:
     """A fault of the next request of this method whose path contains `path`."""
 
     method: str
@@ -30,7 +30,7 @@ class Proxy:
 
     target: str
     address: str = ""
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[ServerFault] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
     """`PUT /bucket/key?query` of every request."""
     says: str = "said the test"

@@ -40,9 +40,9 @@ from dsreason.storage.package import Sent, open_package
 from dsreason.storage.storage import check_target, upload
 from dsreason.storage.uploads import open_uploads
 from tests.integration.command import COMMAND, dsreason
-from tests.integration.hub_server import TOKEN, Hub, hub_server
+from tests.integration.hub_server import TOKEN, LocalHub, hub_server
 from tests.integration.rows import write_mixed_rows
-from tests.integration.s3_server import KEY, REGION, SECRET, Fault, Proxy, proxy_to
+from tests.integration.s3_server import KEY, REGION, SECRET, Proxy, ServerFault, proxy_to
 from tests.unit.checkpoints.made_folders import EXPORT_BYTES, make_checkpoint, make_export
 
 pytestmark = pytest.mark.integration
@@ -163,17 +163,17 @@ def test_reupload_removes_marker_and_sends_only_changes(server: Any, proxy: Prox
 @pytest.mark.parametrize(
     "faults",
     [
-        [Fault("PUT", "503 SlowDown", "config.json")] * 3,
-        [Fault("PUT", "500 InternalError", "partNumber=2")] * 2,
-        [Fault("PUT", "cut", "partNumber=2"), Fault("PUT", "cut", "config.json")],
-        [Fault("PUT", "lose answer", "partNumber=3"), Fault("POST", "lose answer", "uploadId=")],
-        [Fault("PUT", "damage", "partNumber=1"), Fault("PUT", "damage", "config.json")],
-        [Fault("HEAD", "503 SlowDown"), Fault("POST", "500 InternalError", "uploads")],
-        [Fault("PUT", "429 TooManyRequests", "UPLOADED.json")],
+        [ServerFault("PUT", "503 SlowDown", "config.json")] * 3,
+        [ServerFault("PUT", "500 InternalError", "partNumber=2")] * 2,
+        [ServerFault("PUT", "cut", "partNumber=2"), ServerFault("PUT", "cut", "config.json")],
+        [ServerFault("PUT", "lose answer", "partNumber=3"), ServerFault("POST", "lose answer", "uploadId=")],
+        [ServerFault("PUT", "damage", "partNumber=1"), ServerFault("PUT", "damage", "config.json")],
+        [ServerFault("HEAD", "503 SlowDown"), ServerFault("POST", "500 InternalError", "uploads")],
+        [ServerFault("PUT", "429 TooManyRequests", "UPLOADED.json")],
     ],
     ids=lambda faults: f"{faults[0].kind} {faults[0].path}",
 )
-def test_what_passes_is_waited_out(server: Any, proxy: Proxy, export: Path, faults: list[Fault]) -> None:
+def test_what_passes_is_waited_out(server: Any, proxy: Proxy, export: Path, faults: list[ServerFault]) -> None:
     proxy.faults = list(faults)
     upload(open_package(export), TARGET)
     assert proxy.faults == []
@@ -186,11 +186,11 @@ def test_unresponsive_server_times_out(
     server: Any, proxy: Proxy, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "READ_LIMIT_S", 0.3)
-    proxy.faults = [Fault("PUT", "hang", "config.json")]
+    proxy.faults = [ServerFault("PUT", "hang", "config.json")]
     upload(open_package(export), TARGET)
     assert "run/UPLOADED.json" in objects(server)
     monkeypatch.setattr(retries, "ATTEMPTS", 2)
-    proxy.faults = [Fault("PUT", "hang")] * 50
+    proxy.faults = [ServerFault("PUT", "hang")] * 50
     (export / "config.json").write_text("[]")
     with pytest.raises(StorageError, match=r"^s3://bucket/run/config\.json: .*[Tt]imeout"):
         upload(open_package(export), TARGET)
@@ -200,24 +200,24 @@ def test_unresponsive_server_times_out(
     ("fault", "message", "retries"),
     [
         (
-            Fault("PUT", "403 AccessDenied"),
+            ServerFault("PUT", "403 AccessDenied"),
             "the server answers 403 AccessDenied (said the test); these keys lack permission",
             0,
         ),
-        (Fault("PUT", "403 SignatureDoesNotMatch"), "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", 0),
-        (Fault("PUT", "400 AuthorizationHeaderMalformed"), "set AWS_REGION to the region of the bucket", 0),
-        (Fault("PUT", "503 SlowDown"), "the server answers 503 SlowDown (said the test)", 5),
-        (Fault("PUT", "cut"), "Connection was closed", 5),
-        (Fault("PUT", "damage"), "corrupted in transit", 5),
+        (ServerFault("PUT", "403 SignatureDoesNotMatch"), "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", 0),
+        (ServerFault("PUT", "400 AuthorizationHeaderMalformed"), "set AWS_REGION to the region of the bucket", 0),
+        (ServerFault("PUT", "503 SlowDown"), "the server answers 503 SlowDown (said the test)", 5),
+        (ServerFault("PUT", "cut"), "Connection was closed", 5),
+        (ServerFault("PUT", "damage"), "corrupted in transit", 5),
     ],
-    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+    ids=lambda value: value.kind if isinstance(value, ServerFault) else "",
 )
 def test_failed_upload_is_reported_without_a_marker(
     server: Any,
     proxy: Proxy,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    fault: Fault,
+    fault: ServerFault,
     message: str,
     retries: int,
 ) -> None:
@@ -234,14 +234,14 @@ def test_failed_upload_is_reported_without_a_marker(
 
 
 def test_parts_of_failed_upload_are_removed(server: Any, proxy: Proxy, export: Path) -> None:
-    proxy.faults = [Fault("PUT", "403 AccessDenied", "partNumber=2")]
+    proxy.faults = [ServerFault("PUT", "403 AccessDenied", "partNumber=2")]
     with pytest.raises(StorageError, match="403 AccessDenied"):
         upload(open_package(export), TARGET)
     assert server.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
 
 
 def test_upload_resumes_after_failure(server: Any, proxy: Proxy, export: Path) -> None:
-    proxy.faults = [Fault("PUT", "403 AccessDenied", "model.safetensors")] * 10
+    proxy.faults = [ServerFault("PUT", "403 AccessDenied", "model.safetensors")] * 10
     with pytest.raises(StorageError):
         upload(open_package(export), TARGET)
     proxy.faults = []
@@ -250,7 +250,7 @@ def test_upload_resumes_after_failure(server: Any, proxy: Proxy, export: Path) -
 
 
 def test_killed_upload_is_completed_by_next_push(server: Any, proxy: Proxy, export: Path, tmp_path: Path) -> None:
-    proxy.faults = [Fault("PUT", "hang", "model.safetensors")]
+    proxy.faults = [ServerFault("PUT", "hang", "model.safetensors")]
     push = ["push", str(export), "--to", "s3://bucket/run"]
     with subprocess.Popen(
         [*COMMAND, *push], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -278,7 +278,7 @@ def test_unwritable_target_is_config_error(proxy: Proxy, monkeypatch: pytest.Mon
         ConfigError, match=r"^checkpoint\.upload: s3://other/.* 404 NoSuchBucket .*create the bucket other"
     ):
         check_target("s3://other/run")
-    proxy.faults = [Fault("PUT", "403 AccessDenied")]
+    proxy.faults = [ServerFault("PUT", "403 AccessDenied")]
     with pytest.raises(ConfigError, match="403 AccessDenied"):
         check_target("s3://bucket/run")
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed_port()}")
@@ -291,11 +291,11 @@ def test_unwritable_target_is_config_error(proxy: Proxy, monkeypatch: pytest.Mon
 
 
 def test_outage_is_tolerated_but_refusal_raises(server: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
-    proxy.faults = [Fault("PUT", "503 SlowDown")] * 2
+    proxy.faults = [ServerFault("PUT", "503 SlowDown")] * 2
     check_target("s3://bucket/run", tolerate_outage=True)
     assert "checkpoint.upload: s3://bucket/run/" in caplog.text
     assert "503 SlowDown (said the test); training continues" in caplog.text
-    proxy.faults = [Fault("PUT", "403 AccessDenied")]
+    proxy.faults = [ServerFault("PUT", "403 AccessDenied")]
     with pytest.raises(ConfigError, match="403 AccessDenied"):
         check_target("s3://bucket/run", tolerate_outage=True)
 
@@ -320,7 +320,7 @@ def test_background_upload_failure_is_raised_at_end(server: Any, proxy: Proxy, t
     config = CheckpointConfig(upload="s3://bucket/run", upload_what="all")
     first, second = (make_checkpoint(tmp_path / "D" / "checkpoints" / f"step_{n}") for n in (1, 2))
     before = files_of(tmp_path)
-    proxy.faults = [Fault("PUT", "403 AccessDenied", "step_2/weights.pt")] * 2
+    proxy.faults = [ServerFault("PUT", "403 AccessDenied", "step_2/weights.pt")] * 2
     with pytest.raises(StorageError) as caught, open_uploads(config) as uploads:
         uploads.add(first, last=False)
         uploads.add(second, last=True)
@@ -376,11 +376,11 @@ def test_interrupted_download_resumes_under_partial_name(
     monkeypatch.setattr(s3, "READ_BYTES", 1000)
     content = os.urandom(5500)
     put(server, "clip.mp4", content)
-    proxy.faults = [Fault("GET", "cut answer")] * 2 + [Fault("GET", "503 SlowDown")]
+    proxy.faults = [ServerFault("GET", "cut answer")] * 2 + [ServerFault("GET", "503 SlowDown")]
     assert fetch_file("s3://bucket/clip.mp4").read_bytes() == content
 
     put(server, "other.mp4", content)
-    proxy.faults = [Fault("GET", "403 AccessDenied", "other.mp4")]
+    proxy.faults = [ServerFault("GET", "403 AccessDenied", "other.mp4")]
     monkeypatch.setattr(proxy, "take", failing_third_get(proxy))
     with pytest.raises(StorageError, match=r"^s3://bucket/other\.mp4: the server answers 403"):
         fetch_file("s3://bucket/other.mp4")
@@ -421,7 +421,7 @@ def test_unreadable_media_uri_is_data_error(proxy: Proxy, address: str, message:
 @pytest.mark.parametrize("kind", ["403 AccessDenied", "503 SlowDown"])
 def test_refused_download_is_storage_error(server: Any, proxy: Proxy, kind: str) -> None:
     put(server, "a.png", png())
-    proxy.faults = [Fault("GET", kind)] * 10
+    proxy.faults = [ServerFault("GET", kind)] * 10
     with pytest.raises(StorageError, match=kind):
         load_image("s3://bucket/a.png")
 
@@ -524,7 +524,7 @@ def test_missing_model_is_reported(server: Any, proxy: Proxy, tmp_path: Path) ->
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # the library's waits are fixed
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -534,7 +534,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield result
 
 
-def test_hub_export_is_private_with_manifest_last(hub: Hub, tmp_path: Path) -> None:
+def test_hub_export_is_private_with_manifest_last(hub: LocalHub, tmp_path: Path) -> None:
     folder = make_export(tmp_path / "export" / "final")
     upload(open_package(folder), parse_target("hub:user/name"))
     repositories = hub.repositories["user/name@main"]
@@ -547,7 +547,7 @@ def test_hub_export_is_private_with_manifest_last(hub: Hub, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("target", "place"), [("hub:user/name", ""), ("hub:user/name/export@dev", "export/")])
 def test_existing_model_card_is_kept(
-    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str, place: str
+    hub: LocalHub, tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str, place: str
 ) -> None:
     folder = make_export(tmp_path / "export" / "final")
     (folder / "README.md").write_text("made by the run")
@@ -565,7 +565,7 @@ def test_existing_model_card_is_kept(
     assert f"{target}: the existing README.md is kept; delete it" in caplog.text
 
 
-def test_checkpoint_uploads_to_requested_folder_and_branch(hub: Hub, tmp_path: Path) -> None:
+def test_checkpoint_uploads_to_requested_folder_and_branch(hub: LocalHub, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
     (folder / "universal").mkdir()
     (folder / "universal" / "made_later").write_text("x")
@@ -577,7 +577,7 @@ def test_checkpoint_uploads_to_requested_folder_and_branch(hub: Hub, tmp_path: P
 
 
 @pytest.mark.parametrize("refused", ["create", "preupload", "commit"])
-def test_temporary_hub_refusal_is_retried(hub: Hub, tmp_path: Path, refused: str) -> None:
+def test_temporary_hub_refusal_is_retried(hub: LocalHub, tmp_path: Path, refused: str) -> None:
     hub.refuse, hub.refused, hub.times = 503, refused, 1
     upload(open_package(make_export(tmp_path / "model")), parse_target("hub:user/name"))
     assert hub.times == 0
@@ -598,7 +598,7 @@ def test_temporary_hub_refusal_is_retried(hub: Hub, tmp_path: Path, refused: str
         ("commit", 500, "a server error: try again later"),
     ],
 )
-def test_hub_refusal_is_reported(hub: Hub, tmp_path: Path, refused: str, status: int, message: str) -> None:
+def test_hub_refusal_is_reported(hub: LocalHub, tmp_path: Path, refused: str, status: int, message: str) -> None:
     folder = make_export(tmp_path / "model")
     before = files_of(folder)
     hub.refuse, hub.refused = status, refused
@@ -610,7 +610,7 @@ def test_hub_refusal_is_reported(hub: Hub, tmp_path: Path, refused: str, status:
 
 
 @pytest.mark.parametrize("target", ["hub:user/name", "hub:team/name@dev"])
-def test_hub_check_creates_repository_only_on_request(hub: Hub, target: str) -> None:
+def test_hub_check_creates_repository_only_on_request(hub: LocalHub, target: str) -> None:
     check_target(target)
     assert (hub.created, hub.repositories, hub.commits) == ([], {}, [])
     check_target(target, create=True)
@@ -619,12 +619,12 @@ def test_hub_check_creates_repository_only_on_request(hub: Hub, target: str) -> 
     check_target(target)
 
 
-def test_foreign_hub_repository_is_rejected_before_creation(hub: Hub) -> None:
+def test_foreign_hub_repository_is_rejected_before_creation(hub: LocalHub) -> None:
     with pytest.raises(ConfigError, match=r"^checkpoint\.upload: hub:stranger/name: the token .* belongs to user, who"):
         check_target("hub:stranger/name")
 
 
-def test_hub_target_check_makes_no_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_target_check_makes_no_commit(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     check_target("hub:user/name", create=True)
     assert hub.commits == []
     assert any("preupload" in line for line in hub.seen)
@@ -637,13 +637,13 @@ def test_hub_target_check_makes_no_commit(hub: Hub, monkeypatch: pytest.MonkeyPa
         check_target("hub:user/name")
 
 
-def test_unreachable_hub_is_reported(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
     with pytest.raises(StorageError, match=r"^hub:user/name: .*[Cc]onnect"):
         upload(open_package(make_export(tmp_path / "model")), parse_target("hub:user/name"))
 
 
-def test_hub_refusal_does_not_stop_s3_upload(server: Any, proxy: Proxy, hub: Hub, tmp_path: Path) -> None:
+def test_hub_refusal_does_not_stop_s3_upload(server: Any, proxy: Proxy, hub: LocalHub, tmp_path: Path) -> None:
     config = CheckpointConfig(upload=("s3://bucket/run", "hub:user/name"), upload_what="all")
     run = tmp_path / "D"
     first = make_checkpoint(run / "checkpoints" / "step_1")
@@ -684,11 +684,11 @@ def run_push(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_push_command_hides_secrets(server: Any, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S3FS_LOGGING_LEVEL", "DEBUG")
     folder = make_export(tmp_path / "model")
-    proxy.faults = [Fault("PUT", "503 SlowDown", "config.json")]
+    proxy.faults = [ServerFault("PUT", "503 SlowDown", "config.json")]
     done = run_push(folder, "--to", "s3://bucket/run")
     assert (done.returncode, f"done: {EXPORT_BYTES} bytes sent" in done.stderr) == (0, True), done.stderr
     assert "503 SlowDown (said the test); trying again in" in done.stderr
-    proxy.faults = [Fault("PUT", "403 AccessDenied")] * 5
+    proxy.faults = [ServerFault("PUT", "403 AccessDenied")] * 5
     refused = run_push(folder, "--to", "s3://bucket/other")
     assert refused.returncode == 1
     assert "error: s3://bucket/other/config.json: the server answers 403 AccessDenied" in refused.stderr
@@ -774,7 +774,7 @@ def test_run_survives_failed_uploads_and_hides_secrets(
     server: Any, proxy: Proxy, tmp_path: Path, job: list[str]
 ) -> None:
     proxy.says = f"{KEY} and {SECRET} may not"
-    proxy.faults = [Fault("PUT", "403 AccessDenied", kind) for kind in ("/checkpoints/", "/export/")] * 50
+    proxy.faults = [ServerFault("PUT", "403 AccessDenied", kind) for kind in ("/checkpoints/", "/export/")] * 50
     command = [*COMMAND, *job]
     first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     refused = second_job(first, job, tmp_path)

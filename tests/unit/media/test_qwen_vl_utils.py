@@ -18,8 +18,8 @@ from benchmarks.pixels import (
     LIMITED,
     PATCH_SIZES,
     SETTINGS,
-    Clip,
-    Shown,
+    ClipFile,
+    ShownPixels,
     compare,
     open_published,
     show_with_qwen,
@@ -86,12 +86,14 @@ def test_data_set_settings_match_cosmos_rl(
         (planned,) = encoder.plan_media(dataset[0])
         tokens = encoder.measure(dataset[0])
     expected = show_with_qwen(utils, clip, settings, PATCH_SIZES[model_type])
-    assert isinstance(expected, Shown)
+    assert isinstance(expected, ShownPixels)
     assert (list(planned.indices), planned.size) == (expected.indices, expected.size)
     assert tokens == len(cosmos_rl_ids(encoder, utils, clip, dataset[0], settings))
 
 
-def cosmos_rl_ids(encoder: Encoder, utils: Any, clip: Clip, sample: Sample, settings: dict[str, float]) -> list[int]:
+def cosmos_rl_ids(
+    encoder: Encoder, utils: Any, clip: ClipFile, sample: Sample, settings: dict[str, float]
+) -> list[int]:
     """Return the token ids as cosmos-rl's data packers make them.
 
     They pass the frames of qwen-vl-utils through the processor, which resizes those of Qwen2.5-VL again.
@@ -158,13 +160,13 @@ def test_clips_are_predicted_without_qwen_vl_utils(utils: Any, model_type: str) 
                 assert told(clip, settings, patch_size) is None, (clip.path, settings)
 
 
-def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | None:
+def told(clip: ClipFile, settings: dict[str, float], patch_size: int) -> ShownPixels | None:
     info = VideoInfo(*clip, duration=clip.num_frames / clip.fps)
     try:
         video = qwen_vl_utils.fit_video(info, settings, 2 * patch_size)
     except DataError:
         return None
-    return Shown(list(video.indices), (video.height, video.width), video.tokens)
+    return ShownPixels(list(video.indices), (video.height, video.width), video.tokens)
 
 
 @pytest.mark.parametrize(
