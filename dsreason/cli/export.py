@@ -23,7 +23,7 @@ def export(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint (D/checkpoints/step_N), or the folder of a run.")],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Data type of the exported weights.")] = "bf16",
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of one safetensors file.")] = "4GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of each safetensors file.")] = "4GB",
     results_dir: Annotated[
         Path | None, typer.Option(help="Results of evaluations of the model: their scores go into its model card.")
     ] = None,

@@ -88,7 +88,7 @@ def infer(
 ) -> None:
     """Ask a model about images and videos. The answer is streamed to stdout; other messages go to stderr."""
     if launch.is_rank():
-        raise ConfigError("infer: is one process; call it plainly")
+        raise ConfigError("infer: runs as a single process; start it without torchrun, deepspeed or srun")
     vision = build_frame_settings(fps, nframes, max_pixels, total_pixels)
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p ({top_p:g}) must be greater than 0 and at most 1")

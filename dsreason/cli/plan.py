@@ -34,7 +34,7 @@ def plan(
     config: ConfigOption = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of GPUs; default: this machine's, or those that a cosmos-rl file names."),
+        typer.Option(min=1, help="Number of GPUs; default: the number in a cosmos-rl file, else that of this machine."),
     ] = None,
     gpu_memory: Annotated[
         float | None,

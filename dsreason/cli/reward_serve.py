@@ -46,7 +46,7 @@ def reward_serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Most requests in the queue; additional ones must wait.")
     ] = 60,
-    max_body: Annotated[float, typer.Option(min=0.001, help="Largest request, in GiB.")] = 4.0,
+    max_body: Annotated[float, typer.Option(min=0.001, help="Maximum size of a request, in GiB.")] = 4.0,
     max_queue: Annotated[
         float, typer.Option(min=0.001, help="Largest total size of the requests in the queue, in GiB.")
     ] = 16.0,

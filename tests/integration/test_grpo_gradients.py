@@ -161,7 +161,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> C
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_policy_gradient_does_not_depend_on_cut(measured: Callable[[int], ByVariant], variant: str, ranks: int) -> None:
+def test_policy_gradient_does_not_depend_on_batch_split(
+    measured: Callable[[int], ByVariant], variant: str, ranks: int
+) -> None:
     unshared = measured(1)[variant][0]
     assert np.sqrt(sum(np.sum(grad**2) for grad in unshared.values())) > 1e-3
     differences = [worst_difference(other, unshared) for other in measured(ranks)[variant]]

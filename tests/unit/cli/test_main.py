@@ -414,7 +414,7 @@ def test_unmeasured_metrics_have_no_first_value(tmp_path: Path) -> None:
         *("data fetch", "data clip", "data inspect", "data validate"),
     ],
 )
-def test_every_command_of_the_contract_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_documented_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.app([*command.split(), "--help"])
     assert ended.value.code == 0

@@ -65,7 +65,7 @@ def test_never_offload_is_rejected_without_room() -> None:
     assert 'set rollout.offload = "auto", or lower rollout.gpu_memory_utilization to 0.46' in message
 
 
-def test_never_suggests_no_share_if_none_fits() -> None:
+def test_never_mode_omits_utilization_advice_if_none_fits() -> None:
     with pytest.raises(ConfigError, match=r'set rollout\.offload = "auto"$'):
         choose_amount("never", replace(TWO_BILLION, total=30 * GIB))
 

@@ -37,7 +37,7 @@ def test_what_has_no_answer_is_wrong() -> None:
     assert result.lost == ("robovqa/v/0",)
 
 
-def test_data_sets_are_compared_by_themselves_too() -> None:
+def test_each_dataset_is_also_compared_separately() -> None:
     new = answers("AA") + answers("BB", datasource="av")
     old = answers("BB") + answers("AA", datasource="av")
     result = compare(new, old, NAMES)

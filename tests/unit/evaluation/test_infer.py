@@ -92,7 +92,7 @@ def test_missing_or_unreadable_media_are_reported(tmp_path) -> None:
 def test_infer_is_rejected_under_a_launcher(monkeypatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
-    with pytest.raises(ConfigError, match="call it plainly"):
+    with pytest.raises(ConfigError, match="start it without torchrun"):
         call("--model=tiny:qwen2_5_vl", "--image=a.png", "--prompt=?")
 
 

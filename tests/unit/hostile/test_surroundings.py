@@ -181,7 +181,7 @@ def test_fifo_is_rejected_without_waiting(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_reward_server_ends_at_a_signal(here: Path, number: signal.Signals) -> None:
+def test_reward_server_stops_on_signal(here: Path, number: signal.Signals) -> None:
     (here / "rewards.py").write_text("def zero(clips, samples):\n    return [0.0] * len(samples)\n")
     with subprocess.Popen(
         [*COMMAND, "reward-serve", "rewards.py", "--port", "0"],

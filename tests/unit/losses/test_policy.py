@@ -44,7 +44,7 @@ def test_dr_grpo_divides_by_a_constant_length():
     assert gradient == pytest.approx([0, -0.5 / 8, 1 / 8])
 
 
-def test_dapo_averages_tokens_with_higher_clip():
+def test_dapo_averages_over_tokens_and_clips_higher():
     result, gradient = run(dapo_loss, clip_high=0.28)
     assert result.loss.item() == pytest.approx(-0.26)  # -(1.28 + 0.5 - 1) / 3
     assert gradient == pytest.approx([0, -0.5 / 3, 1 / 3])

@@ -25,7 +25,7 @@ CUTS = {
 }
 
 
-def test_presets_hold_what_the_papers_set():
+def test_presets_match_papers():
     assert {name: preset.loss for name, preset in PRESETS.items()} == {
         "grpo": policy.grpo_loss,
         "dr_grpo": policy.dr_grpo_loss,

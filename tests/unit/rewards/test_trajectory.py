@@ -57,7 +57,7 @@ def test_lengths_are_converted_to_the_unit():
     assert trajectory("(1 m, 0 m), (2 m, 0 m)", sample, unit="cm") == 1.0
 
 
-def test_metrics_are_errors_of_equally_long_paths():
+def test_error_metrics_require_paths_of_equal_length():
     assert trajectory(NEAR, SAMPLE, metrics=True) == (0.75, {"read": 1.0, "ade": 0.5, "fde": 1.0})
     assert trajectory("(1, 0)", SAMPLE, metrics=True) == (0.25, {"read": 1.0})
     assert trajectory("left", SAMPLE, metrics=True) == (0.0, {"read": 0.0})

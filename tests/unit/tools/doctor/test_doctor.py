@@ -309,7 +309,7 @@ def test_a_collective(code: int, printed: str, verdict: str, text: str, monkeypa
 
 
 @pytest.mark.parametrize(("code", "verdict"), [(0, "pass"), (2, "fail"), (124, "fail")])
-def test_an_engine(code: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_verdict_follows_exit_code(code: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "run_program", lambda command, seconds: (code, "error: no vLLM"))
     assert only(trial.check_engine()).verdict == verdict
 

@@ -189,7 +189,7 @@ def test_next_job_is_scored_after_any_exception(server: RewardHTTPServer, name: 
     assert scored(server, ticket["uuid"], "level")[0] == 200
 
 
-def test_answers_are_short_and_hide_secrets(server: RewardHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_responses_are_short_and_hide_secrets(server: RewardHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "sk-live-0123456789")
     _, ticket = post(server, "enqueue", body(VIDEO, media_type="video", reward_fn={"telling": 1}))
     status, answer = scored(server, ticket["uuid"], "telling")
