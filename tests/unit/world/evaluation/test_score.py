@@ -86,7 +86,7 @@ def test_results_are_read_in_numeric_order(tmp_path: Path) -> None:
 def test_changed_settings_in_folder_are_rejected(tmp_path: Path) -> None:
     open_results(tmp_path, {"world": {"sampling_steps": 10}}, overwrite=False)
     write_clip(tmp_path, clip(0, 0.5))
-    with pytest.raises(ConfigError, match=r"another world\.sampling_steps \(10, now 20\)"):
+    with pytest.raises(ConfigError, match=r"a different world\.sampling_steps \(was 10, is now 20\)"):
         open_results(tmp_path, {"world": {"sampling_steps": 20}}, overwrite=False)
     open_results(tmp_path, {"world": {"sampling_steps": 20}}, overwrite=True)
     assert read_clips(tmp_path) == []

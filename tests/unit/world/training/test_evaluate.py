@@ -105,7 +105,7 @@ def test_changed_evaluation_settings_are_rejected_early(base: Path, tmp_path: Pa
     open_results(tmp_path, collect_settings(adapt_to_evaluation(config), identify_weights(base, None)), overwrite=False)
     check(config, tmp_path, overwrite=False)
     other = config.model_copy(update={"world": config.world.model_copy(update={"guidance_scale": 3.0})})
-    with pytest.raises(ConfigError, match=r"another world\.guidance_scale \(1\.0, now 3\.0\)"):
+    with pytest.raises(ConfigError, match=r"a different world\.guidance_scale \(was 1\.0, is now 3\.0\)"):
         check(other, tmp_path, overwrite=False)
     check(other, tmp_path, overwrite=True)
 
@@ -122,7 +122,7 @@ def test_replaced_weights_are_rejected(base: Path, tmp_path: Path) -> None:
     open_results(results, collect_settings(adapt_to_evaluation(config), identify_weights(model, None)), overwrite=False)
     halve(next((model / "transformer").glob("*.safetensors")))
     with pytest.raises(
-        ConfigError, match=r"another model\.weights \('\w{16}', now '\w{16}'\); choose another --results"
+        ConfigError, match=r"a different model\.weights \(was '\w{16}', is now '\w{16}'\); choose another --results"
     ):
         check(config, results, overwrite=False)
 
