@@ -35,6 +35,10 @@ class Sample:
     meta: dict[str, Any] = field(default_factory=dict)
     rejected: list[Message] | None = None
     """Complete conversation with the rejected answer in preference rows; `messages` has the preferred one. None otherwise."""
+    other_answers: tuple[str, ...] = ()
+    """Accepted answers in addition to `answer`."""
+    tools: list[dict[str, Any]] | None = None
+    """Descriptions of the functions that the model may call, for the chat template. None: no tools."""
 
 
 @dataclass(frozen=True)

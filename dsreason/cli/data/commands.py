@@ -12,6 +12,7 @@ import typer
 
 from dsreason.cli.data.chosen_run import check_has_rows, choose_trainer, load_run
 from dsreason.cli.data.fetch import CutDataset, DataDirOption, Task, fetch
+from dsreason.cli.data.show import show
 from dsreason.cli.job import ConfigOption, SetOption, Trainer
 from dsreason.config.load import read_values
 from dsreason.config.output import build_default_output_dir
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(fetch)
+app.command()(show)
 
 SHEET_SAMPLES = 12
 WorkersOption = Annotated[

@@ -1,0 +1,109 @@
+"""The two replies of a preference row: the better and the worse one, each as a text, as messages, or as a complete conversation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dsreason.data.formats.turns import join_parts, read_messages
+from dsreason.data.types import Message
+from dsreason.errors import DataError
+
+REJECTED = ("rejected", "rejected_response", "rejected_messages")
+COLUMNS = ("chosen", *REJECTED)
+MARK = re.compile("<(image|video)>")
+MESSAGE_KEYS = {"role", "content", "from", "value"}
+"""Keys of messages in the formats that data sets commonly use."""
+
+
+def read_pair(row: Mapping[str, Any], base: list[Message]) -> tuple[list[Message], list[Message], set[str]]:
+    """Return the conversations with the better and with the worse reply, and the columns read.
+
+    `base` are the messages that the row's other columns give: the prompt, or, if there is no `chosen`, the prompt with the
+    better reply. `chosen` and `rejected` may also be complete conversations, which must then contain the prompt.
+    """
+    column = next((name for name in REJECTED if row.get(name) is not None), None)
+    if column is None:
+        raise DataError("field 'rejected' is missing or null; a preference needs a better and a worse reply")
+    if row.get("chosen") is None:
+        if not base or base[-1]["role"] != "assistant":
+            raise DataError("field 'chosen' is missing or null, and the row has no other reply that could be the better one")
+        prompt, preferred = base[:-1], base
+    else:
+        preferred = read_conversation(row, "chosen", base)
+        prompt = base if base and base[-1]["role"] != "assistant" else preferred[:-1]
+    rejected = read_conversation(row, column, prompt)
+    return preferred, rejected, {"chosen", column}
+
+
+def to_messages(raw: Any, column: str, role: str) -> list[Message]:
+    """Return plain text as one message of `role`, and messages, or their JSON text, as messages."""
+    if isinstance(raw, str):
+        listed = parse_listed_messages(raw)
+        if listed is None:
+            return [{"role": role, "content": raw}]
+        raw = listed
+    return read_messages(raw, column)
+
+
+def parse_listed_messages(text: str) -> list[Message] | None:
+    """Parse a JSON list of messages; return None if the text is not such a list, for example a reply that lists boxes.
+
+    Raise DataError if the items look like messages but not all of them have a role.
+    """
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not messages or not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return None
+    if all("role" in message for message in messages):
+        return messages
+    if faulty := next((message for message in messages if MESSAGE_KEYS & {str(key).lower() for key in message}), None):
+        raise DataError(
+            f"a JSON text lists messages, but not all have a role: {faulty!r:.200}; every message must have role and content"
+        )
+    return None
+
+
+def read_conversation(row: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
+    """Return the prompt followed by the reply in this column, or the column's complete conversation."""
+    messages = to_messages(row[column], column, "assistant")
+    if not messages:
+        raise DataError(f"field {column!r}: the list is empty; it must have a reply")
+    if messages[0]["role"] != "assistant":
+        return merge_prompt(messages, column, prompt)
+    if prompt and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1] if get_role_and_text(prompt[-1]) == get_role_and_text(messages[-1]) else prompt
+    if not prompt:
+        raise DataError(
+            f"field {column!r} has only a reply, and the row has no prompt; add the column 'prompt', or put complete conversations "
+            "into 'chosen' and 'rejected'"
+        )
+    return [*prompt, *messages]
+
+
+def merge_prompt(messages: list[Message], column: str, prompt: list[Message]) -> list[Message]:
+    """Add the row's system message to a complete conversation.
+
+    Raise DataError if the conversation lacks a message of the prompt.
+    """
+    if prompt and prompt[0]["role"] == "system" and messages[0]["role"] != "system":
+        messages = [prompt[0], *messages]
+    present = [get_role_and_text(message) for message in messages]
+    for role, text in map(get_role_and_text, prompt):
+        if role != "assistant" and text and (role, text) not in present:
+            raise DataError(
+                f"field {column!r} is a complete conversation, but lacks the {role} message of the row's other columns, "
+                f"{text!r:.200}; remove one of the two, or make them the same"
+            )
+    return messages
+
+
+def get_role_and_text(message: Message) -> tuple[str, str]:
+    """Return a message's role, and its text without tags such as `<image>`."""
+    return message["role"], MARK.sub("", join_parts(message["content"])).strip()

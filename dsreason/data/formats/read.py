@@ -1,0 +1,293 @@
+"""Reading of a row: find its format by its columns, and convert it to a `Sample`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsreason.data.formats import answers, media_columns, preferences
+from dsreason.data.formats.turns import join_parts, read_messages, read_tools
+from dsreason.data.options import option_lines, options_field
+from dsreason.data.rows import get_optional_text
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+
+Row = Mapping[str, Any]
+LISTS = ("messages", "conversations", "conversation")
+"""Columns with a list of messages."""
+QUESTIONS = ("question", "problem")
+REFUSED = {
+    "audio": "audio is not supported",
+    "audios": "audio is not supported",
+    "objects": "boxes of objects are not inserted into the text; write them into the messages",
+    "kto_tag": "unpaired preferences are not supported; make pairs with chosen and rejected",
+    "t2w_windows": "captions of clips train a world model's generator; use `dsreason world`",
+}
+"""Columns that change the meaning of a row for other tools and that no format reads, with the reason."""
+
+
+CONVERSATION_COLUMNS = {
+    *LISTS,
+    *QUESTIONS,
+    *preferences.COLUMNS,
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "query",
+    "response",
+    "history",
+    "choices",
+    "options",
+    *media_columns.COLUMNS,
+}
+"""Columns with a part of the conversation in some format."""
+
+
+@dataclass
+class Conversation:
+    """What a format reads from a row, before the media of other columns are inserted."""
+
+    messages: list[Message]
+    columns: set[str]
+    """Columns whose meaning the messages (and the fields below) carry."""
+    rejected: list[Message] | None = None
+    options: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """A row format."""
+
+    name: str
+    description: str
+    """Columns by which it is recognised, for messages."""
+    fits: Callable[[Row], bool]
+    read: Callable[[Row], Conversation]
+
+
+def has(row: Row, *columns: str) -> bool:
+    """Return whether all columns have a value."""
+    return all(row.get(column) is not None for column in columns)
+
+
+def find_column(row: Row, columns: Sequence[str]) -> str | None:
+    return next((column for column in columns if has(row, column)), None)
+
+
+# ---------------------------------------------------------------- formats
+
+
+def read_conversation(row: Row) -> Conversation:
+    """Read `messages` or `conversations`, with an optional column `rejected_response` or `rejected_messages`."""
+    present = [column for column in LISTS if has(row, column)]
+    column = present[0]
+    for other in present[1:]:
+        if row[other] != row[column]:
+            raise DataError(
+                f"the columns {column!r} and {other!r} both hold a conversation; remove one of them, or choose one with data.columns, "
+                f'such as {{messages = "{other}"}}'
+            )
+    return Conversation(read_messages(row[column], column), set(present))
+
+
+def read_question(row: Row) -> Conversation:
+    column = find_column(row, QUESTIONS)
+    assert column is not None
+    raw_options = row.get("options", row.get("choices"))
+    if isinstance(raw_options, list):
+        raw_options = {chr(ord("A") + i): text for i, text in enumerate(raw_options)}
+    options = options_field(raw_options, "options")
+    answers.check_number_of_option(row.get("answer"), options)
+    question = "\n".join([read_text(row, column), *option_lines(options)])
+    columns = {column, "options" if "options" in row else "choices"} if options else {column}
+    return Conversation([{"role": "user", "content": question}], columns, options=options)
+
+
+def read_instruction(row: Row) -> Conversation:
+    """Read `instruction`, `input` and `output` (alpaca), or `query` and `response` (ms-swift), after the turns of `history`."""
+    names = [name for name in ("instruction", "query", "input") if (row.get(name) or "").strip()]
+    if not names:
+        raise DataError("the fields 'instruction', 'query' and 'input' are all empty; one must have the question")
+    request: Message = {"role": "user", "content": "\n".join(read_text(row, name) for name in names)}
+    messages = [*read_history(row.get("history")), request]
+    columns = {"instruction", "query", "input", "history"}
+    reply = find_column(row, ("output", "response"))
+    if reply is not None:
+        messages.append({"role": "assistant", "content": read_text(row, reply)})
+        columns.add(reply)
+    return Conversation(messages, columns)
+
+
+def read_history(history: Any) -> list[Message]:
+    messages: list[Message] = []
+    for turn in history or []:
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise DataError(f"field 'history' must be a list of pairs of a question and its reply, but has {turn!r:.200}")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return messages
+
+
+def read_prompt(row: Row) -> Conversation:
+    """Read TRL's `prompt` and `completion`, or a prompt without one, as in verl's rows. Only the completion is trained."""
+    messages = [mark_untrained(message) for message in preferences.to_messages(row["prompt"], "prompt", "user")]
+    columns = {"prompt"}
+    if has(row, "completion"):
+        messages += preferences.to_messages(row["completion"], "completion", "assistant")
+        columns.add("completion")
+        if isinstance(row.get("label"), bool):
+            raise DataError("field 'label' marks an unpaired preference, which is not supported; make pairs of chosen and rejected")
+    return Conversation(messages, columns)
+
+
+def read_preference(row: Row) -> Conversation:
+    """Read `chosen` and `rejected`, each a reply or a complete conversation, after the prompt that the other columns give."""
+    base = Conversation([], set())
+    if prompt_format := next((form for form in FORMATS[1:] if form.fits(row)), None):
+        base = prompt_format.read(row)
+    add_system(base, row)
+    answer_column = None
+    if not has(row, "chosen") and base.messages and base.messages[-1]["role"] != "assistant":
+        accepted, answer_column = answers.read_answers(row)
+        base.messages += [{"role": "assistant", "content": text} for text in accepted[:1]]
+    preferred, rejected, columns = preferences.read_pair(row, base.messages)
+    columns |= base.columns | ({answer_column} if answer_column else set())
+    return Conversation(preferred, columns, rejected, base.options)
+
+
+def mark_untrained(message: Message) -> Message:
+    return {**message, "trained": False} if message["role"] == "assistant" else message
+
+
+def read_text(row: Row, column: str) -> str:
+    text = row[column]
+    if not isinstance(text, str):
+        raise DataError(f"field {column!r} must be a text, but is {text!r:.100}")
+    return text
+
+
+FORMATS = (
+    Format(
+        "preference",
+        "chosen and rejected, or a conversation and rejected_response",
+        lambda row: any(column in row and row[column] is not None for column in preferences.COLUMNS),
+        read_preference,
+    ),
+    Format("conversation", "messages or conversations", lambda row: find_column(row, LISTS) is not None, read_conversation),
+    Format("prompt", "prompt, with completion for SFT", lambda row: has(row, "prompt"), read_prompt),
+    Format(
+        "instruction",
+        "instruction, input and output, or query and response",
+        lambda row: has(row, "instruction") or has(row, "query") or has(row, "input", "output"),
+        read_instruction,
+    ),
+    Format("question", "question and answer", lambda row: find_column(row, QUESTIONS) is not None, read_question),
+)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def find_format(row: Row) -> Format:
+    """Find the format that the row's columns have.
+
+    Raises:
+        DataError: no format has these columns.
+    """
+    form = next((form for form in FORMATS if form.fits(row)), None)
+    if form is None:
+        known = "; ".join(form.description for form in FORMATS)
+        raise DataError(
+            f"the columns {', '.join(map(str, row))} match no row format ({known}); rename them with data.columns, or set "
+            "data.adapter to your own adapter"
+        )
+    return form
+
+
+def read_row(row: Any, name: str | None = None) -> Sample:
+    """Convert a row of any format to a sample; `name` is the format, None finds it.
+
+    With `name`, columns of other formats are kept in `sample.meta`; otherwise, a column that no format would ignore is an error.
+
+    Raises:
+        DataError: the row has no known format, contradicts itself, or lacks something.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"a row must be an object with fields, but is {row!r:.100}")
+    for column, reason in REFUSED.items():
+        if row.get(column):
+            raise DataError(f"field {column!r}: {reason}")
+    form = find_format(row) if name is None else next(form for form in FORMATS if form.name == name)
+    conversation = form.read(row)
+    add_system(conversation, row)
+    messages, columns = media_columns.place_media(conversation.messages, row)
+    rejected = None
+    if conversation.rejected is not None:
+        rejected, _ = media_columns.place_media(conversation.rejected, row)
+    accepted, answer_column = answers.read_answers(row)
+    used = conversation.columns | columns | {"id", "system", "tools"} | ({answer_column} if answer_column == "answer" else set())
+    meta = {column: value for column, value in row.items() if column not in used}
+    if name is None:
+        check_unused(meta, conversation)
+    return Sample(
+        id=str(row.get("id", "")),
+        messages=messages,
+        answer=accepted[0] if accepted else get_last_reply(messages),
+        other_answers=tuple(accepted[1:]),
+        options=conversation.options,
+        meta=meta,
+        rejected=rejected,
+        tools=read_tools(row.get("tools")),
+    )
+
+
+def add_system(conversation: Conversation, row: Row) -> None:
+    """Insert the column `system` as the first message, unless the conversation starts with the same system message.
+
+    Raises:
+        DataError: the conversation starts with another system message.
+    """
+    text = get_optional_text(row, "system")
+    conversation.columns.add("system")
+    if text is None:
+        return
+    for messages in (conversation.messages, conversation.rejected):
+        if messages is None:
+            continue
+        if not messages or messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": text})
+        elif join_parts(messages[0]["content"]).strip() != text.strip():
+            raise DataError(
+                f"the column 'system' ({text!r:.100}) and the system message of the conversation differ; remove one of them"
+            )
+
+
+def check_unused(meta: Mapping[str, Any], conversation: Conversation) -> None:
+    """Raise DataError if a column that other formats would read is unused and says something that the conversation does not."""
+    texts = {join_parts(message["content"]).strip() for message in conversation.messages + (conversation.rejected or [])}
+    for column in CONVERSATION_COLUMNS & meta.keys():
+        value = meta[column]
+        if not value or (isinstance(value, str) and value.strip() in texts):
+            continue
+        if not isinstance(value, str) and is_repeated(value, column, texts):
+            continue
+        raise DataError(
+            f"the column {column!r} also holds a part of a conversation; remove it, or set data.adapter to auto:FORMAT, with one "
+            f"of {', '.join(form.name for form in FORMATS)}, to keep it only for rewards"
+        )
+
+
+def is_repeated(value: Any, column: str, texts: set[str]) -> bool:
+    try:
+        messages = read_messages(value, column)
+    except DataError:
+        return False
+    return all(join_parts(message["content"]).strip() in texts for message in messages)
+
+
+def get_last_reply(messages: Sequence[Message]) -> str | None:
+    """Return the text of the last message, which is the reference answer; None if the last message is not the assistant's."""
+    last = messages[-1] if messages else None
+    return join_parts(last["content"]) if last is not None and last["role"] == "assistant" else None

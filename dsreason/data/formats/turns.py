@@ -1,0 +1,186 @@
+"""The messages of a row, in any of the common spellings: roles, text, media parts, tool calls, and which replies are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dsreason.data.types import Message
+from dsreason.errors import DataError
+from dsreason.problems import describe_parse_error, find_nearest
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+    "observation": "tool",
+}
+"""Role names of OpenAI, ShareGPT, LLaMA-Factory and ms-swift → role."""
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles whose text is the JSON of a tool call."""
+TRAINED_KEYS = ("loss", "train", "trained", "weight")
+"""Keys of a message that say whether its reply is trained."""
+PART_KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+"""Types of media parts → kind of media."""
+SOURCE_KEYS = ("url", "path", "base64")
+"""Other keys under which a media part may have its file."""
+
+
+def parse_json(value: Any, column: str) -> Any:
+    """Parse a value that a table stores as JSON text; return other values unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"field {column!r}: not valid JSON: {describe_parse_error(error)}") from error
+
+
+def read_messages(value: Any, column: str) -> list[Message]:
+    """Read a list of messages, a single message, or the JSON text of either.
+
+    A message that is not trained gets `"trained": False`. Consecutive tool calls are merged into one message.
+    """
+    value = parse_json(value, column)
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError(f"field {column!r} must be a list of messages with role and content, but is {value!r:.200}")
+    messages: list[Message] = []
+    for number, turn in enumerate(turns):
+        message = read_message(turn, f"{column}[{number}]")
+        if messages and is_call_only(message) and is_call_only(messages[-1]):
+            messages[-1]["tool_calls"] += message["tool_calls"]
+        else:
+            messages.append(message)
+    return messages
+
+
+def is_call_only(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and not message["content"]
+
+
+def read_message(turn: Mapping[str, Any], location: str) -> Message:
+    raw_role = turn.get("role", turn.get("from"))
+    role = ROLES.get(raw_role) if isinstance(raw_role, str) else None
+    if role is None:
+        nearest = find_nearest(str(raw_role), ROLES)
+        hint = f"; did you mean {nearest!r}?" if nearest else ""
+        raise DataError(f"{location}: the role must be one of {', '.join(ROLES)}, but is {raw_role!r:.100}{hint}")
+    content = read_content(turn.get("content", turn.get("value")), location)
+    calls = read_calls(content if raw_role in CALL_ROLES else turn.get("tool_calls"), location)
+    if raw_role in CALL_ROLES or (content is None and calls):
+        content = ""
+    if content is None:
+        raise DataError(f"{location} has no content; add a text or a list of parts")
+    if reasoning := turn.get("reasoning_content"):
+        content = f"<think>\n{reasoning}\n</think>\n\n{join_parts(content)}"
+    message: Message = {"role": role, "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    for key in ("name", "tool_call_id"):
+        if turn.get(key) is not None:
+            message[key] = turn[key]
+    if role == "assistant" and not read_trained(turn, location):
+        message["trained"] = False
+    return message
+
+
+def read_trained(turn: Mapping[str, Any], location: str) -> bool:
+    """Return whether the reply is trained. Raise DataError for a weight between 0 and 1, which is not supported."""
+    for key in TRAINED_KEYS:
+        value = turn.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):  # False == 0, True == 1
+            raise DataError(f"{location}: {key!r} must be true, false, 0 or 1, but is {value!r:.100}")
+        if not value:
+            return False
+    return True
+
+
+def join_parts(content: str | list[dict[str, Any]]) -> str:
+    """Return the text of a message without separators between its text parts."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part.get("type") == "text")
+
+
+# ---------------------------------------------------------------- content
+
+
+def read_content(content: Any, location: str) -> str | list[dict[str, Any]] | None:
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        raise DataError(f"{location}: the content must be a text or a list of parts, but is {content!r:.200}")
+    return [read_part(part, location) for part in content]
+
+
+def read_part(part: Any, location: str) -> dict[str, Any]:
+    """Return a part as `{"type": "text", "text": …}` or `{"type": kind, kind: file, …}`; without a file, the key is missing."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise DataError(f"{location}: a part must be an object with a type, but is {part!r:.200}")
+    part = {key: value for key, value in part.items() if value is not None}  # Arrow gives all parts the same keys
+    raw_kind = part.pop("type", next((key for key in ("text", *PART_KINDS) if key in part), None))
+    if raw_kind in ("text", "input_text", "output_text"):
+        if not isinstance(part.get("text"), str):
+            raise DataError(f"{location}: a text part must have a text, but has {part!r:.200}")
+        return {"type": "text", "text": part["text"]}
+    kind = PART_KINDS.get(raw_kind) if isinstance(raw_kind, str) else None
+    if kind is None:
+        raise DataError(f"{location}: a part must have the type text, image or video, but has {raw_kind!r:.100}")
+    file = part.pop(raw_kind, None)
+    if isinstance(file, dict) and "url" in file:
+        file = file["url"]
+    for key in SOURCE_KEYS:
+        if file is None and key in part:
+            file = f"data:{kind}/unknown;base64,{part[key]}" if key == "base64" else part[key]
+    if kind != raw_kind:
+        part.pop(kind, None)
+    settings = {key: value for key, value in part.items() if key not in SOURCE_KEYS and key != "text"}
+    return {"type": kind, **settings} | ({} if file is None else {kind: file})
+
+
+# ---------------------------------------------------------------- tool calls
+
+
+def read_calls(value: Any, location: str) -> list[dict[str, Any]]:
+    """Read tool calls: one or a list, as objects or JSON text, with the name at the top or in `function`."""
+    if value is None or value == []:
+        return []
+    calls = parse_json(value, f"{location}.tool_calls")
+    return [read_call(call, location) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def read_call(call: Any, location: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise DataError(f"{location}: a tool call must have a name and arguments, but is {call!r:.200}")
+    arguments = function.get("arguments", function.get("parameters"))
+    arguments = parse_json(arguments, f"{location}: arguments of {name}") if arguments else {}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Read the column `tools`: a list of function descriptions or its JSON text; None if it is empty."""
+    if not value:
+        return None
+    tools = parse_json(value, "tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"field 'tools' must be a list of functions, but is {value!r:.200}")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None

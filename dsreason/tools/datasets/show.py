@@ -1,0 +1,169 @@
+"""What the model will see of the rows of a data set, for `dsreason data show`: as JSON, or as text in colour."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.text import Text
+
+from dsreason.data.messages import join_text, list_media_parts, prompt_messages
+from dsreason.data.sources import DataSource
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+
+Purpose = Literal["sft", "grpo", "dpo"]
+ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+TRAINED_STYLE = "bold green"
+Split = tuple[list[Message], list[Message], list[Message]]
+"""Messages of the conversation (or prompt), the chosen reply and the rejected reply."""
+
+
+def split_for(sample: Sample, purpose: Purpose) -> Split:
+    """Split a sample as a trainer uses it.
+
+    Raises:
+        DataError: the trainer cannot use the sample.
+    """
+    if purpose == "grpo":
+        return [{**message, "trained": False} for message in prompt_messages(sample)], [], []
+    if purpose == "dpo":
+        from dsreason.train.dpo.pairs import split_conversations
+
+        prompt, better, worse = split_conversations(sample)
+        start = len(prompt.messages)
+        for name, reply in (("chosen", better), ("rejected", worse)):
+            check_replies(reply.messages[start:], name)
+        shown = [{**message, "trained": False} for message in prompt.messages]
+        return shown, better.messages[start:], worse.messages[start:]
+    check_replies(sample.messages, "messages")
+    if not any(is_trained(message) for message in sample.messages):
+        raise DataError("no reply is trained: the row has no assistant message, or every one has \"loss\": false")
+    return sample.messages, [], []
+
+
+def check_replies(messages: list[Message], name: str) -> None:
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and not join_text(message).strip() and not message.get("tool_calls"):
+            raise DataError(f"{name}[{number}]: the assistant's reply is empty; add a text, or remove the row")
+
+
+def is_trained(message: Message) -> bool:
+    return message["role"] == "assistant" and bool(message.get("trained", True))
+
+
+def show_row(source: DataSource, index: int, purpose: Purpose) -> tuple[Sample, Split]:
+    """Read a row and split it. Raise DataError if it is unusable."""
+    sample = source.sample(index)
+    try:
+        return sample, split_for(sample, purpose)
+    except DataError as error:
+        raise DataError(f"{source.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def iter_json(source: DataSource, rows: range, purpose: Purpose) -> Iterator[dict[str, Any]]:
+    """Yield one object per row; a row that is unusable becomes `{"id": …, "error": reason}`."""
+    for index in rows:
+        try:
+            sample, split = show_row(source, index, purpose)
+        except DataError as error:
+            yield {"id": read_id(source, index), "error": str(error)}
+            continue
+        messages, chosen, rejected = ([to_json(message, source) for message in part] for part in split)
+        answers = [] if sample.answer is None else [sample.answer, *sample.other_answers]
+        yield {
+            "id": sample.id,
+            "messages": messages,
+            "answer": answers if len(answers) > 1 else sample.answer,
+            "options": sample.options,
+            "chosen": chosen or None,
+            "rejected": rejected or None,
+            "meta": {name: shorten_bytes(value) for name, value in sample.meta.items()},
+            "tools": sample.tools,
+        }
+
+
+def read_id(source: DataSource, index: int) -> str | None:
+    try:
+        row = source.rows[index]
+    except DataError:
+        return None
+    return str(row["id"]) if isinstance(row, dict) and row.get("id") is not None else None
+
+
+def to_json(message: Message, source: DataSource) -> dict[str, Any]:
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    shown = [to_json_part(part, source) for part in parts if part.get("text") != ""]
+    shown += [{"type": "text", "text": text} for text in format_calls(message)]
+    known = {key: message[key] for key in ("name", "tool_calls", "tool_call_id") if key in message}
+    return {"role": message["role"], "trained": is_trained(message), "parts": shown, **known}
+
+
+def format_calls(message: Message) -> list[str]:
+    """Return the tool calls of a message as texts; the chat template decides on their exact form."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [f"<tool_call>{function['name']}({function['arguments']})</tool_call>" for function in functions]
+
+
+def to_json_part(part: dict[str, Any], source: DataSource) -> dict[str, Any]:
+    if part["type"] == "text":
+        return part
+    return {"type": part["type"], "path": to_relative(part[part["type"]], source)}
+
+
+def to_relative(path: str, source: DataSource) -> str:
+    """Return a path relative to the folder of the annotations if it is inside."""
+    root = source.media_root
+    if isinstance(root, Path) and Path(path).is_relative_to(root):
+        return os.path.relpath(path, root)
+    return path
+
+
+def shorten_bytes(value: Any) -> Any:
+    """Replace bytes, which JSON cannot hold, with their number."""
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, dict):
+        return {name: shorten_bytes(item) for name, item in value.items()}
+    return [shorten_bytes(item) for item in value] if isinstance(value, list) else value
+
+
+# ---------------------------------------------------------------- text
+
+
+def render_row(sample: Sample, split: Split, title: str, describe: Callable[[dict[str, Any]], str]) -> Panel:
+    """Render a row for a terminal; trained text is bold and green. `describe` returns the line of a media item."""
+    lines: list[Text] = []
+    for name, messages in zip(("", "chosen", "rejected"), split, strict=True):
+        for message in messages:
+            head = f"{name or message['role']}{' (trained)' if is_trained(message) else ''}"
+            lines.append(Text(head, style=ROLE_STYLES[message["role"]]))
+            lines += [render_part(part, is_trained(message), describe) for part in list_parts(message)]
+    facts = {"answer": " | ".join(filter(None, [sample.answer, *sample.other_answers])), "options": sample.options, "meta": sample.meta}
+    lines += [Text(f"{name}: {str(value):.500}", style="dim") for name, value in facts.items() if value]
+    return Panel(Group(*lines), title=Text(title), title_align="left")
+
+
+def list_parts(message: Message) -> list[dict[str, Any]]:
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [*parts, *({"type": "text", "text": text} for text in format_calls(message))]
+
+
+def render_part(part: dict[str, Any], trained: bool, describe: Callable[[dict[str, Any]], str]) -> Text:
+    if part["type"] != "text":
+        return Text("  " + describe(part), style="blue")
+    return Text("  " + part["text"].replace("\n", "\n  "), style=TRAINED_STYLE if trained else "")
+
+
+def count_media(sample: Sample) -> dict[str, int]:
+    kinds = [part["type"] for part in list_media_parts(sample.messages)]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
