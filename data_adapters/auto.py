@@ -6,9 +6,9 @@
     {"prompt": "Wet floor ahead. What now?", "chosen": "Slow down.", "rejected": "Speed up."}
     {"instruction": "Rank these by weight.", "input": "anvil, feather", "output": "feather, anvil"}
 
-The formats are in docs/data.md. `auto:conversation`, `auto:preference`, `auto:prompt`, `auto:instruction` and `auto:question` read
-every row in one format, and keep the columns of other formats in `sample.meta`. Without `data.path`, the rows are those of the
-built-in task.
+The formats are in docs/data.md. `auto:conversation`, `auto:preference`, `auto:prompt`, `auto:instruction` and `auto:question`
+read every row in one format, and keep the columns of other formats in `sample.meta`. Without `data.path`, the rows are those of
+the built-in task.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
 from dsreason.families import list_control_tokens
 
+ROLES = ("system", "user", "assistant", "tool")
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Pattern of a lone surrogate (half a character), which is valid in JSON but rejected by tokenizers."""
 
@@ -24,8 +25,8 @@ def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
     if not messages:
         raise DataError(f"{name}: the list is empty")
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
-            raise DataError(f"{name}[{i}]: role must be system, user or assistant, in {message!r:.200}")
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise DataError(f"{name}[{i}]: role must be one of {', '.join(ROLES)}, in {message!r:.200}")
         if not isinstance(message.get("content"), str | list):
             raise DataError(
                 f"{name}[{i}].content: must be a string or a list of parts, not {message.get('content')!r:.200}"

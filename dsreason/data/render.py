@@ -7,6 +7,7 @@ once, a line break at the start of an answer would merge with the one at the end
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,29 +34,38 @@ class RenderedSegment:
 
 
 def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[RenderedSegment]:
-    """Render the complete conversation; the text of every assistant turn and the end-of-turn token after it are trained.
+    """Render the complete conversation; the text of every trained reply and the token after it, which ends the turn, are trained.
+
+    A message with `"trained": False` is not trained.
 
     Raises:
-        DataError: the sample has no assistant turn, or the template changes an assistant's text.
+        DataError: no reply is trained, or the template changes a trained reply.
     """
     messages = clean_messages(processor, tokens, sample)
     turns = _find_assistant_turns(messages)
+    trained = [number for number in turns if sample.messages[number].get("trained", True)]
     if not turns:
         raise DataError(f"sample {sample.id!r}: no assistant message and no answer, so there is nothing to train on")
+    if not trained:
+        raise DataError(
+            f'sample {sample.id!r}: every reply has "loss": false or is part of the prompt, so nothing is trained'
+        )
     rendered = _render(processor, sample, messages, generate=False)
+    ends = tuple(end for end in (processor.tokenizer.eos_token, tokens.turn_end) if end)
     spans = []
     for number in turns:
         prompt = _render(processor, sample, messages[:number], generate=True)
-        span = _find_assistant_span(rendered, prompt, messages[number]["content"])
+        span = _find_assistant_span(rendered, prompt, messages[number], ends)
+        if span is None and number not in trained:
+            continue  # the template may drop the reasoning of earlier turns
         if span is None:
-            raise DataError(_describe_changed_text(sample, number, rendered, prompt, messages[number]["content"]))
-        end_of_turn = processor.tokenizer.eos_token
-        if not rendered.startswith(end_of_turn, span[1]):
+            raise DataError(_describe_changed_text(sample, number, rendered, prompt, messages[number]))
+        if not rendered.startswith(ends, span[1]):
             raise DataError(
-                f"sample {sample.id!r}, message {number}: the chat template does not end the assistant's turn with "
-                f"{end_of_turn!r} but with {rendered[span[1] : span[1] + 20]!r}"
+                f"sample {sample.id!r}, message {number}: the chat template must end the assistant's turn with "
+                f"{' or '.join(map(repr, ends))}, but ends it with {rendered[span[1] : span[1] + 20]!r}; correct the template"
             )
-        spans.append(span)
+        spans.append((span, number in trained))
     return _tokenize_segments(processor, rendered, spans)
 
 
@@ -63,33 +73,45 @@ def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> 
     """Render the complete conversation and the generation prompt for the next assistant turn; no token is trained."""
     messages = clean_messages(processor, tokens, sample)
     rendered = _render(processor, sample, messages, generate=True)
+    ends = tuple(end for end in (processor.tokenizer.eos_token, tokens.turn_end) if end)
     prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _find_assistant_turns(messages)}
-    spans = [_find_assistant_span(rendered, prompt, messages[n]["content"]) for n, prompt in prompts.items()]
+    spans = [_find_assistant_span(rendered, prompt, messages[n], ends) for n, prompt in prompts.items()]
     # A turn that the template shortens is not trained here, so it does not need separate token boundaries.
-    segments = _tokenize_segments(processor, rendered, [span for span in spans if span is not None])
-    return [RenderedSegment(segment.ids) for segment in segments]
+    return _tokenize_segments(processor, rendered, [(span, False) for span in spans if span is not None])
 
 
 def _find_assistant_turns(messages: list[Message]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _tokenize_segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, int]]) -> list[RenderedSegment]:
-    """Tokenize `rendered`, cut at both ends of every span; the spans and the token after each of them are trained."""
-    bounds = [0, *(bound for span in spans for bound in span), len(rendered)]
+def _tokenize_segments(
+    processor: ProcessorMixin, rendered: str, spans: list[tuple[tuple[int, int], bool]]
+) -> list[RenderedSegment]:
+    """Tokenize `rendered`, cut at both ends of every span; trained spans and the token after each of them are trained."""
+    bounds = [0, *(bound for span, _ in spans for bound in span), len(rendered)]
     texts = [rendered[start:stop] for start, stop in pairwise(bounds)]  # other, span, other, span, …, other
     ids = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
-    segments = []
-    for i, part in enumerate(ids):
-        after_span = min(i, 1)  # the token after a span is the end of the turn and is trained with it
-        segments.append(RenderedSegment(list(part), len(part) if i % 2 else after_span))
+    segments = [RenderedSegment(list(ids[0]))]
+    for (_, is_trained), reply, following in zip(spans, ids[1::2], ids[2::2], strict=True):
+        segments.append(RenderedSegment(list(reply), len(reply) if is_trained else 0))
+        segments.append(RenderedSegment(list(following), int(is_trained)))  # its first token ends the turn
     return segments
 
 
-def _find_assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int] | None:
-    """Return the range of characters in `rendered` that the model writes after `prompt`; None if `content` does not follow."""
+def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tuple[str, ...]) -> tuple[int, int] | None:
+    """Return the range of characters in `rendered` that the model writes after `prompt`; None if it is not the message's text.
+
+    The form of tool calls depends on the template, so a message with tool calls reaches to the token that ends its turn.
+    """
     if not rendered.startswith(prompt):
         return None
+    content: str = message["content"]
+    if calls := message.get("tool_calls"):
+        stops = [stop for end in ends if (stop := rendered.find(end, len(prompt))) >= 0]
+        span = (len(prompt), min(stops, default=len(prompt)))
+        reply = rendered[span[0] : span[1]]
+        expected = [content.strip(), *(call["function"]["name"] for call in calls)]
+        return span if all(text in reply for text in expected) else None
     # Some templates trim the text; others include its beginning ("<think>\n") in the generation prompt.
     for text in (content, content.strip()):
         for overlap in range(min(len(prompt), len(text)) + 1):
@@ -98,10 +120,17 @@ def _find_assistant_span(rendered: str, prompt: str, content: str) -> tuple[int,
     return None
 
 
-def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: str, content: str) -> str:
+def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: str, message: Message) -> str:
+    location = f"sample {sample.id!r}, message {number}"
+    if calls := message.get("tool_calls"):
+        return (
+            f"{location}: the chat template does not show the tool call {calls[0]['function']['name']!r}; use a model whose "
+            "template has tool calls, or write the call into the text of the message"
+        )
+    content = message["content"]
     difference = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
     return (
-        f"sample {sample.id!r}, message {number}: the chat template changes the conversation (some drop the reasoning "
+        f"{location}: the chat template changes the conversation (some drop the reasoning "
         f"of earlier turns): the assistant's text begins with {content[:80]!r}, but the template shows {difference}; split "
         "the conversation so that this is its last turn, or change the template"
     )
@@ -109,13 +138,21 @@ def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: s
 
 def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], *, generate: bool) -> str:
     try:
-        text: str = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
-        return text
+        text: str = processor.apply_chat_template(
+            messages, tools=sample.tools, tokenize=False, add_generation_prompt=generate
+        )
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"sample {sample.id!r}: the chat template rejects the roles {roles}: {error}") from error
     except Exception as error:  # the template is a program that comes with the model
         raise DataError(f"sample {sample.id!r}: the chat template fails: {type(error).__name__}: {error}") from error
+    for tool in sample.tools or ():
+        if (name := str(tool["function"].get("name"))) not in text:
+            raise DataError(
+                f"sample {sample.id!r}: the chat template does not show the tool {name!r}; use a model whose template has tools, "
+                "or remove the row's tools"
+            )
+    return text
 
 
 # ---------------------------------------------------------------- message checks
@@ -133,7 +170,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
     cleaned = []
     for number, message in enumerate(sample.messages):
         location = f"sample {sample.id!r}, message {number}"
-        text = get_text(message)
+        text = get_text(message) + json.dumps(message.get("tool_calls", ""), ensure_ascii=False)
         try:
             check_characters(text)
         except DataError as error:
@@ -145,16 +182,16 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
         if not isinstance(content, str):
             content = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
         if message["role"] == "assistant":
-            content = _join_assistant_text(location, content)
-        cleaned.append({**message, "content": content})
+            content = _join_assistant_text(location, content, may_be_empty="tool_calls" in message)
+        cleaned.append({key: value for key, value in message.items() if key != "trained"} | {"content": content})
     return cleaned
 
 
-def _join_assistant_text(location: str, content: str | list[dict[str, Any]]) -> str:
+def _join_assistant_text(location: str, content: str | list[dict[str, Any]], *, may_be_empty: bool) -> str:
     if isinstance(content, list):
         if any(part["type"] != "text" for part in content):
             raise DataError(f"{location}: an assistant message may hold text only, no image or video")
         content = "".join(part["text"] for part in content)
-    if not content.strip():
+    if not content.strip() and not may_be_empty:
         raise DataError(f"{location}: the assistant's text is empty")
     return content

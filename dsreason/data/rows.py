@@ -5,11 +5,13 @@ Messages count rows and lines from 1, as editors do. This module never unpickles
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -263,12 +265,26 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> NamedRows:
         files = {"train": [str(path) for path in paths]}
         name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         whole_split = data.model_copy(update={"subset": None, "revision": None, "split": "train"})
-        return _load_table(TABLE_BUILDERS[suffix], name, whole_split, data_files=files)
+        options = _read_csv_options(paths[0]) if suffix == ".csv" else {}
+        return _load_table(TABLE_BUILDERS[suffix], name, whole_split, files, options)
     if suffix not in JSON_SUFFIXES:
         suffixes = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
         raise DataError(f"{paths[0]}: files with the suffix {suffix!r} are not supported ({suffixes} are)")
     parts = [_read_json(path) for path in paths]
     return parts[0] if len(parts) == 1 else SelectedRows([(part, range(len(part))) for part in parts])
+
+
+def _read_csv_options(path: Path) -> dict[str, Any]:
+    """Return the options that read every cell of a CSV file as text, so that `007` and `none` stay as they are."""
+    import datasets
+
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            columns = next(csv.reader(file), [])
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: the first line has no column names that can be read: {error}") from error
+    features = datasets.Features({column: datasets.Value("string") for column in columns})
+    return {"features": features, "keep_default_na": False}
 
 
 def _read_json(path: Path) -> NamedRows:
@@ -343,7 +359,13 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     raise DataError(f"{folder}: no JSON, JSON lines, Parquet, Arrow or CSV file in this folder; check data.path")
 
 
-def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, list[str]] | None = None) -> TableRows:
+def _load_table(
+    path: str,
+    name: str,
+    data: SourceConfig,
+    data_files: dict[str, list[str]] | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> TableRows:
     import datasets
 
     try:
@@ -362,7 +384,7 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
             for file in dict.fromkeys(file for files in data_files.values() for file in files):
                 _check_text(Path(file))
         table = datasets.load_dataset(
-            path, data.subset, data_files=data_files, split=data.split, revision=data.revision
+            path, data.subset, data_files=data_files, split=data.split, revision=data.revision, **options
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ else ""

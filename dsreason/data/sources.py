@@ -208,14 +208,14 @@ def open_source(config: SourceConfig, weight: float = 1.0) -> DataSource:
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
     """Check the messages and options, locate the media, and add the source's system prompt and vision settings.
 
-    If a row has an answer but no assistant message, the answer becomes that message; a row without both can be used as a
-    prompt, but not for supervised training. A sample without an id gets the path of its first media file as its id, and a
+    If a row has an answer but does not end with an assistant message, the answer becomes that message. A row without both can
+    be used as a prompt, but not for supervised training. A sample without an id gets the path of its first media file as its id, and a
     sample without options gets those that its question lists.
     """
     check_messages(sample.messages)
     check_options(sample.options)
     raw_messages = list(sample.messages)
-    if sample.answer and not any(message["role"] == "assistant" for message in raw_messages):
+    if sample.answer and raw_messages[-1]["role"] != "assistant":
         raw_messages.append({"role": "assistant", "content": sample.answer})
     messages = finish_messages(raw_messages, config, media_root)
     rejected = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,10 +67,10 @@ def show_json(source: DataSource, rows: range, purpose: Any) -> int:
 
 def show_text(source: DataSource, rows: range, purpose: Any) -> int:
     """Print each row in a frame, and return the number of unusable rows."""
-    from dsreason.monitor.console import console
+    from dsreason.monitor.console import open_console
     from dsreason.tools.datasets.show import describe_medium, render_row, show_row
 
-    failed = 0
+    console, failed = open_console(highlight=False), 0
     for index in rows:
         try:
             sample, split = show_row(source, index, purpose)
@@ -80,6 +79,6 @@ def show_text(source: DataSource, rows: range, purpose: Any) -> int:
             failed += 1
             continue
         title = f"{source.rows.describe_location(index)} · {sample.id}"
-        console().print(render_row(sample, split, title, lambda part: describe_medium(part, source)))
+        console.print(render_row(sample, split, title, lambda part: describe_medium(part, source)))
     print_message(f"{len(rows)} of {len(source.rows)} rows shown", err=True)
     return failed

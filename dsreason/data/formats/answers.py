@@ -51,4 +51,6 @@ def check_number_of_option(value: Any, options: Mapping[str, str] | None) -> Non
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if options and is_number and find_option_letter(to_text(value), dict(options)) is None:
-        raise DataError(f"field 'answer' is {value}, but must be one of the letters {', '.join(options)} or the text of an option")
+        raise DataError(
+            f"field 'answer' is {value}, but must be one of the letters {', '.join(options)} or the text of an option"
+        )

@@ -33,8 +33,8 @@ class RowMedia:
     def take(self, kind: MediaKind) -> dict[str, Any]:
         if not self.waiting[kind]:
             raise DataError(
-                f"the messages show more {kind}s than the row has; add one to the column '{kind}s', or remove the <{kind}> tag or "
-                f"the part of type {kind}"
+                f"the messages show more {kind}s than the row has; add one to the column '{kind}s', or remove the <{kind}> tag "
+                f"or the part of type {kind}"
             )
         return self.waiting[kind].pop(0)
 
@@ -111,7 +111,9 @@ def pick(value: Any, number: int, name: str) -> Any:
     if not per_video:
         return value
     if number >= len(value):
-        raise DataError(f"field {name!r} has {len(value)} entries, but the row has more videos; add one entry per video")
+        raise DataError(
+            f"field {name!r} has {len(value)} entries, but the row has more videos; add one entry per video"
+        )
     return value[number]
 
 

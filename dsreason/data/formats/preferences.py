@@ -1,4 +1,4 @@
-"""The two replies of a preference row: the better and the worse one, each as a text, as messages, or as a complete conversation."""
+"""The better and the worse reply of a preference row, each as a text, as messages, or as a complete conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def read_pair(row: Mapping[str, Any], base: list[Message]) -> tuple[list[Message
         raise DataError("field 'rejected' is missing or null; a preference needs a better and a worse reply")
     if row.get("chosen") is None:
         if not base or base[-1]["role"] != "assistant":
-            raise DataError("field 'chosen' is missing or null, and the row has no other reply that could be the better one")
+            raise DataError(
+                "field 'chosen' is missing or null, and the row has no other reply that could be the better one"
+            )
         prompt, preferred = base[:-1], base
     else:
         preferred = read_conversation(row, "chosen", base)
@@ -81,8 +83,8 @@ def read_conversation(row: Mapping[str, Any], column: str, prompt: list[Message]
         prompt = prompt[:-1] if get_role_and_text(prompt[-1]) == get_role_and_text(messages[-1]) else prompt
     if not prompt:
         raise DataError(
-            f"field {column!r} has only a reply, and the row has no prompt; add the column 'prompt', or put complete conversations "
-            "into 'chosen' and 'rejected'"
+            f"field {column!r} has only a reply, and the row has no prompt; add the column 'prompt', or put complete "
+            "conversations into 'chosen' and 'rejected'"
         )
     return [*prompt, *messages]
 

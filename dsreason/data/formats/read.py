@@ -87,8 +87,8 @@ def read_conversation(row: Row) -> Conversation:
     for other in present[1:]:
         if row[other] != row[column]:
             raise DataError(
-                f"the columns {column!r} and {other!r} both hold a conversation; remove one of them, or choose one with data.columns, "
-                f'such as {{messages = "{other}"}}'
+                f"the columns {column!r} and {other!r} both hold a conversation; remove one of them, or choose one with "
+                f'data.columns, such as {{messages = "{other}"}}'
             )
     return Conversation(read_messages(row[column], column), set(present))
 
@@ -125,7 +125,9 @@ def read_history(history: Any) -> list[Message]:
     messages: list[Message] = []
     for turn in history or []:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
-            raise DataError(f"field 'history' must be a list of pairs of a question and its reply, but has {turn!r:.200}")
+            raise DataError(
+                f"field 'history' must be a list of pairs of a question and its reply, but has {turn!r:.200}"
+            )
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return messages
 
@@ -138,7 +140,9 @@ def read_prompt(row: Row) -> Conversation:
         messages += preferences.to_messages(row["completion"], "completion", "assistant")
         columns.add("completion")
         if isinstance(row.get("label"), bool):
-            raise DataError("field 'label' marks an unpaired preference, which is not supported; make pairs of chosen and rejected")
+            raise DataError(
+                "field 'label' marks an unpaired preference, which is not supported; make pairs of chosen and rejected"
+            )
     return Conversation(messages, columns)
 
 
@@ -175,7 +179,9 @@ FORMATS = (
         lambda row: any(column in row and row[column] is not None for column in preferences.COLUMNS),
         read_preference,
     ),
-    Format("conversation", "messages or conversations", lambda row: find_column(row, LISTS) is not None, read_conversation),
+    Format(
+        "conversation", "messages or conversations", lambda row: find_column(row, LISTS) is not None, read_conversation
+    ),
     Format("prompt", "prompt, with completion for SFT", lambda row: has(row, "prompt"), read_prompt),
     Format(
         "instruction",
@@ -227,7 +233,12 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     if conversation.rejected is not None:
         rejected, _ = media_columns.place_media(conversation.rejected, row)
     accepted, answer_column = answers.read_answers(row)
-    used = conversation.columns | columns | {"id", "system", "tools"} | ({answer_column} if answer_column == "answer" else set())
+    used = (
+        conversation.columns
+        | columns
+        | {"id", "system", "tools"}
+        | ({answer_column} if answer_column == "answer" else set())
+    )
     meta = {column: value for column, value in row.items() if column not in used}
     if name is None:
         check_unused(meta, conversation)
@@ -266,7 +277,9 @@ def add_system(conversation: Conversation, row: Row) -> None:
 
 def check_unused(meta: Mapping[str, Any], conversation: Conversation) -> None:
     """Raise DataError if a column that other formats would read is unused and says something that the conversation does not."""
-    texts = {join_parts(message["content"]).strip() for message in conversation.messages + (conversation.rejected or [])}
+    texts = {
+        join_parts(message["content"]).strip() for message in conversation.messages + (conversation.rejected or [])
+    }
     for column in CONVERSATION_COLUMNS & meta.keys():
         value = meta[column]
         if not value or (isinstance(value, str) and value.strip() in texts):

@@ -169,7 +169,7 @@ def read_calls(value: Any, location: str) -> list[dict[str, Any]]:
 def read_call(call: Any, location: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(function, dict) or not isinstance(name, str):
         raise DataError(f"{location}: a tool call must have a name and arguments, but is {call!r:.200}")
     arguments = function.get("arguments", function.get("parameters"))
     arguments = parse_json(arguments, f"{location}: arguments of {name}") if arguments else {}

@@ -15,6 +15,7 @@ from dsreason.data.messages import join_text, list_media_parts, prompt_messages
 from dsreason.data.sources import DataSource
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
+from dsreason.media import images, videos
 
 Purpose = Literal["sft", "grpo", "dpo"]
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -42,7 +43,7 @@ def split_for(sample: Sample, purpose: Purpose) -> Split:
         return shown, better.messages[start:], worse.messages[start:]
     check_replies(sample.messages, "messages")
     if not any(is_trained(message) for message in sample.messages):
-        raise DataError("no reply is trained: the row has no assistant message, or every one has \"loss\": false")
+        raise DataError('no reply is trained: the row has no assistant message, or every one has "loss": false')
     return sample.messages, [], []
 
 
@@ -103,7 +104,7 @@ def to_json(message: Message, source: DataSource) -> dict[str, Any]:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     shown = [to_json_part(part, source) for part in parts if part.get("text") != ""]
     shown += [{"type": "text", "text": text} for text in format_calls(message)]
-    known = {key: message[key] for key in ("name", "tool_calls", "tool_call_id") if key in message}
+    known: dict[str, Any] = {key: message[key] for key in ("name", "tool_calls", "tool_call_id") if key in message}
     return {"role": message["role"], "trained": is_trained(message), "parts": shown, **known}
 
 
@@ -147,9 +148,23 @@ def render_row(sample: Sample, split: Split, title: str, describe: Callable[[dic
             head = f"{name or message['role']}{' (trained)' if is_trained(message) else ''}"
             lines.append(Text(head, style=ROLE_STYLES[message["role"]]))
             lines += [render_part(part, is_trained(message), describe) for part in list_parts(message)]
-    facts = {"answer": " | ".join(filter(None, [sample.answer, *sample.other_answers])), "options": sample.options, "meta": sample.meta}
+    facts = {
+        "answer": " | ".join(filter(None, [sample.answer, *sample.other_answers])),
+        "options": sample.options,
+        "meta": sample.meta,
+    }
     lines += [Text(f"{name}: {str(value):.500}", style="dim") for name, value in facts.items() if value]
     return Panel(Group(*lines), title=Text(title), title_align="left")
+
+
+def describe_medium(part: dict[str, Any], source: DataSource) -> str:
+    """Describe an image or a video in one line: its path, its size, and the number and rate of its frames."""
+    path = part[part["type"]]
+    if part["type"] == "image":
+        height, width = images.probe_image(path)
+        return f"image {to_relative(path, source)} ({width}x{height})"
+    info = videos.probe_video(path)
+    return f"video {to_relative(path, source)} ({info.width}x{info.height}, {info.num_frames} frames, {info.fps:g} per second)"
 
 
 def list_parts(message: Message) -> list[dict[str, Any]]:
