@@ -56,7 +56,7 @@ def resolve_deepspeed(
     for owned in list_owned_keys(config, world_size):
         value = _get_concrete(document, owned.path)
         if value is not None and not _is_allowed(value, owned.values):
-            owner = config_name if owned.by_config else "what every run does"
+            owner = config_name if owned.by_config else "the trainer"
             key = f"{'.'.join(owned.path)} ({format_json(value)})"
             problems.append(f'{key} contradicts {owner}: {owned.fact}; set it to "auto" or remove it')
     if problems:
@@ -67,7 +67,7 @@ def resolve_deepspeed(
 def read_deepspeed(name: str) -> dict[str, Any]:
     file = find_file(name, "ds_configs")
     if file.suffix.lower() != ".json":
-        raise ConfigError(f"{name}: is not a .json file; give a DeepSpeed JSON, such as zero3.json")
+        raise ConfigError(f"{name}: is not a .json file; specify a DeepSpeed JSON, such as zero3.json")
     return read_document(file, name)
 
 
@@ -106,14 +106,14 @@ def list_owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
         *_iter_optimizer_keys(config),
         *_iter_checkpoint_keys(config),
         _get_sequence_parallel_key(config),
-        Owned(("tensor_parallel", "autotp_size"), (0,), "each rank computes whole layers", by_config=False),
+        Owned(("tensor_parallel", "autotp_size"), (0,), "layers are not split across ranks", by_config=False),
     ]
 
 
 def _get_sequence_parallel_key(config: JobConfig) -> Owned:
     size = config.ranks_per_row
     if size == 1:
-        return Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False)
+        return Owned(("sequence_parallel_size",), (1,), "sequences are not split across ranks", by_config=False)
     return Owned(("sequence_parallel_size",), (size,), f"train.sequence_parallel_size is {size}")
 
 
@@ -123,14 +123,13 @@ def _iter_batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
     yield Owned(("train_batch_size",), (config.samples_per_step,), batch)
     budget, key = config.token_budget if isinstance(config, RunConfig) else (None, "")
     if budget is not None:
-        tokens = f"a forward takes the samples that fit {key} ({budget} tokens)"
+        tokens = f"the samples per forward pass are limited by {key} ({budget} tokens)"
         yield Owned(("train_micro_batch_size_per_gpu",), (), tokens)
         yield Owned(("gradient_accumulation_steps",), (), tokens)
         return
     yield Owned(("train_micro_batch_size_per_gpu",), (micro,), f"train.micro_batch_size is {micro}")
-    derived = (
-        f"{batch} and train.micro_batch_size {micro}, which make {steps} with {world_size} rank{'s' * (world_size > 1)}"
-    )
+    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+    derived = f"{batch} and train.micro_batch_size is {micro}, which results in {steps} on {ranks}"
     yield Owned(("gradient_accumulation_steps",), (steps,), derived)
 
 
@@ -149,7 +148,7 @@ def _iter_precision_keys(config: JobConfig) -> Iterator[Owned]:
     yield Owned(("data_types", "grad_accum_dtype"), fp32, "gradients are accumulated in fp32", by_config=False)
     yield Owned(("communication_data_type",), fp32, "gradients are reduced in fp32", by_config=False)
     yield Owned(("gradient_allreduce_op",), ("mean",), "the loss is scaled for the mean over ranks", by_config=False)
-    yield Owned(("managed_gradient_accumulation",), (True,), "the trainer marks the end of a step", by_config=False)
+    yield Owned(("managed_gradient_accumulation",), (True,), "the trainer marks the end of each step", by_config=False)
     yield Owned(("zero_force_ds_cpu_optimizer",), (False,), "the optimizer is torch's AdamW", by_config=False)
 
 
@@ -175,10 +174,10 @@ def _iter_optimizer_keys(config: JobConfig) -> Iterator[Owned]:
 
 def _iter_checkpoint_keys(config: JobConfig) -> Iterator[Owned]:
     background = format_json(config.checkpoint.background)
-    writer = f"checkpoint.background ({background}) decides whether checkpoints are written during training"
+    writer = f"checkpoint.background ({background}) determines whether checkpoints are written during training"
     yield Owned(("checkpoint", "writer"), (), writer)
     yield Owned(("datastates_ckpt",), (False,), writer)
-    converted = "a checkpoint is converted if the number of ranks has changed"
+    converted = "checkpoints are converted automatically if the number of ranks changes"
     yield Owned(("checkpoint", "load_universal"), (False,), converted, by_config=False)
 
 
@@ -198,7 +197,7 @@ def _get_concrete(document: Any, path: tuple[str, ...]) -> Any:
 def _find_key_problems(document: dict[str, Any]) -> Iterator[str]:
     for key, value in document.items():
         if key in REMOVED:
-            yield f"{key}: DeepSpeed has removed this block; remove it ({REMOVED[key]})"
+            yield f"{key}: is no longer supported by DeepSpeed; remove it ({REMOVED[key]})"
         elif key not in TOP_LEVEL:
             suggestion = find_nearest(key, sorted(TOP_LEVEL))
             advice = f"did you mean {suggestion}?" if suggestion else "remove it"
@@ -210,31 +209,34 @@ def _find_key_problems(document: dict[str, Any]) -> Iterator[str]:
         params = section.get("params") if isinstance(section, dict) else None
         for key in params if isinstance(params, dict) else ():
             if key not in PARAMS[block]:
-                yield f"{block}.params.{key}: is not used, because the run configuration's [optim] decides; remove it"
+                yield (
+                    f"{block}.params.{key}: has no effect, because the run configuration sets the {block} in [optim]; "
+                    "remove it"
+                )
 
 
 def _find_value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
     """Yield problems that DeepSpeed would report without naming the key, or not at all."""
     if kind == "object":
         if not isinstance(value, dict):
-            yield f"{key}: {format_json(value)} is not an object; write {{…}} with its keys"
+            yield f"{key}: must be an object ({{…}}); got {format_json(value)}"
         elif key in UNUSED and value.get("enabled") not in (None, False, "auto"):
-            yield f"{key}: is not used: {UNUSED[key]}; remove it"
+            yield f"{key}: is not supported: {UNUSED[key]}; remove it"
         elif key == "flops_profiler":
             for inside, item in value.items():
                 yield from _find_value_problems(f"{key}.{inside}", item, FLOPS_PROFILER.get(inside, "any"))
     elif key == "flops_profiler.output_file" and value not in (None, "auto"):
-        yield f"{key}: the profile goes to the logs of the run; remove it"
+        yield f"{key}: cannot be set, because the profile is written to the logs of the run; remove it"
     elif value == "auto":
         return
     elif kind == "flag" and not isinstance(value, bool):
-        yield f"{key}: {format_json(value)} is not true or false; set one of them"
+        yield f"{key}: must be true or false; got {format_json(value)}"
     elif kind in ("number", "positive") and (isinstance(value, bool) or not isinstance(value, int | float)):
-        yield f"{key}: {format_json(value)} is not a number; set one"
+        yield f"{key}: must be a number; got {format_json(value)}"
     elif kind == "positive" and value <= 0:
-        yield f"{key}: {format_json(value)} is not above 0; raise it"
+        yield f"{key}: must be greater than 0; got {format_json(value)}"
     elif kind == "log level" and value is not None and str(value).lower() not in LOG_LEVELS:
-        yield f"{key}: {format_json(value)} is not one of {', '.join(LOG_LEVELS)}; set one of them"
+        yield f"{key}: must be one of {', '.join(LOG_LEVELS)}; got {format_json(value)}"
 
 
 def format_json(value: Any) -> str:
@@ -243,18 +245,18 @@ def format_json(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
-MONITORING = "[monitor] decides what is logged, in the output folder"
+MONITORING = "[monitor] selects what is logged, and logs are written to the output folder"
 UNUSED = {
     "autotuning": "it would start separate runs",
     "comet": MONITORING,
     "csv_monitor": MONITORING,
-    "data_efficiency": "data.sources decides what is trained on",
+    "data_efficiency": "data.sources selects the training data",
     "expert_parallel": "the models have no experts",
-    "hybrid_engine": "[rollout] decides what generates",
+    "hybrid_engine": "[rollout] selects the engine that generates",
     "tensorboard": MONITORING,
     "wandb": MONITORING,
 }
-"""Blocks that would load or write files elsewhere or start processes → the reason why they are not used."""
+"""Blocks that would load or write files elsewhere or start processes → the reason why they are not supported."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 PARAMS = {
     "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
@@ -269,22 +271,25 @@ def _find_zero_problems(document: dict[str, Any], world_size: int) -> Iterator[s
     stage = zero.get("stage")
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         state = "is missing" if stage is None else f"is {json.dumps(stage)}"
-        yield f"zero_optimization.stage: {state}; choose 1, 2 or 3"
+        yield f"zero_optimization.stage: {state}, but must be 1, 2 or 3; set one of them"
         return
     for block, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         offload = zero.get(block) or {}
         if not isinstance(offload, dict):
-            yield f'zero_optimization.{block}: {json.dumps(offload)} is not an object; write {{"device": "cpu"}}'
+            yield f'zero_optimization.{block}: must be an object such as {{"device": "cpu"}}; got {json.dumps(offload)}'
         elif offload.get("device") == "nvme":
-            yield f'zero_optimization.{block}.device: "nvme" is not supported: checkpoints would lack it; use "cpu"'
+            yield f'zero_optimization.{block}.device: "nvme" is not supported: checkpoints would lack its data; use "cpu"'
         elif offload.get("device", "none") != "none" and stage < lowest:
-            yield f"zero_optimization.{block}: needs stage {lowest} or more, stage is {stage}; raise it or remove the block"
+            yield (
+                f"zero_optimization.{block}: requires stage {lowest} or higher, but stage is {stage}; increase it, or remove "
+                f"{block}"
+            )
     group = zero.get("zero_hpz_partition_size", 1)
     if isinstance(group, int) and 1 < group < world_size and world_size % group:
         yield (
             f"zero_optimization.zero_hpz_partition_size ({group}) does not divide the number of ranks ({world_size}); set it to "
-            "the number of ranks per host. Each host then has a copy of the weights; gradients and optimizer states stay spread "
-            "over all ranks"
+            "the number of ranks per host. Each host then has a copy of the weights; gradients and optimizer states remain "
+            "partitioned across all ranks"
         )
 
 

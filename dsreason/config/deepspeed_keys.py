@@ -70,22 +70,22 @@ FLOPS_PROFILER: dict[str, Kind] = {
 }
 
 REMOVED = {
-    "elasticity": "resume on another number of ranks with --resume instead",
-    "nebula": "checkpoints are plain files now",
-    "compression_training": "train unquantised",
-    "amp": "train.precision decides",
-    "quantize_training": "train unquantised",
+    "elasticity": "to change the number of ranks, use --resume",
+    "nebula": "checkpoints are now plain files",
+    "compression_training": "train without compression",
+    "amp": "train.precision sets the precision",
+    "quantize_training": "train without quantization",
     "sparse_gradients": "gradients of embeddings are dense",
-    "eigenvalue": "it belonged to quantize_training",
-    "sparse_attention": "model.attention decides",
+    "eigenvalue": "it was part of quantize_training",
+    "sparse_attention": "model.attention selects the attention",
     "graph_harvesting": "it has no replacement",
-    "curriculum_learning": "data.shuffle and data.sources decide the order",
+    "curriculum_learning": "data.shuffle and data.sources determine the order",
     "progressive_layer_drop": "it has no replacement",
 }
 
 HOST_COPIES = (
-    "zero_hpz_partition_size = ranks per host gives each host a copy of the weights; gradients and optimizer states stay "
-    "spread over all ranks"
+    "zero_hpz_partition_size = ranks per host gives each host a copy of the weights; gradients and optimizer states remain "
+    "partitioned across all ranks"
 )
 REMOVED_ZERO = {
     "mics_shard_size": HOST_COPIES,

@@ -41,9 +41,12 @@ EVALUATION = MODEL | {
 
 def check_owned(options: dict[str, Any], owned: Mapping[str, str]) -> dict[str, Any]:
     """Return the options unchanged; raise ValueError for options that are fixed or set by another key."""
-    problems = [f"{name} ({options[name]!r}): set {owned[name]} instead" for name in owned if name in options]
+    problems = [
+        f"{name} ({options[name]!r}) cannot be set here; set {owned[name]} instead" for name in owned if name in options
+    ]
     problems += [
-        f"{name} ({options[name]!r}): only one value works here; remove it" for name in sorted(FIXED & options.keys())
+        f"{name} ({options[name]!r}) cannot be changed, because only one value is supported; remove it"
+        for name in sorted(FIXED & options.keys())
     ]
     if problems:
         raise ValueError("; ".join(problems))

@@ -35,7 +35,7 @@ def list_aliases(field: FieldInfo) -> list[str]:
 
 
 def find_field(schema: type[BaseModel], key: str) -> FieldInfo | None:
-    """Return the field of a section whose name or alias is `key`; None if there is none."""
+    """Return the field of a section whose name or alias is `key`, or None if the section has no such field."""
     return next((field for name, field in schema.model_fields.items() if key in (name, *list_aliases(field))), None)
 
 
@@ -46,7 +46,7 @@ def find_synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
 
 
 def find_field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """Return the field at `path`, ignoring list indexes; None if there is none."""
+    """Return the field at `path`, ignoring list indexes, or None if it does not exist."""
     section: type[BaseModel] | None = schema
     field = None
     for name in (part for part in path if isinstance(part, str)):
@@ -105,4 +105,4 @@ def describe_unknown_key(schema: type[BaseModel], path: KeyPath) -> str:
     if near := find_nearest(word, (str(key[-1]) for key in everywhere)):
         return f"did you mean {next(join_path(key) for key in everywhere if key[-1] == near)}?"
     section_name = f"[{join_path(path[:-1])}]" if path[:-1] else "the configuration"
-    return f"{section_name} has {', '.join(section.model_fields)}"
+    return f"the keys of {section_name} are {', '.join(section.model_fields)}"

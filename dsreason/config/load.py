@@ -99,23 +99,23 @@ def read_document(file: Path, name: str) -> dict[str, Any]:
     try:
         document = _parse(text, file.suffix, name)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: not valid TOML: {error}; correct that place") from None
+        raise ConfigError(f"{name}: is not valid TOML: {error}; correct it") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}: line {error.lineno}: not valid JSON: {error.msg}; correct that place") from None
+        raise ConfigError(f"{name}: line {error.lineno} is not valid JSON: {error.msg}; correct it") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise ConfigError(f"{name}: line {line}: not valid YAML: {error.problem}; correct that place") from None
+        raise ConfigError(f"{name}: line {line} is not valid YAML: {error.problem}; correct it") from None
     except RecursionError:
-        raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; correct it") from None
+        raise ConfigError(f"{name}: is nested too deeply; use at most {MAX_DEPTH} levels") from None
     except UNREADABLE as error:
         raise ConfigError(
-            f"{name}: holds a value that cannot be read ({describe_parse_error(error)}); correct it"
+            f"{name}: contains a value that cannot be read ({describe_parse_error(error)}); correct it"
         ) from None
     _check_extent(document, name)
     if document is None:  # an empty YAML file
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{name}: holds a {type(document).__name__}; it must consist of sections with keys")
+        raise ConfigError(f"{name}: must consist of sections with keys; got a {type(document).__name__}")
     return document
 
 
@@ -125,11 +125,11 @@ def _read_text(file: Path, name: str) -> str:
             content = opened.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(
-                f"{name}: is larger than {MAX_BYTES} bytes, too large for a configuration; give another file"
+                f"{name}: is larger than the maximum of {MAX_BYTES} bytes for a configuration; choose another file"
             )
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: cannot be read ({error}); give a readable text file") from None
+        raise ConfigError(f"{name}: cannot be read: {error}; choose a readable text file") from None
 
 
 def _check_extent(value: Any, name: str) -> None:
@@ -139,13 +139,13 @@ def _check_extent(value: Any, name: str) -> None:
         value, depth = waiting.pop()
         count += 1
         if depth > MAX_DEPTH:
-            raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; correct it")
+            raise ConfigError(f"{name}: is nested too deeply; use at most {MAX_DEPTH} levels")
         if count > MAX_VALUES:
             raise ConfigError(
-                f"{name}: stands for more than {MAX_VALUES} values, too many for a configuration; correct it"
+                f"{name}: expands to more than {MAX_VALUES} values, the maximum for a configuration; remove some"
             )
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise ConfigError(f"{name}: holds a number of more than 300 digits, which no key accepts; correct it")
+            raise ConfigError(f"{name}: contains a number with more than 300 digits, which no key accepts; correct it")
         waiting += [(item, depth + 1) for item in _get_children(value)]
 
 
@@ -173,7 +173,7 @@ def _parse(text: str, suffix: str, name: str) -> Any:
 def _check_unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     counts = Counter(key for key, _ in pairs)
     if twice := sorted(key for key, count in counts.items() if count > 1):
-        raise ConfigError(f"{name}: {', '.join(twice)}: set twice in the same section; keep one")
+        raise ConfigError(f"{name}: duplicate keys in the same section: {', '.join(twice)}; keep one of each")
     return dict(pairs)
 
 
@@ -196,9 +196,9 @@ def _reject_twice(node: Any) -> None:
         used_keys: set[str] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem="a key must be a string", problem_mark=key.start_mark)
             if key.value in used_keys:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is set twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
             used_keys.add(key.value)
             _reject_twice(value)
     elif isinstance(node, yaml.SequenceNode):
@@ -211,7 +211,7 @@ def parse_override(text: str) -> Override:
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
-        raise ConfigError(f"--set {text}: is not of the form section.key=value; write one such as optim.lr=1e-5")
+        raise ConfigError(f"--set {text}: must have the form section.key=value, such as optim.lr=1e-5")
     return Override(text, tuple(int(part) if part.isdecimal() else part for part in parts), parse_value(value.strip()))
 
 
@@ -233,8 +233,8 @@ def parse_value(text: str) -> Any:
     except (ValueError, RecursionError) as error:  # a number of 5000 digits raises ValueError, too
         if text.lstrip().startswith(("[", "{")):
             raise ConfigError(
-                f'--set: {text} is not TOML ({describe_parse_error(error)}); in "…" a backslash counts double, '
-                "in '…' it does not"
+                f'--set: {text} is not valid TOML ({describe_parse_error(error)}); double each backslash in "…", '
+                "or use '…', where a backslash is literal"
             ) from None
         return text
     return copy_json(parsed["value"]) if len(parsed) == 1 else text
@@ -271,12 +271,12 @@ def _check_step(node: Any, part: str | int, override: Override, path: KeyPath) -
     if isinstance(node, list):
         if not isinstance(part, int) or part > len(node):
             raise ConfigError(
-                f"{origin} is a list of {len(node)} entries, not {part!r}; give an index from 0 to {len(node)}"
+                f"{origin} is a list of {len(node)} entries, but {part!r} is not an index; use an index from 0 to {len(node)}"
             )
     elif not isinstance(node, dict):
-        raise ConfigError(f"{origin} is the value {node!r}, not a section; set it as a whole")
+        raise ConfigError(f"{origin} is not a section, but has the value {node!r}; set the key itself")
     elif isinstance(part, int):
-        raise ConfigError(f"{origin} is a section, not a list; name one of its keys instead of {part}")
+        raise ConfigError(f"{origin} is a section, not a list; use one of its keys instead of {part}")
 
 
 def _format_problem(name: str, key: KeyPath, text: str, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:

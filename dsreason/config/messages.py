@@ -33,7 +33,7 @@ EXPECTED = {
 def translate_errors(
     schema: type[BaseModel], errors: Iterable[ErrorDetails], document: dict[str, Any]
 ) -> list[tuple[KeyPath, str]]:
-    """Return one (key, message) pair per key: `("optim", "lr"), "0 is not greater than 0; raise it"`."""
+    """Return one (key, message) pair per key: `("optim", "lr"), "must be greater than 0; got 0"`."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
         by_path.setdefault(find_document_path(document, error["loc"]), []).append(error)
@@ -64,38 +64,38 @@ def _format_errors(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDet
     other_problems = dict.fromkeys(_format_error(error, default) for error in errors if error["type"] not in EXPECTED)
     if other_problems:
         has_advice = any(error["type"] == "value_error" for error in errors)  # it already contains advice
-        return "; ".join(other_problems) + (f", or set {types}" if types and not has_advice else "")
+        return "; ".join(other_problems) + (f" ({types} is also allowed)" if types and not has_advice else "")
     plain = isinstance(default, (bool, int, float, str)) and default != ""
-    return f"{errors[0]['input']!r} is not {types}; set one" + (f", such as {default!r}" if plain else "")
+    return f"must be {types}; got {errors[0]['input']!r}" + (f" (the default is {default!r})" if plain else "")
 
 
 def _format_error(error: ErrorDetails, default: Any) -> str:
     value, context = repr(error["input"]), error.get("ctx", {})
     match error["type"]:
         case "greater_than":
-            return f"{value} is not greater than {context['gt']:g}; raise it"
+            return f"must be greater than {context['gt']:g}; got {value}"
         case "greater_than_equal":
-            return f"{value} is less than {context['ge']:g}; raise it"
+            return f"must be at least {context['ge']:g}; got {value}"
         case "less_than":
-            return f"{value} is not less than {context['lt']:g}; lower it"
+            return f"must be less than {context['lt']:g}; got {value}"
         case "less_than_equal":
-            return f"{value} is greater than {context['le']:g}; lower it"
+            return f"must be at most {context['le']:g}; got {value}"
         case "literal_error":
             choices = str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
             suggestion = find_nearest(str(error["input"]), choices)
-            advice = f"did you mean {suggestion}?" if suggestion else "choose one"
-            return f"{value} is not one of {', '.join(choices)}; {advice}"
+            advice = f"; did you mean {suggestion}?" if suggestion else ""
+            return f"must be one of {', '.join(choices)}; got {value}{advice}"
         case "string_pattern_mismatch":
-            return f"{value} is not of the form {default!r}; write it like that"
+            return f"must have the form of {default!r}; got {value}"
         case "missing":
             name = error["loc"][-1]
             return (
                 f"{value} has no {name!r}; add it"
                 if isinstance(name, str)
-                else f"{value} is incomplete; give all its values"
+                else f"{value} is incomplete; set all of its values"
             )
         case "too_short" | "string_too_short":
-            return f"{value} is too short; give at least {context['min_length']}, or leave the key out"
+            return f"{value} is too short: the minimum length is {context['min_length']}; extend it, or remove the key"
         case "too_long":
             return (
                 f"has {context['actual_length']} entries, but at most {context['max_length']} are allowed; remove some"

@@ -48,12 +48,14 @@ def build_default_output_dir(command: str) -> Path:
 def resolve_output_dir(resume: str | None, output_dir: Path | None) -> Path | None:
     """Return the output folder, derived from the checkpoint to resume from if it is unset (`D/checkpoints/step_N` → `D`)."""
     if resume == "auto" and output_dir is None:
-        raise ConfigError("--resume auto: no folder to look in; give the folder of the run with --output-dir")
+        raise ConfigError("--resume auto: needs the folder of the run; specify it with --output-dir")
     if resume in (None, "auto"):
         return output_dir
     checkpoint = Path(str(resume))
     if not checkpoint.is_dir():
-        raise ConfigError(f"--resume {resume}: no such folder; give a checkpoint (D/{CHECKPOINTS}/step_N), or auto")
+        raise ConfigError(
+            f"--resume {resume}: does not exist or is not a folder; pass a checkpoint (D/{CHECKPOINTS}/step_N), or auto"
+        )
     return output_dir or _find_run(checkpoint)
 
 
@@ -70,12 +72,12 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
     check_not_in_use(folder)
     for inside in (folder / name for name in FOLDERS):
         if (inside.is_symlink() or inside.exists()) and not inside.is_dir():
-            raise ConfigError(f"{inside}: is not a folder; remove it, or choose another --output-dir")
+            raise ConfigError(f"{inside}: exists but is not a folder; remove it, or choose another --output-dir")
     if resume is None:
         names = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
         if names:
             raise ConfigError(
-                f"{folder}: already holds a run ({' and '.join(names)}); continue it with --resume auto, "
+                f"{folder}: already contains a run ({' and '.join(names)}); continue it with --resume auto, "
                 "or choose another --output-dir"
             )
         return
@@ -107,7 +109,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     record = json.loads(read_small(folder / CONFIG_FILE))
     if not (isinstance(record, dict) and isinstance(record.get("config"), dict)):
-        raise ValueError('it has no object "config"')
+        raise ValueError('it has no "config" object')
     return record
 
 
@@ -119,7 +121,7 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
     try:
         return dict(read_record(folder)["config"])
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: is not the configuration of a run ({error}); choose another --output-dir") from None
+        raise ConfigError(f"{file}: is not a valid run configuration ({error}); choose another --output-dir") from None
 
 
 def _find_run(checkpoint: Path) -> Path:
@@ -137,7 +139,7 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
     if then != now:
         weights = "" if "world" in (then, now) else "; to continue from its weights, set model.path to its export"
         raise ConfigError(
-            f"{folder}: holds a run of dsreason {then}, and this is dsreason {now}; choose another --output-dir{weights}"
+            f"{folder}: contains a run of dsreason {then}, but this is dsreason {now}; choose another --output-dir{weights}"
         )
     # An older version may have written values that this version masks.
     defaults = dump_config(type(config).model_construct())  # not validated: some configurations have required keys
@@ -146,8 +148,8 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
         differences = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
         more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
         raise ConfigError(
-            f"{folder}: holds a different run: {differences}{more}; set the old values to continue it, "
-            "or choose another --output-dir without --resume"
+            f"{folder}: contains a run with different settings: {differences}{more}; restore the old values to continue "
+            "it, or choose another --output-dir and omit --resume"
         )
 
 

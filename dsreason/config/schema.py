@@ -81,7 +81,8 @@ class OptimConfig(Section):
     def check_decay(self) -> Self:
         if self.decay_share is not None and self.schedule == "constant":
             raise ValueError(
-                f"decay_share ({self.decay_share:g}): the schedule is constant, which never decays; remove one"
+                f"decay_share ({self.decay_share:g}) has no effect, because schedule is constant; remove it, or choose another "
+                "schedule"
             )
         return self
 
@@ -129,7 +130,7 @@ class UpdateConfig(JobTrainConfig):
     def check_packed(self) -> Self:
         if self.sequence_parallel_size > 1 and not self.packing:
             raise ValueError(
-                f"sequence_parallel_size ({self.sequence_parallel_size}) needs packed rows, but packing is false; set "
+                f"sequence_parallel_size ({self.sequence_parallel_size}) requires packed rows, but packing is false; set "
                 "packing = true, or sequence_parallel_size = 1"
             )
         return self
@@ -227,7 +228,9 @@ class RewardFunctionsConfig(Section):
     def check_options(self) -> Self:
         unknown = sorted(self.options.keys() - self.functions.keys())
         if unknown:
-            raise ValueError(f"options for {', '.join(unknown)}, which functions does not list; remove them")
+            raise ValueError(
+                f"options has entries for {', '.join(unknown)}, but functions does not; remove them from options"
+            )
         return self
 
 
@@ -274,8 +277,8 @@ class JobConfig(Section):
         """
         if num_ranks % self.ranks_per_row:
             raise ConfigError(
-                f"train.sequence_parallel_size ({self.ranks_per_row}) does not divide the number of ranks ({num_ranks}); lower "
-                "it, or start another number of ranks"
+                f"train.sequence_parallel_size ({self.ranks_per_row}) does not divide the number of ranks ({num_ranks}); change "
+                "one of them"
             )
         num_groups = num_ranks // self.ranks_per_row
         idle = num_groups - self.samples_per_step
@@ -283,8 +286,8 @@ class JobConfig(Section):
             return []
         groups = "ranks" if self.ranks_per_row == 1 else f"groups of {self.ranks_per_row} ranks"
         return [
-            f"{self.batch_fact}, less than the number of {groups} ({num_groups}): "
-            f"{idle} of them train on nothing in every step; raise it, or start fewer ranks"
+            f"{self.batch_fact}, but the number of {groups} is {num_groups}, so {idle} of them have no samples in each step; "
+            "increase the batch size, or start fewer ranks"
         ]
 
 
@@ -327,7 +330,7 @@ class RunConfig(JobConfig):
     def check_attention(self) -> Self:
         if self.ranks_per_row > 1 and self.model.attention != "auto":
             raise ValueError(
-                f"train.sequence_parallel_size ({self.ranks_per_row}) needs dsreason's attention, but model.attention is "
+                f"train.sequence_parallel_size ({self.ranks_per_row}) requires dsreason's attention, but model.attention is "
                 f'"{self.model.attention}"; set model.attention = "auto", or train.sequence_parallel_size = 1'
             )
         return self
@@ -336,8 +339,8 @@ class RunConfig(JobConfig):
     def check_offload(self) -> Self:
         if self.train.activation_offload and not self.model.gradient_checkpointing:
             raise ValueError(
-                "train.activation_offload moves the inputs of layers that are recomputed; set "
-                "model.gradient_checkpointing = true"
+                "train.activation_offload applies only to recomputed layers, but model.gradient_checkpointing is false; set it "
+                "to true"
             )
         return self
 
@@ -354,8 +357,8 @@ class RunConfig(JobConfig):
     def check_freeze(self) -> Self:
         if self.lora.rank and self.model.freeze:
             raise ValueError(
-                f"model.freeze ({', '.join(self.model.freeze)}) with lora.rank ({self.lora.rank}): with adapters all weights "
-                "are frozen anyway; remove it, and choose the layers that get adapters with lora.targets and lora.vision"
+                f"model.freeze ({', '.join(self.model.freeze)}) has no effect with lora.rank ({self.lora.rank}), because all "
+                "weights are frozen; remove it, and select the layers that get adapters with lora.targets and lora.vision"
             )
         return self
 
@@ -363,8 +366,8 @@ class RunConfig(JobConfig):
     def check_quantize(self) -> Self:
         if self.model.quantize and not self.lora.rank:
             raise ValueError(
-                f'model.quantize ("{self.model.quantize}") without lora.rank: 4-bit weights cannot be trained, only '
-                "adapters on top of them; set lora.rank, or remove model.quantize"
+                f'model.quantize ("{self.model.quantize}") requires lora.rank: 4-bit weights cannot be trained, but adapters '
+                "on top of them can; set lora.rank, or remove model.quantize"
             )
         return self
 
@@ -372,9 +375,13 @@ class RunConfig(JobConfig):
     def check_best_metric(self) -> Self:
         best = self.checkpoint.best_metric
         if best == "val/preference_accuracy":
-            raise ValueError(f"checkpoint.best_metric ({best}) is measured by dpo only; set val/loss or val/accuracy")
+            raise ValueError(
+                f"checkpoint.best_metric ({best}) is measured only by dpo; set it to val/loss or val/accuracy"
+            )
         if best != "val/loss" and not self.validation.generate:
-            raise ValueError(f"checkpoint.best_metric ({best}) needs validation.generate = true")
+            raise ValueError(
+                f"checkpoint.best_metric ({best}) requires generated answers; set validation.generate = true"
+            )
         return self
 
 
@@ -387,7 +394,7 @@ class SFTConfig(RunConfig):
     def check_no_reward(self) -> Self:
         if self.checkpoint.best_metric == "val/reward/mean":
             raise ValueError(
-                "checkpoint.best_metric (val/reward/mean) is measured by grpo only; set val/loss or val/accuracy"
+                "checkpoint.best_metric (val/reward/mean) is measured only by grpo; set it to val/loss or val/accuracy"
             )
         return self
 

@@ -64,7 +64,7 @@ class CheckpointConfig(Section):
     """Upload targets: `s3://bucket/prefix` or `hub:user/name[@branch]`, a list of such targets, or one table per target
     (`[checkpoint.upload]` if there is only one). Training continues during uploads. Empty: no uploads."""
     upload_what: UploadWhat = "final"
-    """What to upload: only the folders of the last step, or every checkpoint and export."""
+    """Folders to upload: only those of the last step, or every checkpoint and export."""
     upload_include: UploadKinds | None = None
     """Kinds of folders to upload. Checkpoints are about seven times as large as exports; logs are the configuration, the
     metrics and the log files of the ranks. Unset: exports, and also checkpoints if the target is on S3."""
@@ -78,7 +78,7 @@ class CheckpointConfig(Section):
     @classmethod
     def check_keep(cls, keep: int) -> int:
         if keep == 0:
-            raise ValueError("0 would delete each one as soon as it is written; set 1 or more, or -1 for all")
+            raise ValueError("0 would delete each folder as soon as it is written; set 1 or more, or -1 to keep all")
         return keep
 
     @property
@@ -101,13 +101,13 @@ class CheckpointConfig(Section):
     def check_targets(self) -> Self:
         addresses = [str(target.address.on_branch) for target in self.targets]
         if repeated := sorted({address for address in addresses if addresses.count(address) > 1}):
-            raise ValueError(f"upload names {repeated[0]} twice; remove one")
+            raise ValueError(f"upload lists {repeated[0]} more than once; keep one entry")
         for target in self.targets:
             exports = "export" in target.include and self.export != "none"
             checkpoints = "checkpoint" in target.include and (self.last or (target.what == "all" and self.saves))
             if not (exports or checkpoints or "logs" in target.include):
                 raise ValueError(
-                    f"upload_include ({', '.join(target.include)}) leaves nothing to upload with export = {self.export}, "
-                    f"last = {str(self.last).lower()} and upload_what = {target.what} to {target.address}; change one of them"
+                    f"upload_include ({', '.join(target.include)}) with export = {self.export}, last = {str(self.last).lower()} "
+                    f"and upload_what = {target.what} selects nothing to upload to {target.address}; change one of them"
                 )
         return self

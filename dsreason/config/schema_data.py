@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dsreason.config.section import Section, refuse_flag
+from dsreason.config.section import Section, choose_pronoun, refuse_flag
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -84,7 +84,9 @@ class SourceConfig(Section):
         if pattern is not None and pattern.startswith(".") and "*" not in pattern:
             return f"*{pattern}"
         if pattern is not None and pattern.count("*") != 1:
-            raise ValueError(f"{pattern!r} must have one *, for the id, such as *.camera_front_wide_120fov.mp4")
+            raise ValueError(
+                f"must contain exactly one * (for the id), such as *.camera_front_wide_120fov.mp4; got {pattern!r}"
+            )
         return pattern
 
 
@@ -123,14 +125,17 @@ class DataConfig(SourceConfig):
     @classmethod
     def check_named(cls, balance: object) -> object:
         if isinstance(balance, bool) or (isinstance(balance, str) and not balance.strip()):
-            raise ValueError(f"{balance!r} does not say what to balance; name answer, or a field of the rows")
+            raise ValueError(f'must be "answer" or the name of a field of the rows; got {balance!r}')
         return balance
 
     @model_validator(mode="after")
     def check_sources(self) -> DataConfig:
         owned = set(SourceConfig.model_fields) & self.model_fields_set
         if self.sources and owned:
-            raise ValueError(f"{', '.join(sorted(owned))} belong inside [[data.sources]] when that is used")
+            raise ValueError(
+                f"{', '.join(sorted(owned))} cannot be set together with sources; move {choose_pronoun(owned)} into "
+                "[[data.sources]]"
+            )
         return self
 
     def list_sources(self) -> tuple[WeightedSourceConfig, ...]:

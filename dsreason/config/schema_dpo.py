@@ -52,11 +52,11 @@ class PreferenceConfig(Section):
     @model_validator(mode="after")
     def check_losses(self) -> Self:
         if self.loss_weights and "loss" in self.differing():
-            raise ValueError(f"loss ({self.loss}) and loss_weights exclude each other; remove one")
+            raise ValueError(f"loss ({self.loss}) and loss_weights are mutually exclusive; remove one")
         smoothed = {"sigmoid", "robust"} & self.weights.keys()
         if self.label_smoothing and not smoothed:
             raise ValueError(
-                f"label_smoothing ({self.label_smoothing}) is defined for sigmoid and robust, but the loss is "
+                f"label_smoothing ({self.label_smoothing}) is defined only for sigmoid and robust, but the loss is "
                 f"{' + '.join(self.weights)}; remove it"
             )
         return self
@@ -65,13 +65,13 @@ class PreferenceConfig(Section):
     def check_reference(self) -> Self:
         if self.reference_file is not None and self.reference != "precomputed":
             raise ValueError(
-                f'reference_file ({self.reference_file}) needs reference = "precomputed", but reference is "{self.reference}"; '
-                "change one of them"
+                f'reference_file ({self.reference_file}) requires reference = "precomputed", but reference is '
+                f'"{self.reference}"; change one of them'
             )
         if self.reference == "none" and "bco" in self.weights:
             raise ValueError(
-                "bco compares rewards with their mean, but without a reference they are whole log-probabilities; choose "
-                "another loss, or a reference"
+                "bco compares rewards with their mean, but without a reference they are absolute log-probabilities; choose "
+                "another loss, or set reference"
             )
         return self
 
@@ -112,7 +112,7 @@ class DPOConfig(RunConfig):
         if self.dpo.reference == "adapter_off" and not self.lora.rank:
             raise ValueError(
                 'dpo.reference ("adapter_off") is the model without its adapters, but lora.rank is 0; set '
-                'dpo.reference = "model", or lora.rank'
+                'dpo.reference = "model", or set lora.rank'
             )
         return self
 
@@ -120,5 +120,7 @@ class DPOConfig(RunConfig):
     def check_best_metric(self) -> Self:
         best = self.checkpoint.best_metric
         if best == "val/accuracy" and not self.validation.generate:
-            raise ValueError(f"checkpoint.best_metric ({best}) needs validation.generate = true")
+            raise ValueError(
+                f"checkpoint.best_metric ({best}) requires generated answers; set validation.generate = true"
+            )
         return self

@@ -84,7 +84,7 @@ class EvalModelConfig(Section):
                 continue
             if len({repr(deduplicated[name]) for name in used_names}) > 1:
                 values = " and ".join(f"{name} ({deduplicated[name]!r})" for name in used_names)
-                raise ValueError(f"{values} are two names of one setting; remove one")
+                raise ValueError(f"{values} are two names of the same key, but have different values; remove one")
             del deduplicated[used_names[1]]
         return deduplicated
 
@@ -106,8 +106,8 @@ class ServerConfig(Section):
     max_retries: int = Field(5, ge=0)
     """Maximum number of retries of a failed request. The delay doubles each time, unless the server requests another one."""
     video: Literal["file", "frames"] = "file"
-    """How to send a clip: as a video file, or as its frames. vLLM must be started with `--trust-request-mm-kwargs` to accept
-    videos."""
+    """Form in which a clip is sent: as a video file, or as its frames. vLLM must be started with
+    `--trust-request-mm-kwargs` to accept videos."""
 
     @field_validator("url")
     @classmethod
@@ -116,11 +116,15 @@ class ServerConfig(Section):
             return None
         parts = urlsplit(url)
         if parts.password is not None:
-            raise ValueError("holds a password, which would be written to the results; set it through api_key_env")
+            raise ValueError(
+                "contains a password, which would be written to the results; remove it, and use api_key_env"
+            )
         if parts.query or parts.fragment:
-            raise ValueError("has a ? or # part, but the paths of the interface are appended to it; remove that part")
+            raise ValueError(
+                "contains a query (?) or a fragment (#), but the API's paths are appended to it; remove that part"
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname or not has_port(parts):
-            raise ValueError(f"{url!r} is not the URL of a server; write one such as http://localhost:8000/v1")
+            raise ValueError(f"must be the URL of a server, such as http://localhost:8000/v1; got {url!r}")
         return url
 
 
@@ -178,7 +182,9 @@ class EvaluationConfig(Section):
             ("scorer_options", self.scorer_options or None),
         ):
             if value is not None and self.scorer is None:
-                raise ValueError(f"{key} ({value}) needs evaluation.scorer, which is not set; set scorer, or remove it")
+                raise ValueError(
+                    f"{key} ({value}) requires evaluation.scorer, which is not set; set scorer, or remove {key}"
+                )
         return self
 
 
@@ -241,13 +247,15 @@ class EvalConfig(Section):
         names = self.names
         if not names:
             raise ValueError(
-                "neither datasets nor sources name any questions; set datasets to a list such as [robovqa]"
+                "datasets and sources are both empty; set datasets to a list such as [robovqa], or add sources"
             )
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{', '.join(repeated)}: named twice; remove one, or give a source another name")
+            raise ValueError(
+                f"duplicate names of data sets: {', '.join(repeated)}; remove one, or set another name for a source"
+            )
         if bad := [name for name in names if not re.fullmatch(r"[^./\\][^/\\]*", name)]:
             raise ValueError(
-                f"{bad[0]!r} becomes a folder of the results; give the data set a name without slashes or a leading dot"
+                f"{bad[0]!r} cannot be used as the name of a results folder; choose a name without slashes or a leading dot"
             )
         return self
 
@@ -258,7 +266,7 @@ class EvalConfig(Section):
                 self.merge_vision(source.vision)
             except ValidationError as error:
                 reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"the vision of source {source.dataset} together with [vision]: {reason}") from None
+                raise ValueError(f"vision of source {source.dataset}, combined with [vision]: {reason}") from None
         return self
 
     @model_validator(mode="after")
@@ -268,14 +276,14 @@ class EvalConfig(Section):
             raise ValueError("neither model.path nor server.url is set; set one of them")
         if url is not None and path is not None:
             raise ValueError(
-                f"server.url ({url}) and model.path ({path}) exclude each other: the server has its own model; "
-                "remove one (server.model names the model there)"
+                f"server.url ({url}) and model.path ({path}) are mutually exclusive, because the server has its own "
+                "model; remove one (server.model selects the model on the server)"
             )
         if url is not None and engine != "auto":
-            raise ValueError(f"server.url ({url}) and model.engine ({engine}) exclude each other; remove one")
+            raise ValueError(f"server.url ({url}) and model.engine ({engine}) are mutually exclusive; remove one")
         if (options := self.evaluation.engine_options) and (url is not None or engine == "transformers"):
             conflict = f"server.url ({url})" if url is not None else "model.engine (transformers)"
-            raise ValueError(f"evaluation.engine_options ({options}) and {conflict} exclude each other; remove one")
+            raise ValueError(f"evaluation.engine_options ({options}) and {conflict} are mutually exclusive; remove one")
         return self
 
     def merge_vision(self, source: VisionConfig | None = None) -> VisionConfig:
@@ -297,14 +305,14 @@ class EvalConfig(Section):
         problems = []
         if self.model.tokenizer_model_name is not None:
             problems.append(
-                f"model.tokenizer_model_name ({self.model.tokenizer_model_name}) is not used: the model's tokenizer is"
+                f"model.tokenizer_model_name ({self.model.tokenizer_model_name}) is ignored: the model's own tokenizer is used"
             )
         num_processes = self.evaluation.num_processes
         if num_processes is not None and num_processes > num_cores:
-            problems.append(f"evaluation.num_processes is {num_processes}; {num_cores} are used, one per core")
+            problems.append(f"evaluation.num_processes is {num_processes}, but only {num_cores} are used, one per core")
         if "skip_saved" in self.evaluation.model_fields_set and self.evaluation.skip_saved == self.evaluation.overwrite:
             problems.append(
-                f"evaluation.skip_saved ({self.evaluation.skip_saved}) is not used: saved answers are "
+                f"evaluation.skip_saved ({self.evaluation.skip_saved}) is ignored: saved answers are "
                 + ("deleted, because evaluation.overwrite is set" if self.evaluation.overwrite else "kept")
             )
         return [*problems, *self._note_undecided(), *self._note_unused_sampling()]
@@ -315,24 +323,30 @@ class EvalConfig(Section):
         if scorer is None:
             return []
         if self.evaluation.parser == "compat":
-            return [f"evaluation.scorer ({scorer}) is a score only: the parser compat counts as cosmos-reason1 does"]
+            return [
+                f"evaluation.scorer ({scorer}) does not affect correctness: with the parser compat, answers are graded as in "
+                "cosmos-reason1"
+            ]
         if threshold is None:
             return [
-                f"evaluation.scorer ({scorer}) is a score only: the questions' kinds decide which answers are correct; "
-                "to let the scorer decide, set evaluation.scorer_threshold to the lowest score of a correct answer"
+                f"evaluation.scorer ({scorer}) does not affect correctness, which depends on the kind of question; "
+                "to let the scorer decide, set evaluation.scorer_threshold to the minimum score of a correct answer"
             ]
         return []
 
     def _note_unused_sampling(self) -> list[str]:
         if self.evaluation.answer_type != "letter":
             return []
-        problems = self._note_unused_values({"temperature", "top_p", "top_k"}, "letter takes the most probable token")
+        problems = self._note_unused_values(
+            {"temperature", "top_p", "top_k"}, "letter always picks the most probable token"
+        )
         if self.evaluation.parser == "compat":
-            problems += self._note_unused_values(PENALTIES, "as in cosmos-reason1")
+            problems += self._note_unused_values(PENALTIES, "letter has no penalties with the parser compat")
         return problems
 
     def _note_unused_values(self, names: Set[str], reason: str) -> list[str]:
         """Return a note on the keys of `[generation]` among `names` that are set but not used with `letter`."""
         set_values = self.generation.model_dump(include=self.generation.model_fields_set & names)
         values = ", ".join(f"generation.{name} ({value})" for name, value in sorted(set_values.items()))
-        return [f"{values}: used by answer_type reasoning only; {reason}"] if set_values else []
+        verb = "are" if len(set_values) > 1 else "is"
+        return [f"{values} {verb} used only with answer_type = reasoning: {reason}"] if set_values else []

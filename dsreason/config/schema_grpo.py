@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dsreason.config.engine_options import ROLLOUT, check_owned
 from dsreason.config.schema import RewardFunctionsConfig, RewardWeight, RunConfig, UpdateConfig
-from dsreason.config.section import Section
+from dsreason.config.section import Section, choose_pronoun
 from dsreason.errors import ConfigError
 
 OffloadMode = Literal["auto", "always", "never"]
@@ -67,11 +67,13 @@ class AlgorithmConfig(Section):
         if self.prompts_per_step % self.optimizer_steps_per_rollout:
             raise ValueError(
                 f"prompts_per_step ({self.prompts_per_step}) must be a multiple of optimizer_steps_per_rollout "
-                f"({self.optimizer_steps_per_rollout})"
+                f"({self.optimizer_steps_per_rollout}); change one of them"
             )
         self.check_order("correction_low", "correction_high")
         if (self.correction_low, self.correction_high) != (None, None) and self.correction == "none":
-            raise ValueError('correction_low and correction_high need a correction; correction is "none"')
+            raise ValueError(
+                'correction_low and correction_high have no effect, because correction is "none"; remove them'
+            )
         return self
 
     @model_validator(mode="after")
@@ -79,10 +81,14 @@ class AlgorithmConfig(Section):
         differing = set(self.differing())
         if self.kl_coef == 0 and (unused := sorted(differing & {"kl_estimator", "kl_clamp", "reference_reset_every"})):
             raise ValueError(
-                f"{', '.join(unused)} apply to the KL only, but kl_coef is 0; remove them or raise kl_coef"
+                f"{', '.join(unused)} cannot be set if kl_coef is 0, because there is no KL term; remove "
+                f"{choose_pronoun(unused)}, or increase kl_coef"
             )
         if self.dynamic_sampling is False and (unused := sorted(differing & {"dynamic_tolerance", "max_refills"})):
-            raise ValueError(f"{', '.join(unused)} apply to dynamic_sampling only, which is false; remove them")
+            raise ValueError(
+                f"{', '.join(unused)} cannot be set if dynamic_sampling is false; remove {choose_pronoun(unused)}, or set "
+                "dynamic_sampling = true"
+            )
         return self
 
     @model_validator(mode="after")
@@ -91,7 +97,8 @@ class AlgorithmConfig(Section):
             raise ValueError(f"dual_clip ({self.dual_clip}) is not defined for the preset {self.preset}; remove it")
         if self.kl_clamp is not None and self.kl_estimator not in ("k3", "bias_corrected_k3"):
             raise ValueError(
-                f"kl_clamp ({self.kl_clamp}) bounds k3, but kl_estimator is {self.kl_estimator}; remove it"
+                f"kl_clamp ({self.kl_clamp}) applies only to k3 and bias_corrected_k3, but kl_estimator is "
+                f"{self.kl_estimator}; remove it"
             )
         return self
 
@@ -104,7 +111,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """Share of a GPU's memory that vLLM may use while it is awake (during rollouts)."""
     offload: OffloadMode = "auto"
-    """How much of the optimizer state to move to CPU memory during rollouts: "auto" moves as much as vLLM's share of the GPU
+    """Share of the optimizer state that is moved to CPU memory during rollouts: "auto" moves as much as vLLM's share of the GPU
     requires (everything with the transformers engine), "always" moves everything, "never" moves nothing."""
     sleep_level: Literal[1, 2] = 2
     """Sleep level of vLLM between rollouts: 2 discards its weights, 1 keeps a copy of them in CPU memory."""
@@ -148,7 +155,9 @@ class RolloutConfig(Section):
         used = {"enforce_eager": self.enforce_eager, "engine_options": self.engine_options}
         if self.engine == "transformers" and (unused := {name: value for name, value in used.items() if value}):
             values = ", ".join(f"{name} ({value})" for name, value in unused.items())
-            raise ValueError(f'{values}: used by vLLM only, and engine is "transformers"; remove them')
+            raise ValueError(
+                f'{values} can be set only for vLLM, but engine is "transformers"; remove {choose_pronoun(unused)}'
+            )
         self.check_order("mismatch_warn", "mismatch_stop")
         return self
 
@@ -204,14 +213,19 @@ class DistillConfig(Section):
     def check_teacher(self) -> Self:
         server_keys, model_keys = {"server_model", "time_limit", "retries", "concurrency"}, {"revision", "offload"}
         if self.teacher is None:
-            kind, unused = "a teacher", set(type(self).model_fields)
+            kind, unused = "set", set(type(self).model_fields)
         else:
-            kind, unused = ("a model folder", model_keys) if self.by_server else ("a server", server_keys)
+            kind, unused = ("a model folder", model_keys) if self.by_server else ("the URL of a server", server_keys)
         fields = type(self).model_fields  # a saved configuration sets all of them, so compare with the defaults
         if names_given := sorted(name for name in unused - {"teacher"} if getattr(self, name) != fields[name].default):
-            raise ValueError(f"{', '.join(names_given)}: only used with {kind}; remove it, or set teacher")
+            raise ValueError(
+                f"{', '.join(names_given)} can be set only if teacher is {kind}; remove {choose_pronoun(names_given)}, or "
+                "change teacher"
+            )
         if self.by_server and self.server_model is None:
-            raise ValueError("teacher is a server: set server_model to the name of its model")
+            raise ValueError(
+                "teacher is the URL of a server, but server_model is not set; set it to the name of the model on the server"
+            )
         return self
 
 
@@ -254,8 +268,8 @@ class GRPOConfig(RunConfig):
         parallel = self.rollout.tensor_parallel_size
         if num_ranks % parallel:
             raise ConfigError(
-                f"rollout.tensor_parallel_size ({parallel}) does not divide the number of ranks ({num_ranks}); lower it, "
-                "or start another number of ranks"
+                f"rollout.tensor_parallel_size ({parallel}) does not divide the number of ranks ({num_ranks}); change "
+                "one of them"
             )
         return super().check_ranks(num_ranks)
 
@@ -263,13 +277,13 @@ class GRPOConfig(RunConfig):
     def check_adapters(self) -> Self:
         if self.lora.rank and self.lora.dropout:
             raise ValueError(
-                f"lora.dropout ({self.lora.dropout:g}): the rollout engine samples without dropout, that is from another policy "
-                "than the one that would be trained; set it to 0"
+                f"lora.dropout ({self.lora.dropout:g}) is not supported: the rollout engine samples without dropout, so it would "
+                "sample from a policy other than the one being trained; set it to 0"
             )
         if self.lora.rank and self.grpo.reference_reset_every:
             raise ValueError(
-                f"grpo.reference_reset_every ({self.grpo.reference_reset_every}) with lora.rank ({self.lora.rank}): the "
-                "reference is the model without its adapters and cannot be reset; set it to 0"
+                f"grpo.reference_reset_every ({self.grpo.reference_reset_every}) cannot be used with lora.rank "
+                f"({self.lora.rank}): the reference is the model without its adapters and cannot be reset; set it to 0"
             )
         return self
 
@@ -277,15 +291,15 @@ class GRPOConfig(RunConfig):
     def check_rewards(self) -> Self:
         if not self.reward.functions and self.distill.teacher is None:
             raise ValueError(
-                "reward.functions names no reward; give at least one with its weight, or a teacher (distill.teacher)"
+                "reward.functions is empty; add at least one reward with its weight, or set distill.teacher"
             )
         if self.reward.functions and self.grpo.num_generations == 1:
             raise ValueError(
-                "grpo.num_generations (1): rewards are compared within a group, which needs several completions; set 2 or more"
+                "grpo.num_generations (1) is too small, because rewards are compared within a group; set it to 2 or more"
             )
         if not self.reward.functions and self.checkpoint.best_metric == "val/reward/mean":
             raise ValueError(
-                "checkpoint.best_metric (val/reward/mean) needs rewards, but reward.functions names none; set val/loss"
+                "checkpoint.best_metric (val/reward/mean) requires rewards, but reward.functions is empty; set it to val/loss"
             )
         return self
 
@@ -294,8 +308,8 @@ class GRPOConfig(RunConfig):
         steps, last = self.grpo.optimizer_steps_per_rollout, self.train.max_steps
         if last is not None and last % steps:
             raise ValueError(
-                f"train.max_steps ({last}) must be a multiple of grpo.optimizer_steps_per_rollout ({steps}): a run cannot be "
-                "resumed exactly in the middle of a rollout"
+                f"train.max_steps ({last}) must be a multiple of grpo.optimizer_steps_per_rollout ({steps}), because a run "
+                "cannot be resumed exactly in the middle of a rollout; change one of them"
             )
         return self
 
@@ -303,8 +317,8 @@ class GRPOConfig(RunConfig):
     def check_sampling(self) -> Self:
         if not self.rollout.samples_all_tokens and self.grpo.correction != "none":
             raise ValueError(
-                f"rollout.top_p ({self.rollout.top_p}) and rollout.top_k ({self.rollout.top_k}) with grpo.correction "
-                f"({self.grpo.correction}): the engine's probabilities then cover only a part of the vocabulary, and the "
-                'correction would be biased; set grpo.correction = "none", or sample from all tokens (top_p 1, top_k 0)'
+                f"rollout.top_p ({self.rollout.top_p}) and rollout.top_k ({self.rollout.top_k}) cannot be used with "
+                f"grpo.correction ({self.grpo.correction}): the engine's probabilities would cover only part of the vocabulary, "
+                'which biases the correction; set grpo.correction = "none", or sample from all tokens (top_p 1, top_k 0)'
             )
         return self

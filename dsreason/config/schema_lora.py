@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from dsreason.config.section import Section, check_regex
+from dsreason.config.section import Section, check_regex, choose_pronoun
 
 LARGEST_RANK = 2**16
 """Upper bound for the rank of an adapter; no layer has more inputs."""
@@ -27,8 +27,8 @@ class AdapterConfig(Section):
         differing = [f"{name} ({format_value(getattr(self, name))})" for name in self.differing()]
         if differing and "rank" not in self.model_fields_set:
             raise ValueError(
-                f"{' and '.join(differing)} without rank: all weights would be trained, without adapters; set rank, or remove "
-                f"{'them' if len(differing) > 1 else 'it'}"
+                f"{' and '.join(differing)} cannot be set without rank: there would be no adapters, and all weights would be "
+                f"trained; set rank, or remove {choose_pronoun(differing)}"
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 
 from pydantic import BaseModel, ConfigDict
 
@@ -29,19 +30,19 @@ class Section(BaseModel):
         """Raise ValueError if both keys are set."""
         a, b = getattr(self, first), getattr(self, second)
         if a is not None and b is not None:
-            raise ValueError(f"{first} ({a}) and {second} ({b}) exclude each other; remove one")
+            raise ValueError(f"{first} ({a}) and {second} ({b}) are mutually exclusive; remove one")
 
     def check_order(self, low: str, high: str) -> None:
         """Raise ValueError if both keys are set and `low` is greater than `high`."""
         a, b = getattr(self, low), getattr(self, high)
         if a is not None and b is not None and a > b:
-            raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
+            raise ValueError(f"{low} ({a}) is greater than {high} ({b}); correct one of them")
 
 
 def refuse_flag(value: object) -> object:
     """Raise ValueError if a number of rows is a bool, which pydantic would convert to 0 or 1; else return it unchanged."""
     if isinstance(value, bool):
-        raise ValueError(f"{value} is not a number of rows; set a share or a number, such as 0.1")
+        raise ValueError(f"must be a share or a number of rows, such as 0.1; got {value}")
     return value
 
 
@@ -50,12 +51,17 @@ def check_regex(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression ({error}); correct it") from None
+        raise ValueError(f"{pattern!r} is not a valid regular expression ({error}); correct it") from None
     return pattern
+
+
+def choose_pronoun(names: Sized) -> str:
+    """Return the pronoun that refers to these names in a message: "it" or "them"."""
+    return "them" if len(names) > 1 else "it"
 
 
 def check_temperature(value: float) -> float:
     """Return the temperature unchanged; raise ValueError if it is so low that dividing the logits by it overflows."""
     if 0 < value < LOWEST_TEMPERATURE:
-        raise ValueError(f"{value:g} must be 0, or at least {LOWEST_TEMPERATURE}")
+        raise ValueError(f"must be 0 or at least {LOWEST_TEMPERATURE}; got {value:g}")
     return value

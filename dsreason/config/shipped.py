@@ -32,16 +32,19 @@ def find_file(name: str, kind: str) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        raise ConfigError(f"{name}: is a folder; give a file in it")
+        raise ConfigError(f"{name}: is a folder; specify a file in it")
     if path.exists():
         raise ConfigError(
-            f"{name}: {describe_missing_file(path)}; copy its content into a file, which every rank can read"
+            f"{name}: {describe_missing_file(path)}; copy its content to a regular file that every rank can read"
         )
     if path.name != name:
-        raise ConfigError(f"{name}: no such file; correct the path, or {_describe_shipped(kind, path.name)}")
+        raise ConfigError(
+            f"{name}: does not exist; correct the path, or pass the bare name of a shipped file; "
+            f"{_describe_shipped(kind, path.name)}"
+        )
     if name not in list_shipped(kind):
         raise ConfigError(
-            f"{name}: neither in the current folder nor among the shipped files; {_describe_shipped(kind, name)}"
+            f"{name}: exists neither in the current folder nor among the shipped files; {_describe_shipped(kind, name)}"
         )
     return get_shipped_file(kind, name)
 
@@ -49,5 +52,5 @@ def find_file(name: str, kind: str) -> Path:
 def _describe_shipped(kind: str, name: str) -> str:
     names = list_shipped(kind)
     suggestion = find_nearest(name, names)
-    shipped = f"shipped in {kind}: {', '.join(names) or 'nothing'}"
-    return f"did you mean {suggestion}? ({shipped})" if suggestion else shipped
+    available = f"available in {kind}: {', '.join(names) or 'none'}"
+    return f"did you mean {suggestion}? ({available})" if suggestion else f"choose one of those {available}"

@@ -19,7 +19,9 @@ def get_family(model_type: str) -> Family:
     """Return the family for the `model_type` in a `config.json`; raise CheckpointError if the type is not supported."""
     if model_type not in FAMILIES:
         supported = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
-        raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {supported}")
+        raise CheckpointError(
+            f"model_type {model_type!r} is not supported; use a model of one of these families: {supported}"
+        )
     return FAMILIES[model_type]
 
 

@@ -73,7 +73,7 @@ def test_import_prints_config_without_output_name(
         (SFT, ["-o", "rows.json"], "rows.json already exists"),
         (SFT, ["-o", "no/such/run.toml"], "no/such/run.toml: cannot be written"),
         ("[policy", [], "not valid TOML"),
-        (SFT + "[train]\nepoch = 0", [], "train.epochs: 0 is less than 1"),
+        (SFT + "[train]\nepoch = 0", [], "train.epochs: must be at least 1; got 0"),
     ],
 )
 def test_import_error_is_reported_once_without_files(

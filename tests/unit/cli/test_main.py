@@ -163,7 +163,7 @@ def test_configuration_error_prints_only_its_message(
     assert call("sft", "--config", "run.toml", "--set", "optim.lr=0", monkeypatch=monkeypatch) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "error: --set optim.lr=0: optim.lr: 0 is not greater than 0; raise it\n"
+    assert err == "error: --set optim.lr=0: optim.lr: must be greater than 0; got 0\n"
 
 
 def test_data_error_is_reported_before_the_start(
@@ -305,7 +305,7 @@ def test_output_folder_of_another_run_is_rejected(
 ) -> None:
     Path("out/checkpoints").mkdir(parents=True)
     assert call("sft", "--config", "run.toml", "--output-dir", "out", monkeypatch=monkeypatch) == 2
-    assert "error: out: already holds a run (checkpoints)" in capsys.readouterr().err
+    assert "error: out: already contains a run (checkpoints)" in capsys.readouterr().err
     assert started == []
 
 

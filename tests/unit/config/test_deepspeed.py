@@ -114,7 +114,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         {"gradient_accumulation_steps": 3},
         (
             "gradient_accumulation_steps (3) contradicts run.toml: train.global_batch_size is 32 and "
-            "train.micro_batch_size 4, which make 4 with 2 ranks"
+            "train.micro_batch_size is 4, which results in 4 on 2 ranks"
         ),
     ),
     ({"gradient_clipping": 0.5}, "gradient_clipping (0.5) contradicts run.toml: optim.max_grad_norm is 1"),
@@ -127,17 +127,17 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"bf16": {"bf16_master_weights_and_grads": True}},
         (
-            "bf16.bf16_master_weights_and_grads (true) contradicts what every run does: "
+            "bf16.bf16_master_weights_and_grads (true) contradicts the trainer: "
             "master weights and optimizer states are float32"
         ),
     ),
     (
         {"data_types": {"grad_accum_dtype": "bf16"}},
-        'data_types.grad_accum_dtype ("bf16") contradicts what every run does: gradients are accumulated in fp32',
+        'data_types.grad_accum_dtype ("bf16") contradicts the trainer: gradients are accumulated in fp32',
     ),
     (
         {"communication_data_type": "bf16"},
-        'communication_data_type ("bf16") contradicts what every run does: gradients are reduced in fp32',
+        'communication_data_type ("bf16") contradicts the trainer: gradients are reduced in fp32',
     ),
     ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.params.lr (0.001) contradicts run.toml: optim.lr is 1e-05"),
     (
@@ -150,37 +150,37 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"optimizer": {"type": "Lion"}},
-        'optimizer.type ("Lion") contradicts what every run does: the optimizer is AdamW',
+        'optimizer.type ("Lion") contradicts the trainer: the optimizer is AdamW',
     ),
     ({"scheduler": {"type": "WarmupLR"}}, 'scheduler.type ("WarmupLR") contradicts run.toml: optim.schedule is cosine'),
     (
         {"checkpoint": {"writer": {"decoupled": True}}},
         (
-            'checkpoint.writer ({"decoupled": true}) contradicts run.toml: checkpoint.background (true) decides whether '
+            'checkpoint.writer ({"decoupled": true}) contradicts run.toml: checkpoint.background (true) determines whether '
             "checkpoints are written during training"
         ),
     ),
     (
         {"datastates_ckpt": 3},
         (
-            "datastates_ckpt (3) contradicts run.toml: checkpoint.background (true) decides whether checkpoints are "
+            "datastates_ckpt (3) contradicts run.toml: checkpoint.background (true) determines whether checkpoints are "
             "written during training"
         ),
     ),
     (
         {"checkpoint": {"load_universal": True}},
         (
-            "checkpoint.load_universal (true) contradicts what every run does: a checkpoint is converted if the "
-            "number of ranks has changed"
+            "checkpoint.load_universal (true) contradicts the trainer: checkpoints are converted "
+            "automatically if the number of ranks changes"
         ),
     ),
     (
         {"sequence_parallel_size": 0},
-        "sequence_parallel_size (0) contradicts what every run does: each rank has whole sequences",
+        "sequence_parallel_size (0) contradicts the trainer: sequences are not split across ranks",
     ),
     (
         {"tensor_parallel": {"autotp_size": 2}},
-        "tensor_parallel.autotp_size (2) contradicts what every run does: each rank computes whole layers",
+        "tensor_parallel.autotp_size (2) contradicts the trainer: layers are not split across ranks",
     ),
     (
         {"data_types": {"param_dtype": "evil"}},
@@ -226,8 +226,8 @@ def test_sequence_parallel_ranks_count_as_one() -> None:
 def test_micro_batch_size_rejected_under_token_budget(train: dict[str, Any], budget: str) -> None:
     assert errors(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, make(train=train)) == [
         (
-            "ds.json: train_micro_batch_size_per_gpu (1) contradicts run.toml: a forward takes the samples that fit "
-            f'{budget}; set it to "auto" or remove it'
+            "ds.json: train_micro_batch_size_per_gpu (1) contradicts run.toml: the samples per forward pass are limited "
+            f'by {budget}; set it to "auto" or remove it'
         )
     ]
 
@@ -263,7 +263,7 @@ def test_all_contradictions_are_reported_at_once() -> None:
 )
 def test_removed_block_is_reported_as_removed(key: str) -> None:
     (result,) = errors(ZERO3 | {key: {"enabled": False}})
-    assert result.startswith(f"ds.json: {key}: DeepSpeed has removed this block; remove it (")
+    assert result.startswith(f"ds.json: {key}: is no longer supported by DeepSpeed; remove it (")
 
 
 @pytest.mark.parametrize(
@@ -273,42 +273,42 @@ def test_removed_block_is_reported_as_removed(key: str) -> None:
         ({"qqq": 1}, "qqq: DeepSpeed has no such key; remove it"),
         (
             {"zero_optimization": {"stage": 4}},
-            "zero_optimization.stage: is 4; choose 1, 2 or 3",
+            "zero_optimization.stage: is 4, but must be 1, 2 or 3; set one of them",
         ),
-        ({}, "zero_optimization.stage: is missing; choose 1, 2 or 3"),
+        ({}, "zero_optimization.stage: is missing, but must be 1, 2 or 3; set one of them"),
         (
             {"zero_optimization": {"stage": "auto"}},
-            'zero_optimization.stage: is "auto"; choose 1, 2 or 3',
+            'zero_optimization.stage: is "auto", but must be 1, 2 or 3; set one of them',
         ),
-        ({"zero_optimization": 3}, "zero_optimization: 3 is not an object; write {…} with its keys"),
+        ({"zero_optimization": 3}, "zero_optimization: must be an object ({…}); got 3"),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "zero_optimization.offload_param: needs stage 3 or more, stage is 2; raise it or remove the block",
+            "zero_optimization.offload_param: requires stage 3 or higher, but stage is 2; increase it, or remove offload_param",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": "cpu"}},
-            'zero_optimization.offload_param: "cpu" is not an object; write {"device": "cpu"}',
+            'zero_optimization.offload_param: must be an object such as {"device": "cpu"}; got "cpu"',
         ),
         (
             ZERO3 | {"optimizer": {"params": {"amsgrad": True}}},
-            "optimizer.params.amsgrad: is not used, because the run configuration's [optim] decides; remove it",
+            "optimizer.params.amsgrad: has no effect, because the run configuration sets the optimizer in [optim]; remove it",
         ),
         (
             ZERO3 | {"flops_profiler": {"profile_step": "x"}},
-            'flops_profiler.profile_step: "x" is not a number; set one',
+            'flops_profiler.profile_step: must be a number; got "x"',
         ),
         (
             ZERO3 | {"flops_profiler": {"enabled": "x"}},
-            'flops_profiler.enabled: "x" is not true or false; set one of them',
+            'flops_profiler.enabled: must be true or false; got "x"',
         ),
         (
             ZERO3 | {"log_level": "evil"},
-            'log_level: "evil" is not one of debug, info, warning, error, critical; set one of them',
+            'log_level: must be one of debug, info, warning, error, critical; got "evil"',
         ),
-        (ZERO3 | {"steps_per_print": 0}, "steps_per_print: 0 is not above 0; raise it"),
+        (ZERO3 | {"steps_per_print": 0}, "steps_per_print: must be greater than 0; got 0"),
         (
             ZERO3 | {"expert_parallel": {"enabled": True}},
-            "expert_parallel: is not used: the models have no experts; remove it",
+            "expert_parallel: is not supported: the models have no experts; remove it",
         ),
     ],
 )
@@ -320,22 +320,22 @@ def test_partition_size_must_divide_rank_count() -> None:
     document = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
     (error,) = errors(document, world_size=4)
     assert "zero_hpz_partition_size (3) does not divide the number of ranks (4)" in error
-    assert "gradients and optimizer states stay spread" in error
+    assert "gradients and optimizer states remain partitioned" in error
     resolve(document, world_size=6)
     resolve(document, world_size=2)  # DeepSpeed takes all ranks for one host
 
 
 def test_stage_0_is_refused() -> None:
     (result,) = errors({"zero_optimization": {"stage": 0}})
-    assert "stage: is 0; choose 1, 2 or 3" in result
+    assert "stage: is 0, but must be 1, 2 or 3; set one of them" in result
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1,\n"b": }', "ds.json: line 2: not valid JSON: Expecting value; correct that place"),
-        ("[1]", "ds.json: holds a list; it must consist of sections with keys"),
-        ('{"bf16": {}, "bf16": {}}', "ds.json: bf16: set twice in the same section; keep one"),
+        ('{"a": 1,\n"b": }', "ds.json: line 2 is not valid JSON: Expecting value; correct it"),
+        ("[1]", "ds.json: must consist of sections with keys; got a list"),
+        ('{"bf16": {}, "bf16": {}}', "ds.json: duplicate keys in the same section: bf16; keep one of each"),
     ],
 )
 def test_unreadable_json_is_reported_with_line(text: str, message: str) -> None:

@@ -48,21 +48,22 @@ def test_vllm_options_are_kept_unchanged() -> None:
 @pytest.mark.parametrize(("option", "ours"), engine_options.ROLLOUT.items())
 def test_rollout_option_names_its_dsreason_key(option: str, ours: str) -> None:
     text = error(GRPOConfig, GRPO, f"rollout.engine_options.{option}=3")
-    assert text.endswith(f"rollout.engine_options: {option} (3): set {ours} instead")
+    assert text.endswith(f"rollout.engine_options: {option} (3) cannot be set here; set {ours} instead")
     assert ours in {join_path(key) for key in iter_keys(GRPOConfig)}
 
 
 @pytest.mark.parametrize(("option", "ours"), engine_options.EVALUATION.items())
 def test_evaluation_option_names_its_dsreason_key(option: str, ours: str) -> None:
     text = error(EvalConfig, EVAL, f"evaluation.engine_options.{option}=3")
-    assert text.endswith(f"evaluation.engine_options: {option} (3): set {ours} instead")
+    assert text.endswith(f"evaluation.engine_options: {option} (3) cannot be set here; set {ours} instead")
     assert ours in {join_path(key) for key in iter_keys(EvalConfig)}
 
 
 @pytest.mark.parametrize("option", sorted(engine_options.FIXED))
 def test_fixed_engine_option_is_rejected(option: str) -> None:
     text = error(GRPOConfig, GRPO, f'rollout.engine_options.{option}="x"', "rollout.engine_options.seed=1")
-    assert f"seed (1): set train.seed instead; {option} ('x'): only one value works here; remove it" in text
+    assert "seed (1) cannot be set here; set train.seed instead" in text
+    assert f"{option} ('x') cannot be changed, because only one value is supported; remove it" in text
 
 
 def test_options_that_nobody_reads_are_an_error() -> None:
@@ -75,11 +76,15 @@ def test_options_that_nobody_reads_are_an_error() -> None:
         ),
     ]
     assert (
-        "engine_options ({'max_num_seqs': 8}): used by vLLM only, and engine is \"transformers\"; remove them"
+        "engine_options ({'max_num_seqs': 8}) can be set only for vLLM, but engine is \"transformers\"; remove it"
         in texts[0]
     )
-    assert "enforce_eager (True): used by vLLM only" in texts[1]
+    assert "enforce_eager (True) can be set only for vLLM" in texts[1]
     assert (
-        "evaluation.engine_options ({'max_num_seqs': 8}) and model.engine (transformers) exclude each other" in texts[2]
+        "evaluation.engine_options ({'max_num_seqs': 8}) and model.engine (transformers) are mutually exclusive"
+        in texts[2]
     )
-    assert "evaluation.engine_options ({'max_num_seqs': 8}) and server.url (http://a/v1) exclude each other" in texts[3]
+    assert (
+        "evaluation.engine_options ({'max_num_seqs': 8}) and server.url (http://a/v1) are mutually exclusive"
+        in texts[3]
+    )

@@ -60,7 +60,7 @@ def test_the_three_formats_mean_the_same(name: str, text: str) -> None:
 
 
 def test_excessive_reward_weight_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.functions\.format: 1e\+300 is greater than 10000; lower it"):
+    with pytest.raises(ConfigError, match=r"reward\.functions\.format: must be at most 10000; got 1e\+300"):
         read_values(GRPOConfig, {"reward": {"functions": {"format": 1e300}}}, "run.toml")
 
 
@@ -104,7 +104,7 @@ def test_last_override_wins_over_file() -> None:
 
 @pytest.mark.parametrize("text", ['["a\\.b"]', "[1, 2", "{a = }"])
 def test_broken_list_or_table_is_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not TOML"):
+    with pytest.raises(ConfigError, match="is not valid TOML"):
         parse_value(text)
 
 
@@ -125,24 +125,24 @@ def test_number_in_override_key_indexes_list() -> None:
 @pytest.mark.parametrize(
     ("text", "override", "message"),
     [
-        ("", "optim.lr", "--set optim.lr: is not of the form section.key=value; write one such as optim.lr=1e-5"),
-        ("", "optim..lr=1", "--set optim..lr=1: is not of the form section.key=value; write one such as optim.lr=1e-5"),
+        ("", "optim.lr", "--set optim.lr: must have the form section.key=value, such as optim.lr=1e-5"),
+        ("", "optim..lr=1", "--set optim..lr=1: must have the form section.key=value, such as optim.lr=1e-5"),
         (
             '[model]\npath="x"',
             "model.path.y=1",
-            "--set model.path.y=1: model.path is the value 'x', not a section; set it as a whole",
+            "--set model.path.y=1: model.path is not a section, but has the value 'x'; set the key itself",
         ),
         (
             "",
             "data.sources.1.path=x",
-            "--set data.sources.1.path=x: data.sources is a list of 0 entries, not 1; give an index from 0 to 0",
+            "--set data.sources.1.path=x: data.sources is a list of 0 entries, but 1 is not an index; use an index from 0 to 0",
         ),
         (
             '[model]\npath="x"',
             "model.0=1",
-            "--set model.0=1: model is a section, not a list; name one of its keys instead of 0",
+            "--set model.0=1: model is a section, not a list; use one of its keys instead of 0",
         ),
-        ("", "optim.lr=fast", "--set optim.lr=fast: optim.lr: 'fast' is not a number; set one, such as 1e-05"),
+        ("", "optim.lr=fast", "--set optim.lr=fast: optim.lr: must be a number; got 'fast' (the default is 1e-05)"),
     ],
 )
 def test_a_wrong_override_names_itself(text: str, override: str, message: str) -> None:
@@ -168,7 +168,7 @@ def test_a_wrong_override_names_itself(text: str, override: str, message: str) -
         ),
         (
             "[monitor]\nzzz = 1",
-            "run.toml: monitor.zzz: unknown key; [monitor] has log_every, phase_time_limit, phase_time_limits, "
+            "run.toml: monitor.zzz: unknown key; the keys of [monitor] are log_every, phase_time_limit, phase_time_limits, "
             "profile, wandb, wandb_project, wandb_name",
         ),
     ],
@@ -195,22 +195,22 @@ def test_misspelt_world_key_is_rejected(key: str, near: str) -> None:
     [
         (
             "[monitor]\nphase_time_limits = {exprt = 10}",
-            "monitor.phase_time_limits.exprt: 'exprt' is not one of preflight, open_data, load_model, start_engine, "
+            "monitor.phase_time_limits.exprt: must be one of preflight, open_data, load_model, start_engine, "
             "self_test, data, rollout, weight_sync, reward, prepare, step, validation, checkpoint, export, other; "
-            "did you mean export?",
+            "got 'exprt'; did you mean export?",
         ),
-        ("[optim]\nlr = 0", "optim.lr: 0 is not greater than 0; raise it"),
-        ("[optim]\nlr = nan", "optim.lr: nan is not a finite number; set one, such as 1e-05"),
-        ("[optim]\nbetas = [0.9, 1.0]", "optim.betas.1: 1.0 is not less than 1; lower it"),
-        ("[optim]\nbetas = [0.9]", "optim.betas: [0.9] is incomplete; give all its values"),
-        ("[optim]\nwarmup = -1", "optim.warmup: -1 is less than 0; raise it"),
+        ("[optim]\nlr = 0", "optim.lr: must be greater than 0; got 0"),
+        ("[optim]\nlr = nan", "optim.lr: must be a finite number; got nan (the default is 1e-05)"),
+        ("[optim]\nbetas = [0.9, 1.0]", "optim.betas.1: must be less than 1; got 1.0"),
+        ("[optim]\nbetas = [0.9]", "optim.betas: [0.9] is incomplete; set all of its values"),
+        ("[optim]\nwarmup = -1", "optim.warmup: must be at least 0; got -1"),
         (
             "[optim]\nwarmup = 1.5",
-            "optim.warmup: 1.5 is not less than 1; lower it, or set a whole number",
+            "optim.warmup: must be less than 1; got 1.5 (a whole number is also allowed)",
         ),
         (
             "[data]\nvalidation = 1.5",
-            "data.validation: 1.5 is not less than 1; lower it, or set a whole number or a section",
+            "data.validation: must be less than 1; got 1.5 (a whole number or a section is also allowed)",
         ),
         (
             "[checkpoint]\nupload = ['s3://bucket/a', 'bad']",
@@ -229,53 +229,54 @@ def test_misspelt_world_key_is_rejected(key: str, near: str) -> None:
         ),
         (
             "[[checkpoint.upload]]\nto = 's3://bucket'\ninclude = []",
-            "checkpoint.upload.0.include: [] is too short; give at least 1, or leave the key out",
+            "checkpoint.upload.0.include: [] is too short: the minimum length is 1; extend it, or remove the key",
         ),
         (
             "[data]\nbalance = ' '",
-            "data.balance: ' ' does not say what to balance; name answer, or a field of the rows",
+            "data.balance: must be \"answer\" or the name of a field of the rows; got ' '",
         ),
         (
             "[data]\nvalidation = true",
-            "data.validation: True is not a number of rows; set a share or a number, such as 0.1",
+            "data.validation: must be a share or a number of rows, such as 0.1; got True",
         ),
-        ("[lora]\nrank = 65537", "lora.rank: 65537 is greater than 65536; lower it"),
-        ("[optim]\nmin_lr_share = 2", "optim.min_lr_share: 2 is greater than 1; lower it"),
+        ("[lora]\nrank = 65537", "lora.rank: must be at most 65536; got 65537"),
+        ("[optim]\nmin_lr_share = 2", "optim.min_lr_share: must be at most 1; got 2"),
         (
             "[train]\nglobal_batch_size = 'many'",
-            "train.global_batch_size: 'many' is not a whole number; set one, such as 32",
+            "train.global_batch_size: must be a whole number; got 'many' (the default is 32)",
         ),
-        ("[train]\nseed = 1.5", "train.seed: 1.5 is not a whole number; set one, such as 0"),
-        ("[data]\nshuffle = 'maybe'", "data.shuffle: 'maybe' is not true or false; set one, such as True"),
-        ("[model]\npath = 3", "model.path: 3 is not a string; set one, such as 'tiny:qwen2_5_vl'"),
-        ("[model]\nfreeze = 'visual'", "model.freeze: 'visual' is not a list; set one"),
-        ("train = 3", "train: 3 is not a section; set one"),
+        ("[train]\nseed = 1.5", "train.seed: must be a whole number; got 1.5 (the default is 0)"),
+        ("[data]\nshuffle = 'maybe'", "data.shuffle: must be true or false; got 'maybe' (the default is True)"),
+        ("[model]\npath = 3", "model.path: must be a string; got 3 (the default is 'tiny:qwen2_5_vl')"),
+        ("[model]\nfreeze = 'visual'", "model.freeze: must be a list; got 'visual'"),
+        ("train = 3", "train: must be a section; got 3"),
         (
             "[data]\nvalidation = 'x'",
-            "data.validation: 'x' is not a number or a whole number or a section; set one, such as 0",
+            "data.validation: must be a number or a whole number or a section; got 'x' (the default is 0)",
         ),
-        ("[data.validation]\nlimit = 0", "data.validation.limit: 0 is less than 1; raise it"),
-        ("[data]\nsplit = 1", "data.split: 1 is not a string or a list; set one, such as 'train'"),
+        ("[data.validation]\nlimit = 0", "data.validation.limit: must be at least 1; got 0"),
+        ("[data]\nsplit = 1", "data.split: must be a string or a list; got 1 (the default is 'train')"),
         (
             "[optim]\nschedule = 'cosin'",
-            "optim.schedule: 'cosin' is not one of constant, linear, cosine, sqrt, wsd; did you mean cosine?",
+            "optim.schedule: must be one of constant, linear, cosine, sqrt, wsd; got 'cosin'; did you mean cosine?",
         ),
-        ("[train]\nprecision = 'int8'", "train.precision: 'int8' is not one of bf16, fp32; choose one"),
+        ("[train]\nprecision = 'int8'", "train.precision: must be one of bf16, fp32; got 'int8'"),
         (
             "[checkpoint]\nmax_shard_size = '4'",
-            "checkpoint.max_shard_size: '4' is not of the form '4GB'; write it like that",
+            "checkpoint.max_shard_size: must have the form of '4GB'; got '4'",
         ),
         (
             "[data.vision]\nfps = 2\nnframes = 4",
-            "data.vision: fps (2.0) and nframes (4) exclude each other; remove one",
+            "data.vision: fps (2.0) and nframes (4) are mutually exclusive; remove one",
         ),
         (
             "[train]\nmicro_batch_size = 2\nmax_tokens_per_micro_batch = 100",
-            "train: micro_batch_size (2) and max_tokens_per_micro_batch (100) exclude each other; remove one",
+            "train: micro_batch_size (2) and max_tokens_per_micro_batch (100) are mutually exclusive; remove one",
         ),
         (
             "[model]\nfreeze = ['(a']",
-            "model.freeze: '(a' is not a regular expression (missing ), unterminated subpattern at position 0); correct it",
+            "model.freeze: '(a' is not a valid regular expression "
+            "(missing ), unterminated subpattern at position 0); correct it",
         ),
     ],
 )
@@ -285,7 +286,9 @@ def test_wrong_value_error_shows_bound_and_remedy(text: str, message: str) -> No
 
 def test_a_rule_between_sections_names_the_file() -> None:
     text = "[checkpoint]\nbest_metric = 'val/accuracy'\n[validation]\ngenerate = false"
-    assert errors(text) == ["run.toml: checkpoint.best_metric (val/accuracy) needs validation.generate = true"]
+    assert errors(text) == [
+        "run.toml: checkpoint.best_metric (val/accuracy) requires generated answers; set validation.generate = true"
+    ]
 
 
 def test_conflict_names_both_file_and_override() -> None:
@@ -304,9 +307,9 @@ def test_all_config_problems_are_reported_at_once() -> None:
         "5 problems in the configuration",
         "  run.toml: optim.lrr: unknown key; did you mean optim.lr?",
         "  run.toml: modle: unknown key; did you mean model?",
-        "  run.toml: optim.lr: 0 is not greater than 0; raise it",
-        "  --set train.seed=x: train.seed: 'x' is not a whole number; set one, such as 0",
-        "  run.toml: data.vision: fps (2.0) and nframes (3) exclude each other; remove one",
+        "  run.toml: optim.lr: must be greater than 0; got 0",
+        "  --set train.seed=x: train.seed: must be a whole number; got 'x' (the default is 0)",
+        "  run.toml: data.vision: fps (2.0) and nframes (3) are mutually exclusive; remove one",
     ]
 
 
@@ -316,13 +319,17 @@ def test_all_config_problems_are_reported_at_once() -> None:
         (
             "run.toml",
             "[a\n",
-            "run.toml: not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 3)",
+            "run.toml: is not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 3)",
         ),
-        ("run.json", '{"a": 1,\n"b": }', "run.json: line 2: not valid JSON: Expecting value"),
-        ("run.yaml", "a: 1\nb: [", "run.yaml: line 2: not valid YAML"),
-        ("run.json", "[1]", "run.json: holds a list; it must consist of sections with keys"),
-        ("run.yaml", "train: {seed: 1}\ntrain: {seed: 2}", "run.yaml: line 2: not valid YAML: 'train' is set twice"),
-        ("run.json", '{"train": {"seed": 1, "seed": 2}}', "run.json: seed: set twice in the same section; keep one"),
+        ("run.json", '{"a": 1,\n"b": }', "run.json: line 2 is not valid JSON: Expecting value"),
+        ("run.yaml", "a: 1\nb: [", "run.yaml: line 2 is not valid YAML"),
+        ("run.json", "[1]", "run.json: must consist of sections with keys; got a list"),
+        ("run.yaml", "train: {seed: 1}\ntrain: {seed: 2}", "run.yaml: line 2 is not valid YAML: duplicate key 'train'"),
+        (
+            "run.json",
+            '{"train": {"seed": 1, "seed": 2}}',
+            "run.json: duplicate keys in the same section: seed; keep one of each",
+        ),
         ("run.ini", "", "run.ini: unknown file type '.ini'; use .toml, .yaml or .json"),
     ],
 )
@@ -332,12 +339,12 @@ def test_unparsable_file_is_reported_with_line(name: str, text: str, message: st
 
 def test_binary_file_is_rejected() -> None:
     Path("run.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"run\.toml: cannot be read .*; give a readable text file"):
+    with pytest.raises(ConfigError, match=r"run\.toml: cannot be read: .*; choose a readable text file"):
         load_config(SFTConfig, Path("run.toml"), default_recipe=RECIPE)
 
 
 def test_missing_file_is_reported_with_path() -> None:
-    with pytest.raises(ConfigError, match=r"configs/run\.toml: no such file; correct the path"):
+    with pytest.raises(ConfigError, match=r"configs/run\.toml: does not exist; correct the path"):
         load_config(SFTConfig, Path("configs/run.toml"), default_recipe=RECIPE)
 
 

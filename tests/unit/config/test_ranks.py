@@ -19,8 +19,8 @@ def test_batch_that_reaches_every_rank_is_accepted(batch: int, ranks: int) -> No
 def test_ranks_without_a_sample_are_pointed_out() -> None:
     assert make(2).check_ranks(4) == [
         (
-            "train.global_batch_size is 2, less than the number of ranks (4): 2 of them train on nothing in every step; "
-            "raise it, or start fewer ranks"
+            "train.global_batch_size is 2, but the number of ranks is 4, so 2 of them have no samples in each step; "
+            "increase the batch size, or start fewer ranks"
         )
     ]
 
@@ -34,8 +34,8 @@ def test_each_sequence_parallel_group_needs_sample() -> None:
     assert shared_rows(2, 4).check_ranks(8) == []
     assert shared_rows(4, 1).check_ranks(8) == [
         (
-            "train.global_batch_size is 1, less than the number of groups of 4 ranks (2): 1 of them train on nothing in every "
-            "step; raise it, or start fewer ranks"
+            "train.global_batch_size is 1, but the number of groups of 4 ranks is 2, so 1 of them have no samples in each "
+            "step; increase the batch size, or start fewer ranks"
         )
     ]
 
@@ -48,8 +48,8 @@ def test_sequence_parallel_size_must_divide_rank_count() -> None:
 
 
 def test_sequence_parallel_requires_packing_and_dsreason_attention() -> None:
-    with pytest.raises(ValidationError, match=r"sequence_parallel_size \(2\) needs packed rows.*packing = true"):
+    with pytest.raises(ValidationError, match=r"sequence_parallel_size \(2\) requires packed rows.*packing = true"):
         shared_rows(2, packing=False)
-    expected = r"needs dsreason's attention, but model\.attention is \"sdpa\"; set model\.attention = \"auto\""
+    expected = r"requires dsreason's attention, but model\.attention is \"sdpa\"; set model\.attention = \"auto\""
     with pytest.raises(ValidationError, match=expected):
         SFTConfig.model_validate({"train": {"sequence_parallel_size": 2}, "model": {"attention": "sdpa"}})

@@ -33,13 +33,16 @@ def test_a_loss_is_a_mixture(section: dict[str, Any], weights: dict[str, float],
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        ({"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, "is defined for sigmoid and robust, but the loss is ipo"),
+        (
+            {"dpo": {"loss": "ipo", "label_smoothing": 0.1}},
+            "is defined only for sigmoid and robust, but the loss is ipo",
+        ),
         ({"dpo": {"label_smoothing": 0.5}}, "less than 0.5"),
-        ({"dpo": {"loss": "ipo", "loss_weights": {"ipo": 1.0}}}, "exclude each other"),
+        ({"dpo": {"loss": "ipo", "loss_weights": {"ipo": 1.0}}}, "are mutually exclusive"),
         ({"dpo": {"loss": "mpo", "reference": "none"}}, "bco compares rewards with their mean"),
         ({"dpo": {"reference": "adapter_off"}}, "without its adapters, but lora.rank is 0"),
-        ({"dpo": {"reference_file": "a.jsonl"}}, 'needs reference = "precomputed", but reference is "model"'),
-        ({"checkpoint": {"best_metric": "val/accuracy"}}, "needs validation.generate = true"),
+        ({"dpo": {"reference_file": "a.jsonl"}}, 'requires reference = "precomputed", but reference is "model"'),
+        ({"checkpoint": {"best_metric": "val/accuracy"}}, "requires generated answers; set validation.generate = true"),
         ({"checkpoint": {"best_metric": "val/reward/mean"}}, "val/preference_accuracy"),
     ],
 )
@@ -49,7 +52,7 @@ def test_what_does_not_fit_together_is_refused(sections: dict[str, Any], text: s
 
 
 def test_other_trainers_do_not_measure_preferences() -> None:
-    with pytest.raises(ValidationError, match="val/preference_accuracy. is measured by dpo only"):
+    with pytest.raises(ValidationError, match="val/preference_accuracy. is measured only by dpo"):
         SFTConfig.model_validate({"checkpoint": {"best_metric": "val/preference_accuracy"}})
 
 

@@ -74,36 +74,36 @@ def test_cosmos_reason1s_yaml_loads_unchanged() -> None:
 
 def test_accepted_but_unused_settings_are_noted() -> None:
     assert load_cosmos().notes(num_cores=16) == [
-        "model.tokenizer_model_name (qwen2.5-vl-7b) is not used: the model's tokenizer is",
-        "evaluation.num_processes is 80; 16 are used, one per core",
-        "evaluation.skip_saved (False) is not used: saved answers are kept",
+        "model.tokenizer_model_name (qwen2.5-vl-7b) is ignored: the model's own tokenizer is used",
+        "evaluation.num_processes is 80, but only 16 are used, one per core",
+        "evaluation.skip_saved (False) is ignored: saved answers are kept",
     ]
     assert load(MINIMAL).notes(num_cores=2) == []
     assert load_cosmos("evaluation.overwrite=true", "evaluation.skip_saved=true").notes(num_cores=80)[1:] == [
-        "evaluation.skip_saved (True) is not used: saved answers are deleted, because evaluation.overwrite is set"
+        "evaluation.skip_saved (True) is ignored: saved answers are deleted, because evaluation.overwrite is set"
     ]
 
 
 def test_letter_notes_that_temperature_is_unused() -> None:
     assert load_cosmos("evaluation.answer_type=letter").notes(num_cores=80)[-1] == (
-        "generation.temperature (0.6): used by answer_type reasoning only; letter takes the most probable token"
+        "generation.temperature (0.6) is used only with answer_type = reasoning: letter always picks the most probable token"
     )
 
 
 def test_scorer_without_threshold_is_noted_with_key() -> None:
     [note] = load(MINIMAL, "evaluation.scorer=format").notes(num_cores=2)
     assert note == (
-        "evaluation.scorer (format) is a score only: the questions' kinds decide which answers are correct; "
-        "to let the scorer decide, set evaluation.scorer_threshold to the lowest score of a correct answer"
+        "evaluation.scorer (format) does not affect correctness, which depends on the kind of question; "
+        "to let the scorer decide, set evaluation.scorer_threshold to the minimum score of a correct answer"
     )
     decides = load(MINIMAL, "evaluation.scorer=exact_match", "evaluation.scorer_threshold=1")
     assert (decides.evaluation.scorer_threshold, decides.notes(num_cores=2)) == (1.0, [])
     [note] = load(MINIMAL, "evaluation.scorer=format", "evaluation.parser=compat").notes(num_cores=2)
-    assert "compat counts as cosmos-reason1 does" in note
+    assert "compat, answers are graded as in cosmos-reason1" in note
 
 
 def test_threshold_without_scorer_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"scorer_threshold \(0.5\) needs evaluation.scorer, which is not set"):
+    with pytest.raises(ConfigError, match=r"scorer_threshold \(0.5\) requires evaluation.scorer, which is not set"):
         load(MINIMAL, "evaluation.scorer_threshold=0.5")
 
 
@@ -121,14 +121,15 @@ def test_set_overrides_model_under_either_name(key: str) -> None:
 def test_conflicting_names_of_one_setting_are_rejected() -> None:
     text = 'datasets = ["a"]\n[model]\npath = "a"\nmodel_name = "{}"'
     assert error(text.format("b")) == (
-        "eval.toml: model: path ('a') and model_name ('b') are two names of one setting; remove one"
+        "eval.toml: model: path ('a') and model_name ('b') are two names of the same key, but "
+        "have different values; remove one"
     )
     assert load(text.format("a")).model.path == "a"
 
 
 def test_errors_use_key_name_of_file() -> None:
     text = COSMOS_YAML.replace("tp_size: 4", "tp_size: 0")
-    assert error(text, name="evaluate.yaml") == "evaluate.yaml: model.tp_size: 0 is less than 1; raise it"
+    assert error(text, name="evaluate.yaml") == "evaluate.yaml: model.tp_size: must be at least 1; got 0"
 
 
 def test_a_resolved_configuration_loads_again() -> None:
@@ -159,41 +160,42 @@ def test_every_shipped_eval_recipe_loads() -> None:
             ["evaluation.temperature=1"],
             "--set evaluation.temperature=1: evaluation.temperature: unknown key; did you mean generation.temperature?",
         ),
-        (["evaluation.limit=0"], "--set evaluation.limit=0: evaluation.limit: 0 is less than 1; raise it"),
+        (["evaluation.limit=0"], "--set evaluation.limit=0: evaluation.limit: must be at least 1; got 0"),
         (
             ["evaluation.answer_type=reason"],
-            "--set evaluation.answer_type=reason: evaluation.answer_type: 'reason' is not one of letter, reasoning; "
+            "--set evaluation.answer_type=reason: evaluation.answer_type: must be one of letter, reasoning; got 'reason'; "
             "did you mean reasoning?",
         ),
         (
             ["datasets=[]"],
-            "eval.toml: neither datasets nor sources name any questions; set datasets to a list such as [robovqa]",
+            "eval.toml: datasets and sources are both empty; set datasets to a list such as [robovqa], or add sources",
         ),
         (["model.path=null"], "eval.toml: neither model.path nor server.url is set; set one of them"),
         (
             ["server.url=http://s:1"],
-            "eval.toml: server.url (http://s:1) and model.path (m) exclude each other: the server has its own model; "
-            "remove one (server.model names the model there)",
+            "eval.toml: server.url (http://s:1) and model.path (m) are mutually exclusive, because the server has its own "
+            "model; remove one (server.model selects the model on the server)",
         ),
         (
             ["server.url=http://s:1", "model.path=null", "model.engine=vllm"],
-            "eval.toml: server.url (http://s:1) and model.engine (vllm) exclude each other; remove one",
+            "eval.toml: server.url (http://s:1) and model.engine (vllm) are mutually exclusive; remove one",
         ),
         (
             ["datasets=['a', 'a']"],
-            "eval.toml: a: named twice; remove one, or give a source another name",
+            "eval.toml: duplicate names of data sets: a; remove one, or set another name for a source",
         ),
         (
             ["datasets=['x/../y']"],
-            "eval.toml: 'x/../y' becomes a folder of the results; give the data set a name without slashes or a leading dot",
+            "eval.toml: 'x/../y' cannot be used as the name of a results folder; choose a name without slashes or a leading dot",
         ),
         (
             ["datasets=['..']"],
-            "eval.toml: '..' becomes a folder of the results; give the data set a name without slashes or a leading dot",
+            "eval.toml: '..' cannot be used as the name of a results folder; choose a name without slashes or a leading dot",
         ),
         (
             ["vision.min_frames=8", "sources=[{path='r.jsonl', vision.max_frames=4}]"],
-            "eval.toml: the vision of source r together with [vision]: min_frames (8) is greater than max_frames (4)",
+            "eval.toml: vision of source r, combined with [vision]: min_frames (8) is greater than max_frames (4); "
+            "correct one of them",
         ),
     ],
 )  # fmt: skip
@@ -204,14 +206,14 @@ def test_contradiction_is_rejected_with_both_values(overrides: list[str], text: 
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("localhost:8000", "'localhost:8000' is not the URL of a server; write one such as http://localhost:8000/v1"),
-        ("http://h:80a/v1", "'http://h:80a/v1' is not the URL of a server; write one such as http://localhost:8000/v1"),
-        ("http://h:99999", "'http://h:99999' is not the URL of a server; write one such as http://localhost:8000/v1"),
-        ("http://", "'http://' is not the URL of a server; write one such as http://localhost:8000/v1"),
-        ("http://h:0", "'http://h:0' is not the URL of a server; write one such as http://localhost:8000/v1"),
-        ("http:h:80/v1", "'http:h:80/v1' is not the URL of a server; write one such as http://localhost:8000/v1"),
-        ("http:/h/v1", "'http:/h/v1' is not the URL of a server; write one such as http://localhost:8000/v1"),
-        ("http://me:secret@s:1", "holds a password, which would be written to the results; set it through api_key_env"),
+        ("localhost:8000", "must be the URL of a server, such as http://localhost:8000/v1; got 'localhost:8000'"),
+        ("http://h:80a/v1", "must be the URL of a server, such as http://localhost:8000/v1; got 'http://h:80a/v1'"),
+        ("http://h:99999", "must be the URL of a server, such as http://localhost:8000/v1; got 'http://h:99999'"),
+        ("http://", "must be the URL of a server, such as http://localhost:8000/v1; got 'http://'"),
+        ("http://h:0", "must be the URL of a server, such as http://localhost:8000/v1; got 'http://h:0'"),
+        ("http:h:80/v1", "must be the URL of a server, such as http://localhost:8000/v1; got 'http:h:80/v1'"),
+        ("http:/h/v1", "must be the URL of a server, such as http://localhost:8000/v1; got 'http:/h/v1'"),
+        ("http://me:secret@s:1", "contains a password, which would be written to the results; remove it, and use api_key_env"),
     ],
 )  # fmt: skip
 def test_invalid_server_url_is_rejected(url: str, text: str) -> None:

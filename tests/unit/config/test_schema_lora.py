@@ -36,22 +36,30 @@ def test_what_is_given_stays() -> None:
 @pytest.mark.parametrize(
     ("schema", "document", "text"),
     [
-        (SFTConfig, {"lora": {"rank": 8}, "model": {"freeze": ["visual"]}}, "model.freeze (visual) with lora.rank (8)"),
-        (SFTConfig, {"model": {"quantize": "nf4"}}, 'model.quantize ("nf4") without lora.rank'),
-        (SFTConfig, {"lora": {"targets": ["q_proj"], "alpha": 4}}, "alpha (4) and targets (q_proj) without rank"),
-        (SFTConfig, {"lora": {"rank": 8, "targets": ["("]}}, "'(' is not a regular expression"),
-        (SFTConfig, {"lora": {"rank": 8, "rank_pattern": {"[": 4}}}, "'[' is not a regular expression"),
+        (
+            SFTConfig,
+            {"lora": {"rank": 8}, "model": {"freeze": ["visual"]}},
+            "model.freeze (visual) has no effect with lora.rank (8)",
+        ),
+        (SFTConfig, {"model": {"quantize": "nf4"}}, 'model.quantize ("nf4") requires lora.rank'),
+        (
+            SFTConfig,
+            {"lora": {"targets": ["q_proj"], "alpha": 4}},
+            "alpha (4) and targets (q_proj) cannot be set without rank",
+        ),
+        (SFTConfig, {"lora": {"rank": 8, "targets": ["("]}}, "'(' is not a valid regular expression"),
+        (SFTConfig, {"lora": {"rank": 8, "rank_pattern": {"[": 4}}}, "'[' is not a valid regular expression"),
         (SFTConfig, {"lora": {"rank": 8, "rank_pattern": {"visual": 0}}}, "lora.rank_pattern.visual"),
-        (SFTConfig, {"lora": {"rank": 8, "dropout": 1.0}}, "lora.dropout: 1.0 is not less than 1"),
+        (SFTConfig, {"lora": {"rank": 8, "dropout": 1.0}}, "lora.dropout: must be less than 1; got 1.0"),
         (
             GRPOConfig,
             GRPO | {"lora": {"rank": 8, "dropout": 0.1}},
-            "lora.dropout (0.1): the rollout engine samples without",
+            "lora.dropout (0.1) is not supported: the rollout engine samples",
         ),
         (
             GRPOConfig,
             GRPO | {"lora": {"rank": 8}, "grpo": {"kl_coef": 0.1, "reference_reset_every": 5}},
-            "grpo.reference_reset_every (5) with lora.rank (8)",
+            "grpo.reference_reset_every (5) cannot be used with lora.rank (8)",
         ),
     ],
 )

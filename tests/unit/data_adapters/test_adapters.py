@@ -281,7 +281,7 @@ def test_unmatched_pattern_is_reported_with_an_example(tmp_path):
 
 @pytest.mark.parametrize("pattern", ["left.mp4", "*.*"])
 def test_pattern_must_have_one_id_placeholder(pattern):
-    with pytest.raises(ValueError, match=r"must have one \*, for the id"):
+    with pytest.raises(ValueError, match=r"must contain exactly one \* \(for the id\)"):
         SourceConfig(video_pattern=pattern)
 
 

@@ -118,7 +118,7 @@ def test_compat_reasoning_caps_retry_temperature(given: float, attempt: int, tem
 def test_unused_compat_letter_settings_are_reported() -> None:
     [note] = compat("letter", **PENALTIES).notes(8)
     assert note == (
-        "generation.frequency_penalty (-0.5), generation.presence_penalty (0.5), generation.repetition_penalty (1.05): "
-        "used by answer_type reasoning only; as in cosmos-reason1"
+        "generation.frequency_penalty (-0.5), generation.presence_penalty (0.5), generation.repetition_penalty (1.05) "
+        "are used only with answer_type = reasoning: letter has no penalties with the parser compat"
     )
     assert compat("reasoning", **PENALTIES).notes(8) == config("letter", **PENALTIES).notes(8) == []

@@ -157,7 +157,7 @@ def test_pickled_weights_are_refused(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "llama"}, r"'llama' is not supported; supported are .*qwen2_5_vl"),
+        ({"model_type": "llama"}, r"'llama' is not supported; use a model of one of these families: .*qwen2_5_vl"),
         ({"model_type": "no such"}, "config.json cannot be read"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],

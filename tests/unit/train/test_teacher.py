@@ -36,21 +36,21 @@ def config(folder: Path, **distill: Any) -> GRPOConfig:
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        ({}, "reward.functions names no reward; give at least one with its weight, or a teacher"),
-        ({"distill": {"coef": 0.5}}, "coef: only used with a teacher"),
-        ({"distill": {"teacher": "t", "retries": 2}}, "retries: only used with a server"),
+        ({}, "reward.functions is empty; add at least one reward with its weight, or set distill.teacher"),
+        ({"distill": {"coef": 0.5}}, "coef can be set only if teacher is set; remove it"),
+        ({"distill": {"teacher": "t", "retries": 2}}, "retries can be set only if teacher is the URL of a server"),
         (
             {"distill": {"teacher": "http://t/v1", "server_model": "m", "offload": False}},
-            "offload: only used with a model folder",
+            "offload can be set only if teacher is a model folder",
         ),
-        ({"distill": {"teacher": "http://t/v1"}}, "set server_model to the name of its model"),
+        ({"distill": {"teacher": "http://t/v1"}}, "server_model is not set; set it to the name of the model"),
         (
             {"distill": {"teacher": "t"}, "grpo": {"num_generations": 1}, "reward": {"functions": {"format": 1.0}}},
-            r"grpo.num_generations \(1\): rewards are compared within a group",
+            r"grpo.num_generations \(1\) is too small, because rewards are compared within a group",
         ),
         (
             {"distill": {"teacher": "t"}, "checkpoint": {"best_metric": "val/reward/mean"}},
-            "needs rewards, but reward.functions names none",
+            "requires rewards, but reward.functions is empty",
         ),
     ],
 )

@@ -14,8 +14,11 @@ from dsreason.world.schema import WorldConfig
     ("sections", "said"),
     [
         ({"world": {"trained_steps": []}}, "at least 1 item"),
-        ({"lora": {"alpha": 64}}, "alpha .64. without rank: all weights would be trained.* remove it"),
-        ({"lora": {"alpha": 8, "targets": ["to_q", "to_k"]}}, r"alpha .8. and targets .to_q, to_k. without rank.*them"),
+        ({"lora": {"alpha": 64}}, "alpha .64. cannot be set without rank: .*all weights would be trained.* remove it"),
+        (
+            {"lora": {"alpha": 8, "targets": ["to_q", "to_k"]}},
+            r"alpha .8. and targets .to_q, to_k. cannot be set without rank.*them",
+        ),
     ],
 )
 def test_settings_without_effect_are_rejected(sections: dict[str, Any], said: str) -> None:
