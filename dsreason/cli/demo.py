@@ -46,15 +46,15 @@ class Stage:
 
 
 STAGES = (
-    Stage("SFT on rows of which a share is deliberately mislabelled", 130, 25),
-    Stage("GRPO from there: the reward is whether an answer is right", 60, 45),
+    Stage("SFT on rows, some of which are deliberately mislabelled", 130, 25),
+    Stage("GRPO from that model: the reward is whether an answer is correct", 60, 45),
     Stage("export of the last checkpoint", 0, 8),
     Stage("evaluation of the export on the held-out questions", 0, 35),
 )
 WORLD_STAGES = (
-    Stage("SFT of a video model on clips of which half of the captions are wrong", 110, 30),
-    Stage("FlowGRPO from there: the reward is whether a square has the colour that is asked for", 55, 25),
-    Stage("DiffusionNFT from the same start, by the same reward", 70, 25),
+    Stage("SFT of a video model on clips, half of which have wrong captions", 110, 30),
+    Stage("FlowGRPO from that model: the reward is whether a square has the requested colour", 55, 25),
+    Stage("DiffusionNFT from the same model, with the same reward", 70, 25),
 )
 WORLD_RECIPES = {name: Path(f"world_builtin_{name}.toml") for name in ("sft", "flow_grpo", "nft")}
 WorldOption = Annotated[
@@ -70,10 +70,10 @@ def demo(
 ) -> None:
     """Train a tiny model on generated videos and images: SFT with some wrong rows, then GRPO. Nothing is downloaded."""
     if launch.is_rank():
-        raise ConfigError("demo: starts its own ranks; call it plainly")
+        raise ConfigError("demo: starts its own ranks; run it without torchrun, deepspeed or srun")
     folder, changes = output_dir or build_default_output_dir("demo"), tuple(overrides or ())
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: is not empty; choose another --output-dir, as a demo begins anew")
+        raise ConfigError(f"{folder}: is not empty, but a demo starts from scratch; choose another --output-dir")
     runs: list[tuple[Trainer[Any], Path | None]] = [(sft.TRAINER, WARM_START), (grpo.TRAINER, None)]
     if of_world:
         runs = [(world.TRAINER, recipe) for recipe in WORLD_RECIPES.values()]
@@ -88,7 +88,7 @@ def demo(
 @contextmanager
 def rephrase_stop_messages(folder: Path) -> Iterator[None]:
     """Replace the advice in stop messages raised in the block, because it applies only to the training commands."""
-    where_it_is = f"what was written is in {folder}, and the next demo begins anew"
+    where_it_is = f"the output so far is in {folder}, but the next demo starts from scratch"
     try:
         yield
     except signals.Interrupted as stop:
@@ -118,7 +118,7 @@ def run_answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) 
         results = evaluate_export(folder)
     open_console().print(build_results_table(folder, compute_accuracies(results)))
     print_message(f"model: {folder / 'export'}")
-    print_message(f"every answer: {results / 'report.html'}")
+    print_message(f"all answers: {results / 'report.html'}")
     print_message(f"curves: tensorboard --logdir {folder}")
 
 
@@ -182,7 +182,9 @@ def build_results_table(folder: Path, evaluated: dict[str, float]) -> Table:
     """Build the table of held-out accuracies: of the random model, after SFT, after GRPO, and in the evaluation of the export."""
     random, warm = read_first_and_last(folder / "sft" / "metrics.jsonl", prefix="val/accuracy")
     _, trained = read_first_and_last(folder / "grpo" / "metrics.jsonl", prefix="val/accuracy")
-    table = Table("right answers, held out", "random model", "after SFT", "after GRPO", "export", title="dsreason demo")
+    table = Table(
+        "correct answers, held out", "random model", "after SFT", "after GRPO", "export", title="dsreason demo"
+    )
     for name in trained:
         label = name.removeprefix("val/accuracy").removeprefix("/") or "all"
         table.add_row(label, *(_format(accuracies.get(name)) for accuracies in (random, warm, trained, evaluated)))
@@ -194,8 +196,8 @@ def build_world_table(folder: Path) -> Table:
     titles = ("after SFT", "after FlowGRPO", "after NFT")
     last = [read_first_and_last(folder / name / "metrics.jsonl", prefix="val/")[1] for name in WORLD_RECIPES]
     table = Table("held-out prompts", *titles, title="dsreason demo --world")
-    rows = {"reward (colour · solid)": "val/reward/mean", "colour as asked": "val/reward/colour/mean"}
-    rows |= {"a solid square": "val/reward/solid/mean", "brightness": "val/brightness"}
+    rows = {"reward (colour · solid)": "val/reward/mean", "requested colour": "val/reward/colour/mean"}
+    rows |= {"solid square": "val/reward/solid/mean", "brightness": "val/brightness"}
     for label, name in rows.items():
         table.add_row(label, *(_format(values.get(name), ".3f") for values in last))
     return table

@@ -65,7 +65,7 @@ def collect_findings(
             findings = list(checks.iter_findings(check))
         yield from findings
     if quick and speaks:
-        console.print("--quick: no collective was run, and no engine")
+        console.print("--quick: the collective and the engine were not tested")
 
 
 def load(config: Path) -> object:

@@ -9,5 +9,5 @@ TRAINER = Trainer(
     "dpo",
     DPOConfig,
     "builtin_dpo.toml",
-    help="Train on pairs of a better and a worse answer to one question. Without --config: the built-in task.",
+    help="Train on pairs of a better and a worse answer to the same question. Without --config: the built-in task.",
 )

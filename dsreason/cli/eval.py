@@ -28,7 +28,7 @@ from dsreason.world.schema import WorldConfig
 RECIPE = "eval.toml"
 FINAL = Path("export") / "final"
 EXPORTED = ("model_index.json", "pytorch_lora_weights.safetensors")
-"""Names of files of which one exists in every folder with a world model or its adapter."""
+"""Files that identify a folder with a world model or its adapter; every such folder contains one of them."""
 TP_SIZE, TP_KEY = "TP_SIZE", "model.tensor_parallel_size"
 """Environment variable that cosmos-reason1's guides use for the tensor-parallel size, and the equivalent key."""
 
@@ -37,7 +37,7 @@ def evaluate(
     config: ConfigOption = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Hugging Face folder, hub name, or a run (its newest weights) or checkpoint of dsreason."),
+        typer.Option(help="Hugging Face folder, Hub name, or a run (its newest weights) or checkpoint of dsreason."),
     ] = None,
     server: Annotated[
         str | None, typer.Option(help="URL of an OpenAI-compatible server to query instead of loading a model.")
@@ -46,29 +46,29 @@ def evaluate(
         list[str] | None, typer.Option(help="Benchmark folder, such as robovqa; may be repeated.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Folder of the benchmark folders, a JSONL, or what --adapter reads.")
+        str | None, typer.Option(help="Folder with benchmark folders, a JSONL file, or a path that --adapter reads.")
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Adapter that reads --data, such as llava or builtin.")] = None,
     answer_type: Annotated[
-        Literal["letter", "reasoning"] | None, typer.Option(help="Ask for only the answer, or for thoughts first.")
+        Literal["letter", "reasoning"] | None, typer.Option(help="Ask for only the answer, or for reasoning first.")
     ] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="GPUs that hold one copy of the model together.")
+        int | None, typer.Option(min=1, max=1024, help="Number of GPUs that share one copy of the model.")
     ] = None,
     results_dir: Annotated[Path | None, typer.Option(help="Folder for the answers; default: results.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Largest number of questions, taken evenly from the data sets.")
+        int | None, typer.Option(min=1, help="Maximum number of questions, taken evenly from the data sets.")
     ] = None,
     compat: Annotated[
         bool, typer.Option("--compat", help="Read and grade answers exactly as cosmos-reason1 does.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete stored answers of these data sets first.")
+        bool, typer.Option("--overwrite", help="Delete the stored answers of these data sets first.")
     ] = False,
     nproc: NprocOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a model the questions of benchmarks or of your own data, and grade its answers. An interrupted evaluation continues.
+    """Ask a model the questions of benchmarks or of your own data, and grade its answers. Interrupted evaluations continue.
 
     For a world model (a dsreason world run or its configuration), clips are sampled for held-out prompts and scored.
     """
@@ -105,7 +105,8 @@ def evaluate(
             loaded = load(config, changes)  # only now, because TP_SIZE may come from the first host
             if loaded.server.url is not None and int(os.environ["WORLD_SIZE"]) > 1:
                 raise ConfigError(
-                    f"server.url ({loaded.server.url}): one process asks a server; start dsreason eval plainly"
+                    f"server.url ({loaded.server.url}): a server is queried by a single process, but "
+                    f"{os.environ['WORLD_SIZE']} were started; run dsreason eval without torchrun, deepspeed or srun"
                 )
             run(loaded)
         return
@@ -119,7 +120,7 @@ def evaluate(
         ranks = launch.count_ranks(nproc, launch.count_gpus(), on_cpu=loaded.model.tensor_parallel_size)
     folder = Path(loaded.results_dir).expanduser()
     check_writable(folder, "--results-dir")
-    with signals.add_stop_message(f"the answers so far are in {folder}, and the same command continues"):
+    with signals.add_stop_message(f"the answers so far are in {folder}; repeat the command to continue"):
         if ranks == 1:
             launch.end_children_with_us()
             run(loaded)
@@ -184,15 +185,15 @@ def resolve_export(model: str) -> str:
     files = [place / name for place in (final, folder) for name in EXPORTED if (place / name).is_file()]
     if final.is_dir() and files and (newer := find_newer_checkpoint(folder / CHECKPOINTS, files[0])):
         raise ConfigError(
-            f"--model {model}: its checkpoint {newer.name} is newer than its {FINAL}; write it as a model with dsreason export "
-            f"--checkpoint {newer} --output {folder / FINAL.parent / newer.name}, and name that, or name {final}"
+            f"--model {model}: checkpoint {newer.name} is newer than {FINAL}; export it with dsreason export "
+            f"--checkpoint {newer} --output {folder / FINAL.parent / newer.name}, and pass that folder, or pass {final}"
         )
     if final.is_dir():
         return str(final)
     if folder.is_dir() and not files:
         raise ConfigError(
-            f"--model {model}: holds no model in diffusers' format and no {FINAL}; write one with dsreason export "
-            f"--checkpoint {model} --output FOLDER, where FOLDER is in the run's {FINAL.parent}, and name that"
+            f"--model {model}: contains neither a model in diffusers' format nor {FINAL}; create one with dsreason export "
+            f"--checkpoint {model} --output FOLDER, with FOLDER in the run's {FINAL.parent}, and pass FOLDER"
         )
     return model
 
@@ -202,8 +203,8 @@ def check_unmasked(config: WorldConfig, name: str) -> None:
     needed = config.model_dump(mode="json", include={"model", "data", "world", "reward", "validation"})
     if keys := list(iter_masked_keys(needed)):
         raise ConfigError(
-            f"{name}: {', '.join(keys)}: only a mask of the secret is stored; pass with --config the file that the run was "
-            "started with, or give the value by --set"
+            f"{name}: {', '.join(keys)}: the stored secret is masked; pass the file that the run was started with by --config, "
+            "or set the value with --set"
         )
 
 
@@ -254,19 +255,19 @@ def load(config: Path | None, changes: list[str]) -> EvalConfig:
         return load_config(EvalConfig, config, changes, default_recipe=RECIPE)
     if not tensor_parallel_size.isdecimal() or int(tensor_parallel_size) < 1:
         raise ConfigError(
-            f"{TP_SIZE} ({tensor_parallel_size!r} in the environment): must be a whole number from 1 on; correct or unset it"
+            f"{TP_SIZE} ({tensor_parallel_size!r} in the environment): must be a whole number of at least 1; correct or unset it"
         )
     loaded = load_config(EvalConfig, config, [f"{TP_KEY}={tensor_parallel_size}", *changes], default_recipe=RECIPE)
     asks_model = loaded.server.url is None and loaded.model.tensor_parallel_size == int(tensor_parallel_size)
     if asks_model and launch.is_first_rank():
-        print_message(f"note: {TP_KEY} is {tensor_parallel_size}, as {TP_SIZE} in the environment says", err=True)
+        print_message(f"note: {TP_KEY} is {tensor_parallel_size}, from {TP_SIZE} in the environment", err=True)
     return loaded
 
 
 def check_complete(who: object, what: object) -> None:
     """Raise a ConfigError that lists the available options if the model (`who`) or the questions (`what`) are missing."""
-    missing = [] if who else ["who answers: --model D or --server URL"]
-    missing += [] if what else ["what is asked: --data D, --dataset NAME or --adapter NAME"]
+    missing = [] if who else ["no model is set: use --model D or --server URL"]
+    missing += [] if what else ["no questions are set: use --data D, --dataset NAME or --adapter NAME"]
     if missing:
         raise ConfigError("; ".join(missing) + " (or --config eval.toml)")
 
@@ -287,7 +288,7 @@ def build_question_overrides(datasets: list[str], data: str | None, adapter: str
     if adapter is not None or (data is not None and Path(data).is_file()):
         if datasets:
             raise ConfigError(
-                f"--dataset {datasets[0]} names a benchmark folder, and --data {data} is read as rows; leave one out"
+                f"--dataset {datasets[0]} selects a benchmark folder, but --data {data} is read as rows; remove one of them"
             )
         rows = {"adapter": adapter or "jsonl"} | ({"path": data} if data is not None else {})
         pairs = ", ".join(f"{key} = {to_toml(value)}" for key, value in rows.items())
@@ -299,8 +300,8 @@ def build_question_overrides(datasets: list[str], data: str | None, adapter: str
             raise ConfigError(f"--data {data}: no such file or folder (working folder: {Path.cwd()})")
         if not (named or datasets or list_benchmarks(Path(data))):
             raise ConfigError(
-                f"--data {data}: has no <name>/<name>_benchmark_qa_pairs.json in it or in {data}/benchmark; give --adapter, "
-                "if these are rows of another kind"
+                f"--data {data}: neither this folder nor {data}/benchmark contains <name>/<name>_benchmark_qa_pairs.json; "
+                "set --adapter if the rows have another format"
             )
         changes.append(f"data_dir={to_toml(data)}")
         datasets = datasets or ([] if named else list_benchmarks(Path(data)))
@@ -323,7 +324,7 @@ def list_benchmarks(folder: Path) -> list[str]:
 def build_model_overrides(model: str | None, server: str | None) -> list[str]:
     """Build the overrides that select the model or server; they replace the one in the configuration file."""
     if model is not None and server is not None:
-        raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
+        raise ConfigError(f"--model {model} and --server {server} are mutually exclusive; remove one")
     return [] if model is None and server is None else ["server.url=null", f"model.path={to_toml(model)}"]
 
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 def export(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint (D/checkpoints/step_N), or the folder of a run.")],
-    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    output: Annotated[Path, typer.Option(help="Folder to write the model to.")],
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Data type of the exported weights.")] = "bf16",
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of each safetensors file.")] = "4GB",
     results_dir: Annotated[
-        Path | None, typer.Option(help="Results of evaluations of the model: their scores go into its model card.")
+        Path | None, typer.Option(help="Evaluation results of the model, whose scores are added to its model card.")
     ] = None,
 ) -> None:
-    """Export a checkpoint to a Hugging Face folder for transformers and vLLM, or for diffusers if it is of a world model."""
+    """Export a checkpoint to a Hugging Face folder for transformers and vLLM, or for diffusers if it is a world model."""
     check_writable(Path(os.path.realpath(output)).parent, "--output")  # for a link, check its target
     launch.prepare_environment()  # before the imports below load torch and DeepSpeed
     with make_imports_fast():
@@ -39,12 +39,13 @@ def export(
     checkpoint_folder = find_checkpoint(folder) or checkpoint
     if checkpoint_folder == checkpoint and find_run_record(checkpoint) is not None:
         raise CheckpointError(
-            f"{checkpoint}: the run has no complete checkpoint yet (in {folder}); there is nothing to export"
+            f"{checkpoint}: the run has no complete checkpoint in {folder} yet; export it after it has saved one"
         )
     if is_of_world_model(checkpoint_folder):
         if results_dir:
             raise typer.BadParameter(
-                f"{checkpoint_folder} is of a world model, whose card has no scores", param_hint="--results-dir"
+                f"{checkpoint_folder} is a world model, whose model card has no scores; remove the option",
+                param_hint="--results-dir",
             )
         with make_imports_fast():
             from dsreason.world.training.export import export_world_checkpoint

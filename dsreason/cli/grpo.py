@@ -9,5 +9,5 @@ TRAINER = Trainer(
     "grpo",
     GRPOConfig,
     "builtin_grpo.toml",
-    help="Train on rewards of the model's own answers to questions about videos and images.",
+    help="Train with rewards for the model's own answers to questions about videos and images.",
 )

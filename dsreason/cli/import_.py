@@ -17,12 +17,13 @@ from dsreason.tools.cosmos_rl.tables import show
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="COSMOS.TOML", help="Configuration of cosmos-rl.")],
+    file: Annotated[Path, typer.Argument(metavar="COSMOS.TOML", help="cosmos-rl configuration.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write; default: print it.")] = None,
     accept: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY", help="Key of cosmos-rl without an equivalent: use the nearest setting, or leave it out."
+            metavar="KEY",
+            help="A cosmos-rl key without an equivalent that may be dropped, or set to the nearest value.",
         ),
     ] = None,
 ) -> None:
@@ -32,25 +33,27 @@ def import_(
     document = read_config(file)
     if is_evaluation(document):
         raise ConfigError(
-            f"{file}: nothing to import: `dsreason eval --config {file}` reads cosmos-reason1's file as it is"
+            f"{file}: is an evaluation file of cosmos-reason1, which needs no import; run `dsreason eval --config {file}`"
         )
     if not is_cosmos_rl(document):
-        raise ConfigError(f"{file}: has no section of cosmos-rl ([policy], [train.train_policy], …); give a file of it")
+        raise ConfigError(
+            f"{file}: is not a cosmos-rl configuration: it has no section such as [policy] or [train.train_policy]"
+        )
     if output is not None and output.exists():
-        raise ConfigError(f"{output} already exists; choose another file, or remove it")
+        raise ConfigError(f"{output}: already exists; remove it, or choose another --output")
     imported = convert(document, accept or ())
     show(imported)
     imported.check(str(file))
     text = write_toml(imported, file.name)
-    read_values(find_trainers()[imported.trainer].schema, imported.config, f"{file} (of cosmos-rl)")
+    read_values(find_trainers()[imported.trainer].schema, imported.config, f"{file} (cosmos-rl)")
     if output is None:
         write(text, end="")
         return
     try:
         write_file(output, text)
     except OSError as error:
-        raise ConfigError(f"{output}: cannot be written ({error.strerror}); name another file") from None
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}; choose another --output") from None
     print_message(
-        f"written to {output}, for {describe_gpus(imported)}. Then: {write_command(imported, str(output))} --dry-run",
+        f"written to {output}, for {describe_gpus(imported)}. Next: {write_command(imported, str(output))} --dry-run",
         err=True,
     )

@@ -28,20 +28,19 @@ def infer(
     model: Annotated[
         str,
         typer.Option(
-            help="Hugging Face folder, hub name, tiny:qwen2_5_vl, or a run (its newest weights) or checkpoint of dsreason."
+            help="Hugging Face folder, Hub name, tiny:qwen2_5_vl, or a run (its newest weights) or checkpoint of dsreason."
         ),
     ],
-    image: Annotated[
-        list[str] | None, typer.Option(help="Image file; may be repeated. Images are shown first.")
-    ] = None,
+    image: Annotated[list[str] | None, typer.Option(help="Image file; may be repeated. Images come first.")] = None,
     video: Annotated[
-        list[str] | None, typer.Option(help="Video file; may be repeated. Videos follow images, then the prompt.")
+        list[str] | None,
+        typer.Option(help="Video file; may be repeated. Videos come after images, and before the prompt."),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(help='What to ask; default: "Describe what you see in this video." (or image).')
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help='File with the prompt, or a .jsonl with one {"prompt": …} a line.')
+        Path | None, typer.Option(help='File with the prompt, or a .jsonl with one {"prompt": …} per line.')
     ] = None,
     system: Annotated[str, typer.Option(help="System message; default: the one in the model's chat template.")] = "",
     reasoning: Annotated[
@@ -51,18 +50,20 @@ def infer(
     nframes: Annotated[
         int | None, typer.Option(min=1, help="Number of frames to sample from a video, instead of --fps.")
     ] = None,
-    max_pixels: Annotated[int | None, typer.Option(min=1, help="Largest size of an image or frame.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(min=1, help="Maximum number of pixels per image or frame.")] = None,
     total_pixels: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Largest total of a video's pixels, where each pair of frames counts as one; a token covers 784 or 1024.",
+            help="Maximum number of pixels per video; two frames count as one. A token covers 784 or 1024 pixels.",
         ),
     ] = 6_422_528,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens, including thoughts.")] = 4096,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum length of an answer in tokens, including reasoning.")
+    ] = 4096,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most probable token.")] = 0.6,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the fewest tokens whose probabilities add up to this.")
+        float, typer.Option(help="Sample only from the most probable tokens whose probabilities add up to this.")
     ] = 0.95,
     repetition_penalty: Annotated[
         float, typer.Option(help="Values above 1 make tokens that already occur less likely.")
@@ -71,7 +72,9 @@ def infer(
     timestamps: Annotated[
         bool, typer.Option("--timestamps", help="Write the time on each frame, in a black border below it.")
     ] = False,
-    save_frames: Annotated[Path | None, typer.Option(help="Folder for the pictures that the model sees.")] = None,
+    save_frames: Annotated[
+        Path | None, typer.Option(help="Folder to save the images and frames that the model sees.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt, and nothing else.")
     ] = False,
@@ -95,9 +98,9 @@ def infer(
     if temperature != 0 and not 0.01 <= temperature <= 2:
         raise ConfigError(f"--temperature ({temperature:g}) must be 0, or from 0.01 to 2")
     if not 0.01 <= repetition_penalty <= 2:
-        raise ConfigError(f"--repetition-penalty ({repetition_penalty:g}) must be from 0.01 to 2; 1 is none")
+        raise ConfigError(f"--repetition-penalty ({repetition_penalty:g}) must be from 0.01 to 2; 1 disables it")
     if not (image or video):
-        raise ConfigError("no image or video given; give --image FILE or --video FILE")
+        raise ConfigError("no image or video is specified; use --image FILE or --video FILE")
     launch.prepare_environment()
     check_gpus()
     stdout = sys.stdout
@@ -109,7 +112,7 @@ def infer(
 
         if prompt is None and prompt_file is None:
             prompt = choose_prompt(bool(video))
-            print_message(f'no --prompt: asking "{prompt}"', err=True)
+            print_message(f'no --prompt: using "{prompt}"', err=True)
         prompts = read_prompts(prompt, prompt_file)
         settings = InferSettings(
             model=model,
@@ -148,7 +151,7 @@ def build_frame_settings(
 ) -> dict[str, float]:
     """Build the sampling keys of a media item; `fps` defaults to 4 if `nframes` is not set, either."""
     if fps is not None and nframes is not None:
-        raise ConfigError(f"--fps ({fps:g}) and --nframes ({nframes}) exclude each other; give one")
+        raise ConfigError(f"--fps ({fps:g}) and --nframes ({nframes}) are mutually exclusive; remove one")
     if fps is not None and not 0 < fps <= 1000:
         raise ConfigError(f"--fps ({fps:g}) must be greater than 0 and at most 1000")
     vision = {"fps": 4.0 if nframes is None and fps is None else fps, "nframes": nframes, "max_pixels": max_pixels}
@@ -170,9 +173,9 @@ def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> N
         stdout.flush()
     write("\n" if heading else "", file=stdout)
     tokens, seconds = len(answering.ids), answering.seconds
-    print_message(f"{len(answering.prompt.encoded)} prompt tokens, {tokens} drawn in {seconds:.1f} s", err=True)
+    print_message(f"{len(answering.prompt.encoded)} prompt tokens, {tokens} generated in {seconds:.1f} s", err=True)
     if answering.finish_reason == "length":
-        print_message("the answer is cut off: --max-tokens, or what the model has room for, is reached", err=True)
+        print_message("the answer is cut off: it reached --max-tokens or the model's context length", err=True)
 
 
 def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:

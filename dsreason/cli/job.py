@@ -37,16 +37,18 @@ DeepSpeedOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=V", help="Change one key, such as optim.lr=1e-5; V is a TOML value or null."),
+    typer.Option("--set", metavar="A.B=V", help="Override one key, such as optim.lr=1e-5; V is a TOML value or null."),
 ]
-OutputOption = Annotated[Path | None, typer.Option("--output-dir", help="Folder of the run.")]
+OutputOption = Annotated[Path | None, typer.Option("--output-dir", help="Output folder of the run.")]
 ResumeOption = Annotated[
     str | None,
     typer.Option(
         "--resume", metavar="auto|PATH", help="Checkpoint to continue from: its path, or auto for the newest."
     ),
 ]
-NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start; default: one per GPU.")]
+NprocOption = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Number of ranks to start; default: one per GPU.")
+]
 RestartsOption = Annotated[
     int, typer.Option("--max-restarts", min=0, help="Number of restarts from the last checkpoint after a crash.")
 ]
@@ -209,7 +211,7 @@ def run_job(job: TrainingCommand[C], *, ranks_on_cpu: int = 1) -> Path | None:
         return output_dir
     before = _list_checkpoints(output_dir)
     print_message(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
-    with signals.add_stop_message("no step was under way, what is saved stays, and --resume auto continues"):
+    with signals.add_stop_message("no step was in progress, saved checkpoints are kept, and --resume auto continues"):
         launch.start_ranks(
             lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, before)),
             ranks=ranks,
@@ -222,9 +224,13 @@ def run_job(job: TrainingCommand[C], *, ranks_on_cpu: int = 1) -> Path | None:
 def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
     world_size = os.environ["WORLD_SIZE"]
     if job.nproc is not None:
-        raise ConfigError(f"--nproc ({job.nproc}): the launcher has started {world_size} ranks; leave it out")
+        raise ConfigError(
+            f"--nproc ({job.nproc}) does not apply, because the launcher has started {world_size} ranks; remove it"
+        )
     if job.max_restarts:
-        raise ConfigError(f"--max-restarts ({job.max_restarts}): belongs to the launcher here; give it to torchrun")
+        raise ConfigError(
+            f"--max-restarts ({job.max_restarts}) does not apply to ranks of a launcher; pass it to torchrun"
+        )
     output_dir, resume = _resolve_output_dir(job, config), job.resume
     if job.dry_run:
         if launch.is_first_rank():

@@ -34,13 +34,13 @@ def plan(
     config: ConfigOption = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of GPUs; default: the number in a cosmos-rl file, else that of this machine."),
+        typer.Option(min=1, help="Number of GPUs; default: the number in the cosmos-rl file, or else on this machine."),
     ] = None,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(metavar="GB", help="Memory of one GPU in GB; default: that of this machine's GPUs, else 80."),
+        typer.Option(metavar="GB", help="Memory of one GPU in GB; default: that of this machine's GPUs, or else 80."),
     ] = None,
-    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs per host, to estimate the memory of a host.")] = 8,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs per host, to estimate the memory per host.")] = 8,
     ds_config: DeepSpeedOption = None,
     overrides: SetOption = None,
     command: Annotated[
@@ -48,7 +48,7 @@ def plan(
         typer.Option(
             "--for",
             metavar="COMMAND",
-            help="Command that the configuration is for; by default inferred from its sections.",
+            help="Command that the configuration is for; default: inferred from its sections.",
         ),
     ] = None,
     card: Annotated[
@@ -64,7 +64,7 @@ def plan(
     tokens_per_sample: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens of a sample or prompt, to estimate the time; default: a quarter of model.max_length."
+            min=1, help="Tokens per sample or prompt, to estimate the time; default: a quarter of model.max_length."
         ),
     ] = None,
     media_share: Annotated[
@@ -86,9 +86,9 @@ def plan(
     trainer = choose_trainer(config, overrides, command)
     if not issubclass(trainer.schema, RunConfig):
         name = config or "the shipped recipe"
-        subject = f"{name}: is" if command is None else f"--for {command}: {name} is then"
+        subject = f"{name}: is" if command is None else f"--for {command}: {name} is read as"
         raise ConfigError(
-            f"{subject} a configuration of `dsreason {trainer.name}`; only sft, grpo and dpo can be planned"
+            f"{subject} a configuration for `dsreason {trainer.name}`, but only sft, grpo and dpo can be planned"
         )
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
@@ -132,7 +132,7 @@ def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int)
         raise ConfigError(f"--gpu-memory ({gpu_memory:g}) must be from 1 to {MOST_GPU_MEMORY:.0f} GB")
     here = launch.count_gpus() if find_cuda_fault() is None else 0
     if gpus is None and here == 0:
-        raise ConfigError("--gpus: this machine has no GPU to count; say how many the run will have, such as --gpus 4")
+        raise ConfigError("--gpus: this machine has no GPU; set the number of GPUs of the run, such as --gpus 4")
     if gpu_memory is None and here:
         gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB / USABLE
     return Machine(gpus or here, gpu_memory or GPU_MEMORY, gpus_per_host)
@@ -148,7 +148,7 @@ def find_rates(card: str | None, machine: Machine) -> Rates:
         name = torch.cuda.get_device_name() if find_cuda_fault() is None and launch.count_gpus() else ""
         return CARDS[find_card(name, machine.gpu_memory)]
     if card.lower() not in CARDS:
-        raise ConfigError(f"--card: the rates of {card!r} are not known; choose one of {', '.join(CARDS)}, the nearest")
+        raise ConfigError(f"--card must be one of {', '.join(CARDS)}; got {card!r}. Choose the most similar card")
     return CARDS[card.lower()]
 
 

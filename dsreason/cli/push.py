@@ -30,18 +30,18 @@ def push(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="An export, a checkpoint, the logs of a run, or the folder of a run: its complete checkpoints and exports.",
+            help="An export, a checkpoint, the logs of a run, or a run, of which complete checkpoints and exports are uploaded.",
         ),
     ],
     to: Annotated[
-        str, typer.Option("--to", help="s3://bucket/prefix or hub:user/name, also hub:user/name/folder@branch.")
+        str, typer.Option("--to", help="Target: s3://bucket/prefix, hub:user/name or hub:user/name/folder@branch.")
     ],
     include: Annotated[
         list[FolderKind] | None,
         typer.Option(help="Part of a run to upload; may be repeated. Default: export and checkpoint."),
     ] = None,
 ) -> None:
-    """Upload a checkpoint, an export or an entire run. Files that already exist with the same content are not sent again."""
+    """Upload a checkpoint, an export or an entire run. Files that already exist with the same content are skipped."""
     from dsreason.storage.package import is_run, open_package_or_logs
     from dsreason.storage.storage import get_folder_target, read_target, upload
 
@@ -63,7 +63,7 @@ def push(
             num_present = len(package.files) - sent.files
             print_message(
                 f"done: {decimal(sent.num_bytes)} sent"
-                + (f", {num_present} of {len(package.files)} files were there" if num_present else ""),
+                + (f", {num_present} of {len(package.files)} files already existed" if num_present else ""),
                 err=True,
             )
 
@@ -72,7 +72,7 @@ def list_folders(run: Path, include: Sequence[FolderKind]) -> list[Path]:
     """Return a run's complete folders of the given kinds, logs last; report incomplete folders.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the run has no such folder.
     """
     from dsreason.storage.package import LOGS, get_folder_kind, is_logs, list_finished, list_unfinished
 
@@ -80,7 +80,7 @@ def list_folders(run: Path, include: Sequence[FolderKind]) -> list[Path]:
     if "logs" in include and is_logs(run / LOGS):
         folders.append(run / LOGS)
     for inside in list_unfinished(run):
-        print_message(f"left out, not complete: {inside}", err=True)
+        print_message(f"skipped, because it is incomplete: {inside}", err=True)
     if not folders:
         kinds = {
             FolderKind.checkpoint: "no complete checkpoint",

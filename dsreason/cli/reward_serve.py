@@ -37,18 +37,18 @@ def reward_serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8080,
     token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the token that requests must have.")
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the token that clients must send.")
     ] = None,
     vae: Annotated[
-        Path | None, typer.Option(help="Model folder whose VAE decodes latents; without it only pixels are accepted.")
+        Path | None, typer.Option(help="Model folder whose VAE decodes latents; without it, only pixels are accepted.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the VAE: cpu, cuda, cuda:1 …")] = "cpu",
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Most requests in the queue; additional ones must wait.")
+        int, typer.Option(min=1, help="Maximum number of requests in the queue; additional ones must wait.")
     ] = 60,
     max_body: Annotated[float, typer.Option(min=0.001, help="Maximum size of a request, in GiB.")] = 4.0,
     max_queue: Annotated[
-        float, typer.Option(min=0.001, help="Largest total size of the requests in the queue, in GiB.")
+        float, typer.Option(min=0.001, help="Maximum total size of the requests in the queue, in GiB.")
     ] = 16.0,
 ) -> None:
     """Serve reward functions to trainers on other machines until SIGTERM or Ctrl-C.
@@ -80,12 +80,14 @@ def reward_serve(
         server = RewardHTTPServer((host, port), served, token=token, decoder=decoder, limits=limits)
     except OSError as error:
         raise ConfigError(
-            f"reward-serve: cannot listen at {host}:{port}: {error.strerror or error}; give another --port"
+            f"reward-serve: cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
         ) from error
     stop = watch_stop_signals()
     print_message(f"serving {', '.join(served)} at {server.url}enqueue and {server.url}pull")
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        print_message("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
+        print_message(
+            "warning: anyone who can reach this server can use it; require a token with --token-env NAME", err=True
+        )
     serve(server, stop)
 
 
@@ -99,7 +101,7 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"reward-serve: --device {name!r} cannot be used: {reason:.200}; give cpu, cuda or such as cuda:1"
+            f"reward-serve: --device {name!r} cannot be used: {reason:.200}; use cpu, cuda or a device such as cuda:1"
         ) from error
     return device
 
@@ -116,7 +118,7 @@ def read_token(variable: str | None) -> str | None:
         return None
     token = os.environ.get(variable, "").strip()
     if not token:
-        raise ConfigError(f"--token-env {variable}: the environment has no such variable, or it is empty; set it")
+        raise ConfigError(f"--token-env {variable}: the environment variable is unset or empty; set it")
     return token
 
 
@@ -146,4 +148,4 @@ def serve(server: RewardHTTPServer, stop: threading.Event) -> None:
     stop.wait()
     server.stop()
     thread.join()
-    print_message("the server has ended", err=True)
+    print_message("the server has stopped", err=True)

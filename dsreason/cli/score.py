@@ -22,18 +22,20 @@ LOG_WIDTH = 120
 
 
 def score(
-    results_dir: Annotated[Path, typer.Option(help="Results of one or several evaluations, at any level.")],
-    dataset: Annotated[list[str] | None, typer.Option(help="Only fetch this data set; may be repeated.")] = None,
+    results_dir: Annotated[
+        Path, typer.Option(help="Folder with the results of one or more evaluations, at any level.")
+    ],
+    dataset: Annotated[list[str] | None, typer.Option(help="Score only this data set; may be repeated.")] = None,
     compare: Annotated[
         Path | None, typer.Option(help="Results of a baseline on the same questions, to compare with.")
     ] = None,
-    compat: Annotated[bool, typer.Option("--compat", help="Print what cosmos-reason1's script prints.")] = False,
+    compat: Annotated[bool, typer.Option("--compat", help="Print the same lines as cosmos-reason1's script.")] = False,
     no_html: Annotated[bool, typer.Option("--no-html", help="Write only summary.json and report.md.")] = False,
     frames: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Number of questions with pictures in report.html, wrong ones first; default: as many as fit into 30 MB.",
+            help="Number of questions with images in report.html, wrong answers first; default: as many as fit into 30 MB.",
         ),
     ] = None,
 ) -> None:
@@ -44,7 +46,7 @@ def score(
     if (results_dir / WORLD_FILE).is_file():
         if dataset or compat or no_html or frames is not None:
             raise ConfigError(
-                f"{results_dir}: is of a world model, for which there is --compare only; leave the other options out"
+                f"{results_dir}: contains results of a world model, which support only --compare; remove the other options"
             )
         from dsreason.world.evaluation.report import write_report as write_world_report
 
@@ -52,7 +54,7 @@ def score(
         return
     if compat:
         if compare or no_html or frames is not None:
-            raise ConfigError("--compat: only prints three lines; leave out --compare, --no-html and --frames")
+            raise ConfigError("--compat prints only three lines; remove --compare, --no-html and --frames")
         from dsreason.evaluation.report.calculate_accuracy import calculate_accuracy
 
         count = calculate_accuracy(results_dir, dataset)
@@ -77,7 +79,7 @@ def print_world_report(report: WorldReport) -> None:
     for table in make_console_tables(report):
         console.print(table)
     for notice in report.notices:
-        console.print(f"attention: {notice}", style="bold yellow", markup=False)
+        console.print(f"warning: {notice}", style="bold yellow", markup=False)
     print_message(report.file)
 
 
@@ -98,6 +100,6 @@ def print_reports(reports: list[WrittenReport]) -> None:
         if report.comparison:
             console.print(tables.make_comparison_table(report.comparison))
             if report.comparison.warning:
-                console.print(f"attention: {report.comparison.warning}", style="bold yellow", markup=False)
+                console.print(f"warning: {report.comparison.warning}", style="bold yellow", markup=False)
         for file in report.files:
             print_message(file)

@@ -9,6 +9,6 @@ TRAINER = Trainer(
     "world",
     WorldConfig,
     "builtin_world.toml",
-    help="Train a world model (video diffusion) by rewards of its clips, or on clips. Without --config: the built-in task.",
+    help="Train a world model (video diffusion) with rewards for its clips, or on clips. Without --config: the built-in task.",
     package="dsreason.world.training",
 )

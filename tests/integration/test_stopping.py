@@ -168,7 +168,7 @@ def test_signal_before_first_step_gives_same_code(folder: Path) -> None:
     assert process.returncode == STOPPED, stderr
     assert stderr.strip().splitlines()[-1].startswith("stopped by SIGTERM")
     assert stderr.strip().splitlines()[-1] == (
-        "stopped by SIGTERM; no step was under way, what is saved stays, and --resume auto continues"
+        "stopped by SIGTERM; no step was in progress, saved checkpoints are kept, and --resume auto continues"
     )
 
 
@@ -251,6 +251,6 @@ def test_signal_ends_wait_for_server(tmp_path: Path, number: signal.Signals) -> 
 def assert_stopped(returncode: int | None, said: str, number: signal.Signals) -> None:
     assert returncode == STOPPED, said
     assert said.strip().splitlines()[-1] == (
-        f"stopped by {number.name}; the answers so far are in results, and the same command continues"
+        f"stopped by {number.name}; the answers so far are in results; repeat the command to continue"
     )
     assert "Traceback" not in said

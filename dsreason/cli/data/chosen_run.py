@@ -20,12 +20,12 @@ def choose_trainer(config: Path | None, overrides: list[str] | None, command: st
     """Return the trainer of `command`; if it is None, the trainer whose schema fits the configuration best, or SFT.
 
     Raises:
-        ConfigError: there is no training command of this name.
+        ConfigError: `command` is not a training command.
     """
     trainer_of_name = find_trainers()
     if command is not None:
         if command not in trainer_of_name:
-            raise ConfigError(f"--for {command}: is not a training command; choose {' or '.join(trainer_of_name)}")
+            raise ConfigError(f"--for must be one of {', '.join(trainer_of_name)}; got {command!r}")
         return trainer_of_name[command]
     if imported := find_import(config):
         return trainer_of_name[imported.trainer]
@@ -39,8 +39,8 @@ def check_has_rows(trainer: Trainer[Any]) -> Trainer[Any]:
     """Return the trainer unchanged; raise ConfigError if its rows are clips instead of questions and answers."""
     if not issubclass(trainer.schema, RunConfig):
         raise ConfigError(
-            f"the configuration is of `dsreason {trainer.name}`, whose rows are clips and prompts; "
-            f"`dsreason {trainer.name} --dry-run` looks at them"
+            f"the configuration is for `dsreason {trainer.name}`, whose rows are clips and prompts; "
+            f"check them with `dsreason {trainer.name} --dry-run`"
         )
     return trainer
 
@@ -48,5 +48,5 @@ def check_has_rows(trainer: Trainer[Any]) -> Trainer[Any]:
 def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
     """Load the configuration, or the trainer's shipped recipe if `config` is None."""
     if config is None:
-        print_message(f"no --config: the built-in recipe {trainer.recipe}", err=True)
+        print_message(f"no --config: using the built-in recipe {trainer.recipe}", err=True)
     return load_any(trainer.name, trainer.schema, config, overrides or (), default_recipe=trainer.recipe)[0]

@@ -41,7 +41,7 @@ app.command()(show)
 
 SHEET_SAMPLES = 12
 WorkersOption = Annotated[
-    int | None, typer.Option(min=0, help="Processes; default: one per CPU core; 0 works in this one.")
+    int | None, typer.Option(min=0, help="Number of worker processes; default: one per CPU core; 0: only this process.")
 ]
 
 
@@ -49,7 +49,7 @@ WorkersOption = Annotated[
 def clip(
     dataset: Annotated[CutDataset, typer.Option(help="Data set whose clips to cut.")],
     raw: Annotated[
-        Path | None, typer.Option(help="Folder with its raw videos; default: <data-dir>/raw/<dataset>.")
+        Path | None, typer.Option(help="Folder with the raw videos; default: <data-dir>/raw/<dataset>.")
     ] = None,
     data_dir: DataDirOption = Path("data"),
     task: Annotated[Task, typer.Option(help="Task whose annotations list the clips that are needed.")] = Task.benchmark,
@@ -79,8 +79,8 @@ def clip(
     for text in [*clips.missing, *clips.failed]:
         print_message(text)
     print_message(
-        f"{len(names)} clips in {folder / 'clips'}: {len(clips.cut)} cut, {len(clips.present)} there already, "
-        f"{len(clips.missing)} without a raw video, {len(clips.failed)} that cannot be cut",
+        f"{len(names)} clips in {folder / 'clips'}: {len(clips.cut)} cut, {len(clips.present)} already present, "
+        f"{len(clips.missing)} without a raw video, {len(clips.failed)} failed",
         err=True,
     )
     if clips.failed or (clips.missing and not allow_missing):
@@ -94,29 +94,31 @@ def inspect(
     adapter: Annotated[
         str | None, typer.Option(help="Without --config: adapter that reads the rows; default: jsonl.")
     ] = None,
-    path: Annotated[str | None, typer.Option(help="Without --config: file, folder or hub name.")] = None,
+    path: Annotated[str | None, typer.Option(help="Without --config: file, folder or Hub name.")] = None,
     media_path: Annotated[str, typer.Option(help="Folder that relative media paths start from.")] = "",
-    subset: Annotated[str | None, typer.Option(help="Data set, such as robovqa.")] = None,
+    subset: Annotated[str | None, typer.Option(help="Subset of the data set, such as robovqa.")] = None,
     split: Annotated[str, typer.Option(help="Split of the data set, such as train or train[:100].")] = "train",
-    model: Annotated[str | None, typer.Option(help="Model folder, or tiny:qwen2_5_vl: also count tokens.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or tiny:qwen2_5_vl, to also count tokens.")] = None,
     balance: Annotated[
         str | None,
-        typer.Option(help="Without --config: value of data.balance whose labels are counted, such as answer."),
+        typer.Option(help="Without --config: value of data.balance, such as answer, whose labels are counted."),
     ] = None,
     test: Annotated[str | None, typer.Option(help="Test rows in the same format, to search for duplicates.")] = None,
     benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder to search for duplicates.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the files; default: outputs/inspect-<time>.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write to; default: outputs/inspect-<time>.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of evenly spaced rows of each part to inspect.")
+        int | None, typer.Option(min=1, help="Maximum number of rows to inspect per part, evenly spaced.")
     ] = None,
     workers: WorkersOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Report statistics of the data (lengths, media, labels, missing and duplicate rows), and show some samples."""
     if (config is None) == (adapter is None and path is None):
-        raise ConfigError("give the data either with --config, or with --path and --adapter")
+        raise ConfigError("specify the data with either --config, or --path and --adapter")
     if config is not None and balance is not None:
-        raise ConfigError(f"--balance {balance}: goes with --path; with --config give --set data.balance={balance}")
+        raise ConfigError(
+            f"--balance {balance} applies only to --path; with --config, use --set data.balance={balance}"
+        )
     folder = output or build_default_output_dir("inspect")
     check_writable(folder, "--output")
     run: RunConfig
@@ -175,7 +177,9 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
     if benchmark is not None:
         files = sorted({*benchmark.glob("*/*_benchmark_qa_pairs.json"), *benchmark.glob("benchmark/*/*_qa_pairs.json")})
         if not files:
-            raise ConfigError(f"--benchmark {benchmark}: no <dataset>/<dataset>_benchmark_qa_pairs.json in it")
+            raise ConfigError(
+                f"--benchmark {benchmark}: contains no <dataset>/<dataset>_benchmark_qa_pairs.json; choose another folder"
+            )
         sources |= {file.parent.name: SourceConfig(adapter="cosmos_reason1_rl", path=str(file)) for file in files}
     return {name: SampleDataset([open_source(source)]) for name, source in sources.items()}
 
@@ -207,12 +211,12 @@ def validate(
         typer.Option(
             "--for",
             metavar="COMMAND",
-            help="Command that the configuration is for; by default inferred from its sections.",
+            help="Command that the configuration is for; default: inferred from its sections.",
         ),
     ] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Validate every row (the default).")] = False,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of evenly spaced rows of each part to validate.")
+        int | None, typer.Option(min=1, help="Maximum number of rows to validate per part, evenly spaced.")
     ] = None,
     workers: WorkersOption = None,
 ) -> None:
@@ -221,7 +225,7 @@ def validate(
     If rows are unusable, they are listed with file, row and reason, and the exit code is 1.
     """
     if all_rows and limit is not None:
-        raise ConfigError(f"--all and --limit {limit} exclude each other; remove one")
+        raise ConfigError(f"--all and --limit {limit} are mutually exclusive; remove one")
     trainer = check_has_rows(choose_trainer(config, overrides, command))
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
@@ -235,7 +239,7 @@ def validate(
         count, bad = count + rendered, bad + unusable
     for text in bad:
         print_message(text)
-    print_message(f"{count} rows rendered, {len(bad)} of them cannot be used", err=True)
+    print_message(f"{count} rows rendered, of which {len(bad)} are unusable", err=True)
     if bad:
         raise typer.Exit(1)
 

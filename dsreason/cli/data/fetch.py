@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 Task = StrEnum("Task", ["benchmark", "sft", "rl"])
 Dataset = StrEnum("Dataset", ["robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail"])
 CutDataset = Literal["agibot", "bridgev2", "holoassist"]
-DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/, sft/ and rl/.")]
+DataDirOption = Annotated[Path, typer.Option(help="Folder that contains benchmark/, sft/ and rl/.")]
 
 
 def fetch(
     task: Annotated[
         list[Task] | None,
-        typer.Option(help="Task to fetch data for; repeat the option for several. Default: benchmark."),
+        typer.Option(help="Task to fetch data for; may be repeated. Default: benchmark."),
     ] = None,
-    dataset: Annotated[list[Dataset] | None, typer.Option(help="Data sets to fetch; default: all.")] = None,
+    dataset: Annotated[
+        list[Dataset] | None, typer.Option(help="Data set to fetch; may be repeated. Default: all.")
+    ] = None,
     data_dir: DataDirOption = Path("data"),
     repo: Annotated[str | None, typer.Option(help="Data set repository; default: that of Cosmos-Reason1.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
@@ -42,23 +44,25 @@ def fetch(
     ] = False,
     raw_from: Annotated[
         str | None,
-        typer.Option(metavar="PLACE", help="With --raw: another data set of the Hub (agibot), or the URL of a folder."),
+        typer.Option(metavar="SOURCE", help="With --raw: another Hub data set (agibot), or the URL of a folder."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be fetched, and stop.")] = False,
 ) -> None:
     """Download benchmark, SFT or RL data from the Hugging Face Hub, with the token in HF_TOKEN.
 
     Only missing files are downloaded; interrupted downloads are resumed, and archives of clips are unpacked. With --raw, the
-    raw videos that are needed for clips not on the Hub are downloaded from their publishers. If any are not available, they
-    are listed, and the exit code is 1.
+    raw videos of clips that are not on the Hub are downloaded from their publishers. If any are unavailable, they are listed,
+    and the exit code is 1.
     """
     tasks = task or [Task.benchmark]
     if raw_from and (not raw or len(dataset or []) != 1):
         raise ConfigError(
-            f"--raw-from {raw_from}: requires --raw and one --dataset, the one whose raw videos are in that folder"
+            f"--raw-from {raw_from} requires --raw and exactly one --dataset: the one whose raw videos it contains"
         )
     if repo and len(tasks) > 1:
-        raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
+        raise ConfigError(
+            f"--repo {repo} applies to a single --task, but {len(tasks)} are set; run the command once per task"
+        )
     launch.prepare_environment()
     from dsreason.tools.datasets import fetch as fetching
 
@@ -124,7 +128,9 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
 
     folder = data_dir / task / name
     if dry_run and not folder.is_dir():
-        print_message(f"{name}: its annotations say which raw videos are needed; fetch them first, without --raw")
+        print_message(
+            f"{name}: its annotations, which list the raw videos, are not downloaded yet; fetch them first, without --raw"
+        )
         return []
     plan = plan_raw(name, list_needed_clips(folder, name), folder / "clips", data_dir / "raw" / name, raw_from)
     clips = sum(map(len, plan.videos.values()))
@@ -132,10 +138,10 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
         f"{name}: {len(plan.videos)} raw videos to fetch from {plan.place} → {plan.folder}, for {clips} of {plan.clips} clips"
     )
     if dry_run:
-        print_message(f"  by hand: {plan.by_hand}")
+        print_message(f"  manual download: {plan.by_hand}")
         return []
     missing = fetch_raw(plan)
-    print_message(f"{name}: cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
+    print_message(f"{name}: next, cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
     return missing
 
 
@@ -145,24 +151,24 @@ def show_plan(plan: FetchPlan, with_files: bool) -> None:
     missing, total = len(plan.missing), len(plan.files)
     print_message(
         f"{plan.repo} at {plan.revision[:12]} → {plan.folder}: {missing} of {total} files to fetch, "
-        f"{format_bytes(plan.num_bytes)} ({format_bytes(plan.disk_bytes)} of disk)"
+        f"{format_bytes(plan.num_bytes)} ({format_bytes(plan.disk_bytes)} on disk)"
     )
     if with_files:
         missing_files = set(plan.missing)
         for file in plan.files:
             print_message(
-                f"  {format_bytes(file.size):>10}  {file.path}{'' if file in missing_files else '  (there already)'}"
+                f"  {format_bytes(file.size):>10}  {file.path}{'' if file in missing_files else '  (already present)'}"
             )
 
 
 def advise_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:
     if name not in get_args(CutDataset):
-        return "the repository has no clips of it"
+        return "the repository does not contain its clips"
     options = clip_options(name, task, data_dir)
     given = {"--repo": repo, "--revision": revision}
     source = "".join(f" {key} {shlex.quote(value)}" for key, value in given.items() if value)
     return (
-        "its clips are not on the Hub; get the raw videos and cut them: "
+        "its clips are not on the Hub; fetch the raw videos and cut them: "
         f"dsreason data fetch --raw {options}{source}, then dsreason data clip {options}"
     )
 

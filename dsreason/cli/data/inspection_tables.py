@@ -30,7 +30,7 @@ def show_inspection(found: Inspection) -> None:
         console.print(build_overlaps_table(found))
     for name, part in found.parts.items():
         for text in part.pixels.examples[:SHOWN_PIXELS] if part.pixels else ():
-            console.print(f"{name}: other pixels: {text}", markup=False, highlight=False)
+            console.print(f"{name}: pixels differ: {text}", markup=False, highlight=False)
     for problem in found.problems[:SHOWN]:
         console.print(f"{problem['kind']}: {problem['reason']}", markup=False, highlight=False)
     if len(found.problems) > SHOWN:
@@ -39,7 +39,7 @@ def show_inspection(found: Inspection) -> None:
 
 def build_facts_table(found: Inspection) -> Table:
     """Build a table with one column per part; spreads are given as minimum, median, 95th percentile and maximum."""
-    table = Table("", *found.parts, title="least / median / 95 % / most")
+    table = Table("", *found.parts, title="minimum / median / 95th percentile / maximum")
     columns = [collect_facts(part, found.max_length) for part in found.parts.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
@@ -47,8 +47,8 @@ def build_facts_table(found: Inspection) -> Table:
 
 
 def collect_facts(part: PartReport, max_length: int | None) -> dict[str, str]:
-    rows = {"rows": f"{part.rows}" + (f" ({part.inspected} looked at)" if part.inspected < part.rows else "")}
-    rows |= {f"rows that cannot be used: {reason}": str(count) for reason, count in part.unusable.items()}
+    rows = {"rows": f"{part.rows}" + (f" ({part.inspected} inspected)" if part.inspected < part.rows else "")}
+    rows |= {f"unusable rows: {reason}": str(count) for reason, count in part.unusable.items()}
     rows |= {"unreadable media files": str(part.unreadable_media)} if part.unreadable_media else {}
     rows |= {f"rows with {kind}": str(count) for kind, count in sorted(part.modalities.items())}
     rows |= {"question, characters": format_spread(part.question_characters)}
@@ -58,27 +58,30 @@ def collect_facts(part: PartReport, max_length: int | None) -> dict[str, str]:
             "preferences": str(pairs.rows),
             "rejected answer, characters": format_spread(pairs.rejected_characters),
         }
-        rows["chosen answer is the longer one"] = f"{pairs.longer_chosen / pairs.rows:.1%}"
-        rows |= {"both answers are the same": str(pairs.undecided)} if pairs.undecided else {}
+        rows["chosen answer is longer"] = f"{pairs.longer_chosen / pairs.rows:.1%}"
+        rows |= {"both answers are identical": str(pairs.undecided)} if pairs.undecided else {}
     if part.too_long is not None:
-        rows |= {"tokens": format_spread(part.tokens), f"rows over {max_length} tokens": str(part.too_long)}
+        rows |= {"tokens": format_spread(part.tokens), f"rows with more than {max_length} tokens": str(part.too_long)}
     if part.pixels is not None and part.pixels.compared:
-        rows["media of other pixels than cosmos-rl's"] = f"{part.pixels.differing} of {part.pixels.compared}"
+        rows["media whose pixels differ from cosmos-rl's"] = f"{part.pixels.differing} of {part.pixels.compared}"
     for kind, media in part.media.items():
         rows[f"{kind} files"] = f"{media.files}, {decimal(media.bytes)}"
         for label, numbers in (("height", media.height), ("width", media.width)):
             rows[f"{kind} {label}, pixels"] = format_spread(numbers)
         if kind == "video":
-            rows |= {"video, seconds": format_spread(media.seconds), "video, frames a second": format_spread(media.fps)}
+            rows |= {
+                "video, seconds": format_spread(media.seconds),
+                "video, frames per second": format_spread(media.fps),
+            }
     if part.unlisted_answers:
-        rows["answers that are none of the question's options"] = str(part.unlisted_answers)
+        rows["answers that match no option of the question"] = str(part.unlisted_answers)
     if part.best_constant is not None:
-        rows["right by always giving one answer"] = f"{part.best_constant:.1%}"
+        rows["accuracy of the best constant answer"] = f"{part.best_constant:.1%}"
     for label, count in (
         ("<think> in the reply", part.with_think),
         ("<answer> in the reply", part.with_answer_tag),
-        ("several turns", part.several_turns),
-        ("rows that repeat another", part.duplicates),
+        ("multi-turn conversations", part.several_turns),
+        ("duplicate rows", part.duplicates),
     ):
         rows[label] = str(count)
     return rows
@@ -91,7 +94,7 @@ def format_spread(numbers: Spread | None) -> str:
 
 
 def build_letters_table(name: str, part: PartReport) -> Table:
-    table = Table("right letter", "rows", "if all options were alike", title=f"{name}: position bias")
+    table = Table("correct letter", "rows", "expected if uniform", title=f"{name}: position bias")
     for letter, counts in part.letters.items():
         table.add_row(letter, str(counts.count), f"{counts.expected:.1f}")
     return table
@@ -105,7 +108,7 @@ def build_counts_table(title: str, what: str, counts: dict[str, int], total: int
 
 
 def balance_table(found: Inspection) -> Table:
-    table = Table("label", "rows", "an epoch shows", "each row", title="training: data.balance")
+    table = Table("label", "rows", "rows per epoch", "each row is used", title="training: data.balance")
     for name, label in found.balance.items():
         table.add_row(
             name.replace("[", r"\["), str(label.rows), str(label.per_epoch), f"{label.per_epoch / label.rows:.2f} times"
@@ -114,7 +117,7 @@ def balance_table(found: Inspection) -> Table:
 
 
 def build_overlaps_table(found: Inspection) -> Table:
-    table = Table("rows of", "also in", "same question and media", "a medium in common", title="duplicates")
+    table = Table("rows of", "also in", "same question and media", "a media item in common", title="duplicates")
     for overlap in found.overlaps:
         table.add_row(overlap.part, overlap.other, str(overlap.same_rows), str(overlap.same_media))
     return table

@@ -19,11 +19,11 @@ def unpickle(
     paths: Annotated[
         list[Path], typer.Argument(metavar="FILE|FOLDER...", help="Pickle files, or folders with such files.")
     ],
-    output: Annotated[Path, typer.Option("--output", help="Folder that the files are written to.")],
+    output: Annotated[Path, typer.Option("--output", help="Folder to write to.")],
 ) -> None:
     """Convert plain data in pickle files (lists, dicts, strings, numbers, numpy arrays) to JSON and .npy without running code.
 
-    Files that contain anything else are rejected and listed; the exit code is then that of unusable data.
+    Files that contain anything else are rejected and listed; the exit code is then the one for unusable data.
     """
     from dsreason.files.plain_pickle import convert_pickle
 
@@ -41,7 +41,7 @@ def list_pickles(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
-            raise DataError(f"{path}: there is no {' or '.join(SUFFIXES)} file in this folder")
+            raise DataError(f"{path}: contains no {' or '.join(SUFFIXES)} file; choose another folder")
         return files
     if not path.is_file():
         raise DataError(f"{path}: {describe_missing_file(path)}")

@@ -39,15 +39,15 @@ def list_meanings(cosmos: Settings, draft: Draft) -> list[Meaning]:
 def compare_batch(cosmos: Settings, draft: Draft) -> list[Meaning]:
     each = cosmos["train.train_batch_per_replica"]
     replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
-    gpus = Meaning("GPUs", describe_gpus(cosmos, draft), f"{draft.num_gpus}, each a rank of one job")
+    gpus = Meaning("GPUs", describe_gpus(cosmos, draft), f"{draft.num_gpus}, one rank per GPU")
     if draft.trainer == "grpo":
         size, prompts = draft.get("grpo.num_generations"), draft.get("grpo.prompts_per_step")
         updates = draft.get("grpo.optimizer_steps_per_rollout") or 1
-        ours = f"{prompts} prompts x {size} completions = {prompts * size} a rollout, {prompts * size // updates} an update"
-        theirs = f"{each} completions a replica x {replicas} = {each * replicas} a step"
+        ours = f"{prompts} prompts x {size} completions = {prompts * size} per rollout, {prompts * size // updates} per update"
+        theirs = f"{each} completions per replica x {replicas} = {each * replicas} per step"
         return [gpus, Meaning("global batch", theirs, ours)]
     global_batch = draft.get("train.global_batch_size")
-    theirs = f"{each} a data-parallel rank x {global_batch // each} = {global_batch} samples"
+    theirs = f"{each} per data-parallel rank x {global_batch // each} = {global_batch} samples"
     return [gpus, Meaning("global batch", theirs, f"{global_batch} samples, on any number of GPUs")]
 
 
@@ -61,12 +61,12 @@ def describe_gpus(cosmos: Settings, draft: Draft) -> str:
 
 
 def compare_world_batch(draft: Draft) -> list[Meaning]:
-    gpus = Meaning("GPUs", str(draft.num_gpus), f"{draft.num_gpus}, each a rank of one job")
+    gpus = Meaning("GPUs", str(draft.num_gpus), f"{draft.num_gpus}, one rank per GPU")
     prompts, size = draft.get("world.prompts_per_step"), draft.get("world.num_generations")
     if prompts is None:
         global_batch = draft.get("train.global_batch_size")
         return [gpus, Meaning("global batch", f"{global_batch} clips", f"{global_batch} clips")]
-    text = f"{prompts} prompts x {size} clips = {prompts * size} a step"
+    text = f"{prompts} prompts x {size} clips = {prompts * size} per step"
     return [gpus, Meaning("global batch", text, text)]
 
 
@@ -97,8 +97,8 @@ def compare_steps(draft: Draft, rows: int | None) -> list[Meaning]:
     their_steps, own_steps = used // size * epochs, used * epochs // size
     if most:
         their_steps, own_steps = min(their_steps, most), min(own_steps, most)
-    each = f"{used} {unit} / {size} = {used / size:.1f} an epoch"
-    return [Meaning("steps", f"{each}, {their_steps} in all{capped}", f"{each}, {own_steps} in all{capped}")]
+    each = f"{used} {unit} / {size} = {used / size:.1f} per epoch"
+    return [Meaning("steps", f"{each}, {their_steps} in total{capped}", f"{each}, {own_steps} in total{capped}")]
 
 
 def count_held_out_rows(rows: int, share: float) -> int:
@@ -114,15 +114,15 @@ def compare_tokens(cosmos: Settings, draft: Draft) -> list[Meaning]:
     row = draft.get("train.max_tokens_per_micro_batch")
     mini = cosmos["train.train_policy.mini_batch"]
     return [
-        Meaning("tokens of a step", f"at most {samples * longest:,}", f"at most {samples * longest:,}"),
+        Meaning("tokens per step", f"at most {samples * longest:,}", f"at most {samples * longest:,}"),
         Meaning(
-            "tokens of a forward",
-            f"{mini} rows, padded to the longest, of at most {longest:,}",
-            f"one row without padding, of at most {row:,}",
+            "tokens per forward pass",
+            f"{mini} rows of at most {longest:,}, padded to the longest",
+            f"one row of at most {row:,}, without padding",
         ),
-        Meaning("a longer sample", "its text is cut", "an error that names it (model.on_too_long)"),
+        Meaning("longer samples", "the text is truncated", "an error names the sample (model.on_too_long)"),
         Meaning(
-            "mean of the loss", "each micro-batch counts the same", "each token of the global batch counts the same"
+            "mean of the loss", "equal weight for each micro-batch", "equal weight for each token of the global batch"
         ),
     ]
 

@@ -25,7 +25,7 @@ LANGUAGE_KEYS: dict[str, Key] = (
 """Keys in files for vision-language and text models."""
 WORLD_KEYS: dict[str, Key] = LANGUAGE_KEYS | keys_of_world.KEYS
 """Keys in files for world models in diffusers' format; their entries take precedence over those of `LANGUAGE_KEYS`."""
-DEFAULT = "what is done here without such a key"
+DEFAULT = "dsreason's default"
 PREDICT_KEYS: dict[str, Key] = keys_of_predict.KEYS
 """Keys in files for the older trainer of Cosmos-Predict2.5, which have a different structure."""
 
@@ -149,9 +149,9 @@ def check_values(cosmos: Settings, draft: Draft) -> None:
         known_key = cosmos.keys.get(key)
         if known_key is None and any(name.startswith(f"{key}.") for name in cosmos.keys):
             if value != {}:
-                draft.wrong(key, f"{value!r:.60} is a value, and this is a section; correct it")
+                draft.wrong(key, f"must be a section; got {value!r:.60}")
         elif known_key is not None and not is_of_kind(value, known_key.takes):
-            draft.wrong(key, f"{value!r:.60} is not {SHOWN[known_key.takes]}; correct it")
+            draft.wrong(key, f"must be {SHOWN[known_key.takes]}; got {value!r:.60}")
 
 
 def copy_values(cosmos: Settings, draft: Draft) -> None:
@@ -176,10 +176,10 @@ def make_finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> KeyFin
     known_key = cosmos.keys.get(key)
     if known_key is None:
         if value == {}:
-            return KeyFinding(key, value, "left out", "it is empty")
+            return KeyFinding(key, value, "left out", "the section is empty")
         return KeyFinding(key, value, "not read", suggest(key, cosmos))
     if draft.trainer not in known_key.trainers:
-        return KeyFinding(key, value, "left out", f"cosmos-rl reads it for {' and '.join(known_key.trainers)} only")
+        return KeyFinding(key, value, "left out", f"cosmos-rl reads it only for {' and '.join(known_key.trainers)}")
     if known_key.because:
         return KeyFinding(key, value, "left out", known_key.because)
     return KeyFinding(
@@ -193,7 +193,7 @@ def make_finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> KeyFin
 def describe_result(name: str, draft: Draft) -> str:
     """Describe the result of a cosmos-rl key: a dsreason key with its value, the number of GPUs, or the command; "" if unset."""
     if name == "GPUs":
-        return f"{draft.num_gpus} GPUs in all"
+        return f"{draft.num_gpus} GPUs in total"
     if name == "the command":
         return f"dsreason {draft.trainer}"
     value = draft.get(name)

@@ -97,6 +97,8 @@ class Draft:
         """Refuse a key whose omission would change the result, unless the user accepted that; return whether they did."""
         accepted = key in self.accepted
         self.notes[key] = (
-            ("differs", f"accepted: {text}") if accepted else ("error", f"{text} (or `dsreason import --accept {key}`)")
+            ("differs", f"accepted: {text}")
+            if accepted
+            else ("error", f"{text} (or accept it: `dsreason import --accept {key}`)")
         )
         return accepted

@@ -47,7 +47,7 @@ def load_run(
         return load_config(schema, path, overrides, default_recipe=default_recipe), None
     if imported.trainer != trainer:
         raise ConfigError(
-            f"{path}: is a configuration of cosmos-rl for `dsreason {imported.trainer}`, and this is `dsreason {trainer}`; start "
-            "that one"
+            f"{path}: is a cosmos-rl configuration for `dsreason {imported.trainer}`, but this is `dsreason {trainer}`; run "
+            f"`dsreason {imported.trainer}`"
         )
-    return read_values(schema, imported.config, f"{path} (of cosmos-rl)", overrides), imported
+    return read_values(schema, imported.config, f"{path} (cosmos-rl)", overrides), imported

@@ -14,7 +14,7 @@ from dsreason.tools.cosmos_rl.draft import KeyFinding, Verdict
 
 STYLES: dict[Verdict, str] = {"not read": "magenta", "differs": "yellow", "mapped": "", "left out": "dim"}
 HEADS: dict[Verdict, str] = {
-    "not read": "cosmos-rl does not read it",
+    "not read": "not read by cosmos-rl",
     "differs": "behaves differently",
     "mapped": "mapped",
     "left out": "no equivalent, ignored safely because …",
@@ -39,7 +39,9 @@ def show(imported: Imported) -> None:
 def make_keys_table(verdict: Verdict, found: Sequence[KeyFinding]) -> Table:
     """Return the table of one verdict; keys that were left out for the same reason share a row."""
     title = f"{HEADS[verdict]} ({len(found)})"
-    table = Table("key of cosmos-rl", "here", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict])
+    table = Table(
+        "cosmos-rl key", "dsreason", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict]
+    )
     if verdict != "left out":
         for finding in found:
             table.add_row(Text(f"{finding.key} = {finding.value!r:.60}"), Text(finding.text))
@@ -47,9 +49,7 @@ def make_keys_table(verdict: Verdict, found: Sequence[KeyFinding]) -> Table:
     for reason in dict.fromkeys(finding.text for finding in found):
         same = [f"{finding.key} = {finding.value!r:.40}" for finding in found if finding.text == reason]
         shown_cells = (
-            same
-            if len(same) <= MOST_KEYS
-            else [*same[: MOST_KEYS - 1], f"and {len(same) - MOST_KEYS + 1} more like them"]
+            same if len(same) <= MOST_KEYS else [*same[: MOST_KEYS - 1], f"and {len(same) - MOST_KEYS + 1} more"]
         )
         table.add_row(Text("\n".join(shown_cells)), Text(reason))
     return table

@@ -19,7 +19,7 @@ ORDER = (
 def write_toml(imported: Imported, source: str) -> str:
     """Return the file's content: comments with the command and the differences, followed by the sections."""
     document = tomlkit.document()
-    document.add(tomlkit.comment(f"Imported from {source} of cosmos-rl, for {describe_gpus(imported)}."))
+    document.add(tomlkit.comment(f"Imported from the cosmos-rl file {source}, for {describe_gpus(imported)}."))
     document.add(tomlkit.comment(f"  {write_command(imported, 'this.toml')}"))
     for finding in imported.findings:
         if finding.verdict == "differs":

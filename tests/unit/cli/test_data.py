@@ -67,7 +67,7 @@ def test_fetch_reports_files_and_clips_to_cut(hub: Hub) -> None:
     assert "agibot: its clips are not on the Hub" in result.output
     options = "--dataset agibot --task benchmark --data-dir data"
     assert f"dsreason data fetch --raw {options}, then dsreason data clip {options}" in result.output
-    assert "av: the repository has no clips of it" in result.output
+    assert "av: the repository does not contain its clips" in result.output
     assert "hf_secret" not in result.output
     assert Path("data/benchmark/av/av_benchmark_qa_pairs.json").is_file()
 
@@ -81,7 +81,7 @@ def test_dry_run_lists_files_without_fetching(hub: Hub) -> None:
 
 def test_a_repository_goes_with_one_task() -> None:
     result = call("fetch", "--repo", "a/b", "--task", "sft", "--task", "rl")
-    assert "--repo a/b: goes with one --task" in error_of(result, ConfigError)
+    assert "--repo a/b applies to a single --task" in error_of(result, ConfigError)
 
 
 @pytest.mark.parametrize("arguments", [["--dataset", "robovq"], ["--task", "train"]])
@@ -94,7 +94,7 @@ def test_fetched_videos_are_cut_and_inspected(hub: Hub) -> None:
     missing = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0")
     assert missing.exit_code == 1
     assert f"{CLIP}: no raw video, such as observations/327/648642/videos/head.mp4" in missing.stdout
-    assert "0 cut, 0 there already, 1 without a raw video, 0 that cannot be cut" in missing.stderr
+    assert "0 cut, 0 already present, 1 without a raw video, 0 failed" in missing.stderr
     assert call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0", "--allow-missing").exit_code == 0
     Path("327/648642").mkdir(parents=True)
     write_video(Path("327/648642/head.mp4"), 20)
@@ -138,11 +138,11 @@ def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
     fetched = call("fetch", *options, "--raw", "--raw-from", holoassist)
     assert fetched.exit_code == 0, fetched.output
     assert f"1 raw videos to fetch from {holoassist} → data/raw/holoassist, for 1 of 1 clips" in fetched.stdout
-    assert "holoassist: cut its clips: dsreason data clip --dataset holoassist --task benchmark" in fetched.stdout
+    assert "holoassist: next, cut its clips: dsreason data clip --dataset holoassist --task benchmark" in fetched.stdout
     cut = call("clip", "--dataset", "holoassist", "--workers", "0")
     assert cut.exit_code == 0 and "1 cut" in cut.stderr, cut.output
     second = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
-    assert "0 raw videos to fetch" in second.stdout and "by hand: get video_pitch_shifted.tar" in second.stdout
+    assert "0 raw videos to fetch" in second.stdout and "manual download: get video_pitch_shifted.tar" in second.stdout
 
 
 def test_password_in_raw_video_url_is_masked(holoassist: str) -> None:
@@ -182,7 +182,7 @@ def test_unavailable_raw_videos_exit_with_1(holoassist: str) -> None:
 @pytest.mark.parametrize("arguments", [["--dataset", "agibot"], ["--raw"]])
 def test_raw_from_requires_raw_and_one_dataset(arguments: list[str]) -> None:
     result = call("fetch", "--raw-from", "a/b", *arguments)
-    assert "--raw-from a/b: requires --raw and one --dataset" in error_of(result, ConfigError)
+    assert "--raw-from a/b requires --raw and exactly one --dataset" in error_of(result, ConfigError)
 
 
 def test_allow_missing_does_not_excuse_uncuttable_clips(hub: Hub) -> None:
@@ -201,7 +201,7 @@ def test_inspect_writes_its_files_and_prints_tables() -> None:
     write_rows(GOOD, GONE, {**GOOD, "id": "2"})
     result = call("inspect", "--config", "run.toml", "--output", "out", "--workers", "0")
     assert result.exit_code == 0, result.output
-    assert "rows that cannot be used: missing media" in result.stdout
+    assert "unusable rows: missing media" in result.stdout
     assert "gone.png" in result.stdout.replace("\n", "")  # the folder may be long
     assert sorted(file.name for file in Path("out").iterdir()) == [
         "contact_sheet.png",
@@ -227,8 +227,8 @@ def test_inspect_reports_pixel_differences_from_cosmos_rl(tiny_qwen2_5_vl: Path)
     Image.new("RGB", (28, 28)).save("a.png")  # smaller than the 4 tokens that it would be enlarged to
     result = call("inspect", "--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--workers", "0")
     printed = " ".join(result.stdout.split())
-    assert "media of other pixels than cosmos-rl's" in printed and "1 of 1" in printed
-    assert "training: other pixels:" in printed and "; qwen-vl-utils:" in printed
+    assert "media whose pixels differ from cosmos-rl's" in printed and "1 of 1" in printed
+    assert "training: pixels differ:" in printed and "; qwen-vl-utils:" in printed
 
 
 def test_inspect_counts_the_labels_that_are_balanced() -> None:
@@ -252,7 +252,7 @@ def test_inspect_accepts_rows_without_a_label() -> None:
 def test_balance_option_with_config_is_rejected() -> None:
     write_rows(GOOD)
     result = call("inspect", "--config", "run.toml", "--balance", "answer")
-    assert "with --config give --set data.balance=answer" in error_of(result, ConfigError)
+    assert "with --config, use --set data.balance=answer" in error_of(result, ConfigError)
 
 
 def test_set_goes_with_the_options_too() -> None:
@@ -305,13 +305,13 @@ def test_inspect_compares_with_test_rows() -> None:
 @pytest.mark.parametrize("arguments", [[], ["--config", "run.toml", "--path", "rows.jsonl"]])
 def test_inspect_takes_a_configuration_or_a_path(arguments: list[str]) -> None:
     write_rows(GOOD)
-    assert "either with --config, or with --path" in error_of(call("inspect", *arguments), ConfigError)
+    assert "either --config, or --path" in error_of(call("inspect", *arguments), ConfigError)
 
 
 def test_benchmark_folder_without_questions_is_rejected() -> None:
     write_rows(GOOD)
     result = call("inspect", "--config", "run.toml", "--benchmark", ".")
-    assert "--benchmark .: no <dataset>/<dataset>_benchmark_qa_pairs.json in it" in error_of(result, ConfigError)
+    assert "--benchmark .: contains no <dataset>/<dataset>_benchmark_qa_pairs.json" in error_of(result, ConfigError)
 
 
 # ---------------------------------------------------------------- validate
@@ -322,7 +322,7 @@ def test_validate_exits_with_1_on_bad_rows(tiny_qwen2_5_vl: Path) -> None:
     result = call("validate", "--config", "run.toml", "--workers", "0")
     assert result.exit_code == 1, result.output
     assert result.stdout.startswith("rows.jsonl, row 2 (sample '1'): image: no file")
-    assert "2 rows rendered, 1 of them cannot be used" in result.stderr
+    assert "2 rows rendered, of which 1 are unusable" in result.stderr
 
 
 def test_validate_exits_with_0_for_valid_rows(tiny_qwen2_5_vl: Path) -> None:
@@ -336,7 +336,7 @@ def test_validate_reads_all_sources(tiny_qwen2_5_vl: Path) -> None:
     source = '[[data.sources]]\nadapter = "jsonl"\npath = "rows.jsonl"\n'
     Path("run.toml").write_text(f'{source}{source}[model]\npath = "{tiny_qwen2_5_vl}"\n')
     result = call("validate", "--config", "run.toml", "--workers", "0")
-    assert "4 rows rendered, 2 of them cannot be used" in result.stderr
+    assert "4 rows rendered, of which 2 are unusable" in result.stderr
 
 
 def test_validate_checks_requirements_of_grpo_rewards(tiny_qwen2_5_vl: Path) -> None:
@@ -350,7 +350,7 @@ def test_validate_checks_requirements_of_grpo_rewards(tiny_qwen2_5_vl: Path) -> 
     result = call("validate", "--config", "run.toml", "--workers", "0")
     assert result.exit_code == 1, result.output
     assert "row 2" in result.stdout and "none of the options A, B" in result.stdout
-    assert "2 rows rendered, 1 of them" in result.stderr
+    assert "2 rows rendered, of which 1" in result.stderr
 
 
 def test_for_overrides_what_the_sections_say() -> None:
@@ -358,8 +358,8 @@ def test_for_overrides_what_the_sections_say() -> None:
     assert "reward" in error_of(call("validate", "--config", "run.toml", "--for", "sft"), ConfigError)
 
 
-def test_all_and_limit_exclude_each_other() -> None:
-    assert "exclude each other" in error_of(call("validate", "--all", "--limit", "3"), ConfigError)
+def test_all_and_limit_are_mutually_exclusive() -> None:
+    assert "mutually exclusive" in error_of(call("validate", "--all", "--limit", "3"), ConfigError)
 
 
 def test_missing_data_file_is_reported() -> None:

@@ -50,7 +50,7 @@ def test_table_shows_dash_for_missing_metrics(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "val/brightness": 0.5, "val/reward/mean": null}\n')
     displayed = shown_table(tmp_path)
-    assert "colour as asked │ - │ - │ - " in displayed
+    assert "requested colour │ - │ - │ - " in displayed
     assert "reward (colour · solid) │ - │ - │ - " in displayed
     assert "brightness │ 0.500 │ 0.500 │ 0.500" in displayed
 

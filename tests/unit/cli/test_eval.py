@@ -96,7 +96,7 @@ def test_tp_size_overrides_file_but_not_options(
         monkeypatch.setenv("TP_SIZE", given)
     (folder / "robovqa.yaml").write_text(SEEDS_YAML)
     assert load(folder / "robovqa.yaml", changes).model.tensor_parallel_size == size
-    message = "model.tensor_parallel_size is 2, as TP_SIZE in the environment says" in capsys.readouterr().err
+    message = "model.tensor_parallel_size is 2, from TP_SIZE in the environment" in capsys.readouterr().err
     assert message == (size == 2)
 
 
@@ -186,7 +186,7 @@ def test_masked_values_of_run_are_rejected(tmp_path: Path, change: dict[str, Any
     world = find_world(None, str(tmp_path))
     assert world is not None
     with pytest.raises(
-        ConfigError, match=rf"config\.json: {re.escape(key)}: only a mask of the secret .* --config .* --set"
+        ConfigError, match=rf"config\.json: {re.escape(key)}: the stored secret is masked; .* --config, .* --set"
     ):
         evaluate_world(world, None, [], None, None, overwrite=False)
     replaced = read_values(WorldConfig, world.values, world.name, ["reward.options={}", "reward.enqueue_url=null"])
@@ -203,7 +203,7 @@ def test_export_older_than_checkpoint_is_rejected(tmp_path: Path) -> None:
     assert resolve_export(str(run)) == str(final)
     os.utime(final / "model_index.json", (0, 0))
     message = (
-        rf"step_7 is newer than its export/final; .* --checkpoint {checkpoint} --output {run}/export/step_7, .*{final}$"
+        rf"step_7 is newer than export/final; .* --checkpoint {checkpoint} --output {run}/export/step_7, .*{final}$"
     )
     with pytest.raises(ConfigError, match=message):
         resolve_export(str(run))
@@ -224,7 +224,7 @@ def test_world_configuration_is_recognized_by_its_section(tmp_path: Path) -> Non
 
 def test_world_run_resolves_to_its_final_export(tmp_path: Path) -> None:
     run = world_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"no export/final; write one with dsreason export"):
+    with pytest.raises(ConfigError, match=r"nor export/final; create one with dsreason export"):
         resolve_export(str(run))
     (run / "export" / "final").mkdir(parents=True)
     assert resolve_export(str(run)) == str(run / "export" / "final")

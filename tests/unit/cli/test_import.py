@@ -44,7 +44,7 @@ def test_imported_file_is_readable_by_command(
     assert call("import", "cosmos.toml", "-o", "run.toml", monkeypatch=monkeypatch) == 0
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "written to run.toml, for 1 GPU. Then: dsreason sft --config run.toml --dry-run" in printed.err
+    assert "written to run.toml, for 1 GPU. Next: dsreason sft --config run.toml --dry-run" in printed.err
     config = load_config(SFTConfig, Path("run.toml"), default_recipe="builtin_sft.toml")
     assert (config.data.adapter, config.train.global_batch_size, config.optim.lr) == ("llava", 8, 1e-6)
 
@@ -65,12 +65,12 @@ def test_import_prints_config_without_output_name(
         (
             SFT + "[train.fp8]\nenable_fp8 = true",
             [],
-            "cosmos.toml: train.fp8.enable_fp8: training in 8 bits is not supported",
+            "cosmos.toml: train.fp8.enable_fp8: 8-bit training is not supported",
         ),
-        ("[model]\npath = 'x'", [], "cosmos.toml: has no section of cosmos-rl"),
+        ("[model]\npath = 'x'", [], "cosmos.toml: is not a cosmos-rl configuration"),
         ("datasets = []\n[evaluation]\nfps = 4", [], "dsreason eval --config cosmos.toml"),
         (SFT, ["--accept", "train.x"], "--accept train.x: the file has no such key"),
-        (SFT, ["-o", "rows.json"], "rows.json already exists"),
+        (SFT, ["-o", "rows.json"], "rows.json: already exists"),
         (SFT, ["-o", "no/such/run.toml"], "no/such/run.toml: cannot be written"),
         ("[policy", [], "not valid TOML"),
         (SFT + "[train]\nepoch = 0", [], "train.epochs: must be at least 1; got 0"),
@@ -136,4 +136,4 @@ def test_config_for_another_command_is_rejected(
 ) -> None:
     Path("cosmos.toml").write_text(GRPO)
     assert call("sft", "--config", "cosmos.toml", monkeypatch=monkeypatch) == 2
-    assert "is a configuration of cosmos-rl for `dsreason grpo`, and this is `dsreason sft`" in capsys.readouterr().err
+    assert "is a cosmos-rl configuration for `dsreason grpo`, but this is `dsreason sft`" in capsys.readouterr().err

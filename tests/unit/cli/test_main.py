@@ -343,7 +343,7 @@ def test_a_rank_does_the_work_itself(
 
 @pytest.mark.usefixtures("as_rank_1")
 @pytest.mark.parametrize(
-    ("option", "text"), [("--nproc", "started 2 ranks"), ("--max-restarts", "belongs to the launcher")]
+    ("option", "text"), [("--nproc", "started 2 ranks"), ("--max-restarts", "does not apply to ranks of a launcher")]
 )
 def test_launcher_options_are_rejected_under_a_launcher(
     option: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

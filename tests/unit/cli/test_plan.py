@@ -67,7 +67,7 @@ def test_time_is_reported_as_text_and_json(config: Path) -> None:
 
 
 def test_unknown_card_is_rejected_with_known_ones(config: Path) -> None:
-    with pytest.raises(ConfigError, match="--card: the rates of 'h99' are not known; choose one of h200, h100"):
+    with pytest.raises(ConfigError, match="--card must be one of h200, h100, .*; got 'h99'"):
         plan(config=str(config), gpus=1, card="h99")
 
 
@@ -99,7 +99,7 @@ def test_world_model_configuration_is_rejected(tmp_path: Path) -> None:
 def test_unsupported_command_is_reported_with_the_file(config: Path) -> None:
     text = raised("--config", config, "--gpus", 1, "--for", "world")
     assert text.startswith(
-        f"--for world: {config} is then a configuration of `dsreason world`; only sft, grpo and dpo can be planned"
+        f"--for world: {config} is read as a configuration for `dsreason world`, but only sft, grpo and dpo can be planned"
     )
 
 

@@ -45,7 +45,7 @@ def test_single_folder_is_uploaded_to_the_target(
     assert ended.exit_code == 0, ended.output
     assert sent == [("somewhere/model", "s3://bucket/a")]
     assert f"{folder} (2 files, {num_bytes} bytes) → s3://bucket/a" in ended.stderr
-    assert "done: 7 bytes sent, 1 of 2 files were there" in ended.stderr
+    assert "done: 7 bytes sent, 1 of 2 files already existed" in ended.stderr
 
 
 def test_run_uploads_only_complete_folders(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
@@ -55,7 +55,7 @@ def test_run_uploads_only_complete_folders(tmp_path: Path, sent: list[tuple[str,
     ended = call(tmp_path, "--to", "hub:user/name")
     assert ended.exit_code == 0, ended.output
     assert sent == [("checkpoints/step_2", "hub:user/name/checkpoints/step_2"), ("export/final", "hub:user/name")]
-    assert f"left out, not complete: {tmp_path / 'checkpoints' / 'step_3'}" in ended.stderr
+    assert f"skipped, because it is incomplete: {tmp_path / 'checkpoints' / 'step_3'}" in ended.stderr
 
 
 @pytest.mark.parametrize(

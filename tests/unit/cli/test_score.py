@@ -54,13 +54,13 @@ def test_two_runs_are_compared(root: Path) -> None:
     ended = call("--results-dir", root / "big", "--compare", root / "small", "--no-html")
     rows = [line.split() for line in ended.stdout.splitlines()]
     assert any(row[:4] == ["all", "66.7%", "33.3%", "+33.3"] and row[-3:] == ["1.0000", "1", "0"] for row in rows)
-    assert "attention" not in ended.stdout
+    assert "warning" not in ended.stdout
 
 
 def test_different_questions_trigger_a_warning(root: Path) -> None:
     write_results(root / "small" / "letter", "robovqa", "9", [made("9")])
     ended = call("--results-dir", root / "big", "--compare", root / "small", "--no-html")
-    assert "attention: the runs have different questions: 0 are only in big/letter and 1 only in" in ended.stdout
+    assert "warning: the runs have different questions: 0 are only in big/letter and 1 only in" in ended.stdout
 
 
 def test_markup_in_name_is_printed_literally(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_hostile_pickle_is_rejected_without_running(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"), [((), "there is no .pickle or .pkl"), (("a/x.pkl", "b/x.pkl"), "two files are named x")]
+    ("names", "said"), [((), "contains no .pickle or .pkl"), (("a/x.pkl", "b/x.pkl"), "two files are named x")]
 )
 def test_a_folder_that_cannot_be_converted(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
     for name in names:
@@ -66,14 +66,12 @@ def test_token_is_read_from_named_variable(monkeypatch: pytest.MonkeyPatch) -> N
     assert read_token(None) is None
     assert read_token("MY_TOKEN") == "abc"
     for name in ("EMPTY", "NO_SUCH"):
-        with pytest.raises(
-            ConfigError, match=f"--token-env {name}: the environment has no such variable, or it is empty"
-        ):
+        with pytest.raises(ConfigError, match=f"--token-env {name}: the environment variable is unset or empty"):
             read_token(name)
 
 
 @pytest.mark.parametrize("name", ["foo", "", "cuda:x", "cuda:99", "cpu,cuda", "meta"])
 def test_unusable_device_is_rejected_before_loading(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"reward-serve: --device {name!r} cannot be used: .*; give cpu, cuda or"):
+    with pytest.raises(ConfigError, match=f"reward-serve: --device {name!r} cannot be used: .*; use cpu, cuda or"):
         find_device(name)
     assert find_device("cpu").type == "cpu"

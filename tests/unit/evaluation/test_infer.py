@@ -50,11 +50,14 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--prompt=?",), "no image or video given; give --image FILE or --video FILE"),
+        (("--prompt=?",), "no image or video is specified; use --image FILE or --video FILE"),
         (("--image=a.png", "--prompt=?", "--prompt-file=p.txt"), "--prompt and --prompt-file given; give one of them"),
         (("--image=a.png", "--prompt= "), "--prompt: the prompt is empty"),
         (("--image=a.png", "--prompt-file=no.txt"), r"--prompt-file no\.txt: cannot be read \(.*No such file"),
-        (("--video=a.mp4", "--prompt=?", "--fps=2", "--nframes=8"), r"--fps \(2\) and --nframes \(8\) exclude"),
+        (
+            ("--video=a.mp4", "--prompt=?", "--fps=2", "--nframes=8"),
+            r"--fps \(2\) and --nframes \(8\) are mutually exclusive",
+        ),
         (("--video=a.mp4", "--prompt=?", "--fps=0"), r"--fps \(0\) must be greater than 0"),
         (("--image=a.png", "--prompt=?", "--top-p=0"), r"--top-p \(0\) must be greater than 0 and at most 1"),
         (("--video=a.mp4", "--prompt=?", "--fps=nan"), r"--fps \(nan\) must be greater than 0 and at most 1000"),
@@ -118,7 +121,7 @@ def test_missing_prompt_defaults_to_a_description(media, prompt, monkeypatch, ca
     monkeypatch.setattr(evaluation_infer, "infer", lambda settings, prompts, say: requested.append(prompts) or iter(()))
     call("--model=tiny:qwen2_5_vl", *media)
     assert requested == [[prompt]]
-    assert f'no --prompt: asking "{prompt}"' in capsys.readouterr().err
+    assert f'no --prompt: using "{prompt}"' in capsys.readouterr().err
 
 
 def test_prompts_of_a_file(tmp_path) -> None:

@@ -138,7 +138,7 @@ def test_shared_folder_writable_by_others_is_rejected(here: Path, monkeypatch: p
         (("eval", "--data", "rows.pkl", "--set", 'results_dir=""'), "results_dir"),
         (("data", "inspect", "--path", "rows.pkl", "--output", "rows.pkl"), "rows.pkl is a file, not a folder"),
         (("export", "--checkpoint", "x", "--output", "rows.pkl/x"), "is a file, not a folder; choose another --output"),
-        (("demo", "--output-dir", "."), ".: is not empty; choose another --output-dir"),
+        (("demo", "--output-dir", "."), ".: is not empty, but a demo starts from scratch; choose another --output-dir"),
         (("demo", "--output-dir", "d", "--set", "optim"), "optim"),
         (("demo", "--output-dir", "d", "--set", "grpo.betta=1"), "grpo.betta"),
         (("demo", "--world", "--output-dir", "d", "--set", "world.algoritm=1"), "world.algoritm"),
@@ -195,14 +195,14 @@ def test_reward_server_stops_on_signal(here: Path, number: signal.Signals) -> No
         server.send_signal(number)
         _, errors = server.communicate(timeout=60)
     assert server.returncode == 0
-    assert errors.splitlines()[-1] == "the server has ended"
+    assert errors.splitlines()[-1] == "the server has stopped"
 
 
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
-        (signals.Interrupted("SIGINT"), "SIGINT; what"),
-        (signals.Interrupted("SIGINT; no step was under way, and --resume auto continues"), "SIGINT; what"),
+        (signals.Interrupted("SIGINT"), "SIGINT; the output"),
+        (signals.Interrupted("SIGINT; no step was in progress, and --resume auto continues"), "SIGINT; the output"),
         (
             stopped("stopped by SIGINT after step 3, which is saved; --resume auto continues there"),
             "stopped by SIGINT after",
@@ -213,5 +213,5 @@ def test_stopped_demo_does_not_suggest_resuming(raised: BaseException, told: str
     with pytest.raises((signals.Interrupted, Stopped)) as caught, demo.rephrase_stop_messages(Path("d")):
         raise raised
     assert str(caught.value).startswith(told)
-    assert str(caught.value).endswith("; what was written is in d, and the next demo begins anew")
+    assert str(caught.value).endswith("; the output so far is in d, but the next demo starts from scratch")
     assert "--resume" not in str(caught.value)

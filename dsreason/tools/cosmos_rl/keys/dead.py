@@ -22,14 +22,14 @@ MEANT: dict[str, str] = {
     "timestep_fraction": "policy.diffusers.timesteps_fraction",
 }
 """Probably intended key, by the last part of the unread key's name."""
-GONE = {"cp_rotate_method": "it was of another kind of context parallelism, which cosmos-rl no longer has"}
+GONE = {"cp_rotate_method": "it belonged to a kind of context parallelism that cosmos-rl no longer has"}
 
 
 def suggest(key: str, cosmos: Settings) -> str:
     """Return a message about a key that is in no table, with the most similar known key if there is one."""
     name = key.rpartition(".")[2]
     if key.startswith("custom."):
-        return "cosmos-rl gives [custom] to your script, and nothing here reads this key"
+        return "cosmos-rl passes [custom] to your script, but dsreason does not read this key"
     if name in GONE:
         return f"cosmos-rl does not read it: {GONE[name]}"
     probable = MEANT.get(name)
@@ -37,8 +37,8 @@ def suggest(key: str, cosmos: Settings) -> str:
         homes = [known_key for known_key in cosmos.keys if known_key.rpartition(".")[2] == name]
         probable = homes[0] if homes else find_nearest(key, cosmos.keys, cutoff=0.75) or suggest_by_name(name, cosmos)
     if probable is None:
-        return "cosmos-rl does not read it, and has no key like it"
-    return f"cosmos-rl does not read it; {probable} was probably meant, which is {cosmos[probable]!r} here"
+        return "cosmos-rl does not read it, and has no similar key"
+    return f"cosmos-rl does not read it; {probable} was probably meant, whose value is {cosmos[probable]!r}"
 
 
 def suggest_by_name(name: str, cosmos: Settings) -> str | None:

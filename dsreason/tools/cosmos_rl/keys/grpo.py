@@ -5,15 +5,15 @@ from __future__ import annotations
 from dsreason.tools.cosmos_rl.keys.key import Key, make_copied, make_fixed, make_joint, make_unused, restrict_all
 from dsreason.tools.cosmos_rl.keys.train import FRESH, SPEED
 
-OWN_BATCHES = "vLLM makes its own batches"
-NO_TURNS = "it is of conversations in several turns, which are off"
-NO_PIPELINE = "it is of pipeline parallelism, which is off"
-NO_SERVICE = "it is of use_remote_reward, which is off"
-ONE_TEACHER = "the teacher has the ranks, the precision and the longest rows of the policy"
+OWN_BATCHES = "vLLM forms its own batches"
+NO_TURNS = "it applies to multi-turn rollouts, which are off"
+NO_PIPELINE = "it applies to pipeline parallelism, which is off"
+NO_SERVICE = "it applies to use_remote_reward, which is off"
+ONE_TEACHER = "the teacher uses the ranks, the precision and the maximum row length of the policy"
 
 POLICY: dict[str, Key] = {
     "variant": make_joint("grpo", "grpo.preset"),
-    "algo": make_fixed("grpo", "grpo", because="it is the usual one", instead="choose the algorithm with variant"),
+    "algo": make_fixed("grpo", "grpo", because="it is the default", instead="select the algorithm with variant"),
     "loss_type": make_joint("token-mean", "grpo.preset"),
     "unbiased_loss_max_tokens": make_joint(None, "grpo.preset", takes="int"),
     "unbiased_advantage": make_joint(False, "grpo.advantage"),
@@ -28,8 +28,8 @@ POLICY: dict[str, Key] = {
     "mu_iterations": make_fixed(
         1,
         1,
-        because="each completion is trained once",
-        instead="each completion is trained once here; set it to 1, and batch_size_per_optimize for several updates of a rollout",
+        because="each completion is trained on once",
+        instead="each completion is trained on once; set it to 1, and batch_size_per_optimize for several updates per rollout",
     ),
     "batch_size_per_optimize": make_joint(None, "grpo.optimizer_steps_per_rollout", takes="int"),
     "prompt_column_name": make_joint("", "data.columns"),
@@ -37,7 +37,7 @@ POLICY: dict[str, Key] = {
     "reward_function": make_joint(None, "reward.functions", takes="rewards"),
     "filter_reward_metric": make_joint(None, "grpo.dynamic_sampling", takes="names"),
     "overlong_reward.enable_overlong_penalty": make_unused(
-        False, 'cosmos-rl does not read it: "overlong" among the rewards is what counts'
+        False, 'cosmos-rl does not read it; the reward "overlong" enables the penalty'
     ),
     "overlong_reward.buffer_length": make_joint(4096, "reward.options"),
     "overlong_reward.penalty_factor": make_joint(1.0, "reward.options"),
@@ -45,7 +45,7 @@ POLICY: dict[str, Key] = {
         False,
         False,
         because="it is off",
-        instead='`dsreason world` asks for rewards of clips; those of answers are "remote:<score>" in reward.functions',
+        instead='only `dsreason world` queries this service, for clips; for answers, add "remote:<score>" to reward.functions',
     ),
     "remote_reward.scale": make_unused(1.0, NO_SERVICE),
     "remote_reward.reward_fns": make_unused(None, NO_SERVICE, takes="any"),
@@ -53,33 +53,36 @@ POLICY: dict[str, Key] = {
     "remote_reward.reward_clip_max": make_unused(5.0, NO_SERVICE, takes="number"),
     "remote_reward.batch_size": make_unused(1, NO_SERVICE),
     "bypass_reward": make_fixed(
-        False, False, because="it is off", instead="rewards are always computed here; set it to false"
+        False, False, because="it is off", instead="rewards are always computed; set it to false"
     ),
     "group_reward_calculation": make_fixed(
-        False, False, because="it is off", instead="a reward sees one completion at a time here; set it to false"
+        False, False, because="it is off", instead="a reward function gets one completion at a time; set it to false"
     ),
     "temperature": make_joint(1.0, "rollout.temperature"),
-    "advantage_low": make_unused(-5.0, "it is of DiffusionNFT", takes="number"),
-    "advantage_high": make_unused(5.0, "it is of DiffusionNFT", takes="number"),
+    "advantage_low": make_unused(-5.0, "it applies to DiffusionNFT", takes="number"),
+    "advantage_high": make_unused(5.0, "it applies to DiffusionNFT", takes="number"),
     "positive_nll_coef": make_fixed(
-        None, None, 0, 0.0, because="it is off", instead="this term does not exist here; remove the key"
+        None, None, 0, 0.0, because="it is off", instead="dsreason does not have this loss term; remove the key"
     ),
     "off_policy_masking_delta": make_fixed(
         None,
         None,
         because="it is off",
-        instead='remove the key; grpo.correction = "geometric_mask" leaves out sequences that the engine sees otherwise',
+        instead='remove the key, and set grpo.correction = "geometric_mask", which masks sequences with a mismatch',
     ),
     "aipo_rho": make_fixed(
-        None, None, because="it is off", instead='remove the key; grpo.preset = "cispo" truncates the same weight'
+        None,
+        None,
+        because="it is off",
+        instead='remove the key, and set grpo.preset = "cispo", which truncates the same weight',
     ),
     "min_filter_prefix_tokens": make_joint(None, "grpo.preset", takes="int"),
     "max_retry_for_on_policy": make_joint(10, "grpo.max_refills"),
     "use_decoupled_loss": make_joint(False, "grpo.correction"),
     "behav_imp_weight_cap": make_joint(None, "grpo.correction_high", takes="number"),
     "use_rollout_logprobs_for_loss": make_joint(False, "grpo.correction"),
-    "collect_rollout_logprobs": make_unused(False, "they are always there"),
-    "rollout_as_token_ids": make_unused(False, "what is trained are always the ids that were sampled"),
+    "collect_rollout_logprobs": make_unused(False, "they are always collected"),
+    "rollout_as_token_ids": make_unused(False, "training always uses the sampled token ids"),
     "allowed_outdated_steps": make_unused(4, FRESH),
     "on_policy": make_unused(False, FRESH),
     "outdated_rollout_fetch_batch_size": make_unused(1, FRESH),
@@ -91,7 +94,9 @@ ENGINE: dict[str, Key] = {
     "rollout.backend": make_joint("vllm", "rollout.engine"),
     "rollout.gpu_memory_utilization": make_joint(0.8, "rollout.gpu_memory_utilization"),
     "rollout.enforce_eager": make_joint(True, "rollout.enforce_eager"),
-    "rollout.include_stop_str_in_output": make_unused(False, "the end of a completion is a token, and trained as one"),
+    "rollout.include_stop_str_in_output": make_unused(
+        False, "the end of a completion is a token, and is trained like any other"
+    ),
     "rollout.enable_chunked_prefill": make_unused(False, SPEED),
     "rollout.max_response_length": make_copied(2048, "rollout.max_completion_length"),
     "rollout.n_generation": make_joint(16, "grpo.num_generations"),
@@ -105,15 +110,15 @@ ENGINE: dict[str, Key] = {
         because="it is off",
         instead='completions are sampled from the weights that are trained; set it to "none"',
     ),
-    "rollout.seed": make_unused(None, "train.seed is that of sampling, too"),
+    "rollout.seed": make_unused(None, "train.seed also seeds sampling"),
     "rollout.sampling_config.temperature": make_joint(1.0, "rollout.temperature"),
     "rollout.sampling_config.top_p": make_copied(1.0, "rollout.top_p"),
     "rollout.sampling_config.top_k": make_copied(-1, "rollout.top_k", convert=lambda count: max(count, 0)),
     "rollout.sampling_config.repetition_penalty": make_fixed(
         1.0,
         1.0,
-        because="1 is none",
-        instead="with it the engine would sample from another policy than the one that is trained; set it to 1",
+        because="1 disables it",
+        instead="with a penalty, the engine would sample from another policy than the trained one; set it to 1",
     ),
     "rollout.sampling_config.use_flashinfer": make_unused(False, SPEED),
     "rollout.vllm_use_flashinfer": make_unused(False, SPEED),
@@ -122,9 +127,9 @@ ENGINE: dict[str, Key] = {
     "rollout.async_r2r_sync": make_unused(False, FRESH),
     "rollout.prefetch_rollout": make_unused(False, FRESH),
     "rollout.prefetch_queue_maxsize": make_unused(2, FRESH),
-    "rollout.broadcast_all_params": make_unused(False, "every tensor is sent, and checked, at every sync"),
+    "rollout.broadcast_all_params": make_unused(False, "every tensor is sent and checked at every sync"),
     "rollout.multi_turn_config.enable": make_fixed(
-        False, False, because="it is off", instead="a rollout is one answer here; set it to false"
+        False, False, because="it is off", instead="multi-turn rollouts are not supported; set it to false"
     ),
     "rollout.multi_turn_config.enable_tools": make_unused(False, NO_TURNS),
     "rollout.multi_turn_config.enable_thinking": make_unused(False, NO_TURNS),
@@ -134,8 +139,8 @@ ENGINE: dict[str, Key] = {
     "rollout.multi_turn_config.continue_final_message": make_unused(False, NO_TURNS),
     "rollout.parallelism.n_init_replicas": make_joint(1, "GPUs"),
     "rollout.parallelism.tp_size": make_joint(2, "rollout.tensor_parallel_size"),
-    "rollout.parallelism.cp_size": make_unused(1, "vLLM shares a copy of the model by tensor parallelism"),
-    "rollout.parallelism.ep_size": make_unused(1, "vLLM shares a copy of the model by tensor parallelism"),
+    "rollout.parallelism.cp_size": make_unused(1, "vLLM splits a copy of the model only by tensor parallelism"),
+    "rollout.parallelism.ep_size": make_unused(1, "vLLM splits a copy of the model only by tensor parallelism"),
     "rollout.parallelism.dp_shard_size": make_joint(-1, "GPUs"),
     "rollout.parallelism.dp_replicate_size": make_joint(1, "GPUs"),
     "rollout.parallelism.pp_size": make_joint(1, "GPUs"),
@@ -154,15 +159,15 @@ DISTILLATION: dict[str, Key] = (
         "distillation.include_prompt": make_fixed(
             False,
             False,
-            because="only completions are trained",
-            instead="only completions are trained; set it to false",
+            because="only completions are trained on",
+            instead="only completions are trained on; set it to false",
         ),
         "distillation.top_k": make_joint(0, "distill.teacher"),
-        "distillation.jsd_beta": make_unused(0.5, "it is of top_k, which is 0"),
-        "distillation.batch_size_per_replica": make_unused(8, "the teacher reads the micro-batches of the policy"),
-        "distillation.mini_batch": make_unused(1, "the teacher reads the micro-batches of the policy"),
-        "distillation.trainer_token_ids_from_teacher": make_unused(True, "the ids are those that were sampled"),
-        "distillation.rollout_top_k_recompute": make_unused(False, "it is of top_k, which is 0"),
+        "distillation.jsd_beta": make_unused(0.5, "it applies to top_k, which is 0"),
+        "distillation.batch_size_per_replica": make_unused(8, "the teacher uses the policy's micro-batches"),
+        "distillation.mini_batch": make_unused(1, "the teacher uses the policy's micro-batches"),
+        "distillation.trainer_token_ids_from_teacher": make_unused(True, "the sampled token ids are always used"),
+        "distillation.rollout_top_k_recompute": make_unused(False, "it applies to top_k, which is 0"),
     }
     | {
         f"distillation.{name}": make_unused(None, ONE_TEACHER, takes="any")

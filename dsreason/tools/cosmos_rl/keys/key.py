@@ -37,7 +37,7 @@ class Key:
     """dsreason trainers for which the key is relevant; cosmos-rl does not read it in other kinds of training."""
 
     def of(self, *trainers: str) -> Key:
-        """Return a copy that is read only for these trainers."""
+        """Return a copy that applies only to these trainers."""
         return replace(self, trainers=trainers)
 
 
@@ -70,7 +70,7 @@ def make_fixed(default: Any, *values: Any, because: str, instead: str, takes: Ta
 
 
 def restrict_all(keys: dict[str, Key], *trainers: str) -> dict[str, Key]:
-    """Return copies of the keys that are read only for these trainers."""
+    """Return copies of the keys that apply only to these trainers."""
     return {name: key.of(*trainers) for name, key in keys.items()}
 
 

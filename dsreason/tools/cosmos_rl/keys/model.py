@@ -6,8 +6,8 @@ from dsreason.tools.cosmos_rl.keys.grpo import NO_PIPELINE
 from dsreason.tools.cosmos_rl.keys.key import Key, make_copied, make_fixed, make_joint, make_unused, restrict_all
 from dsreason.tools.cosmos_rl.keys.train import SPEED
 
-NO_CONTROLLER = "neither a controller nor redis is needed: the ranks are one ordinary job"
-PROFILER = "a profiler records, and changes nothing that is computed"
+NO_CONTROLLER = "no controller or redis is needed, because all ranks belong to one job"
+PROFILER = "a profiler does not change any result"
 
 POLICY: dict[str, Key] = {
     "policy.model_name_or_path": make_copied("Qwen/Qwen2.5-VL-7B-Instruct", "model.path"),
@@ -18,11 +18,18 @@ POLICY: dict[str, Key] = {
     "policy.freeze_pattern": make_joint(None, "model.freeze", takes="names"),
     "policy.trainable_pattern": make_joint(None, "model.freeze", takes="names"),
     "policy.trainable_map": make_fixed(
-        None, None, {}, because="it is empty", instead="say what is frozen with freeze_pattern, by regular expressions"
+        None,
+        None,
+        {},
+        because="it is empty",
+        instead="select the frozen weights with regular expressions in freeze_pattern",
     ),
     "policy.enable_liger_kernel": make_unused(False, SPEED),
     "policy.aux_loss_coeff": make_fixed(
-        0.0, 0.0, because="0 is none", instead="models with experts have no extra loss here; set it to 0"
+        0.0,
+        0.0,
+        because="0 disables it",
+        instead="models with experts are trained without an auxiliary loss; set it to 0",
     ),
     "policy.lora.r": make_joint(8, "lora.rank"),
     "policy.lora.lora_alpha": make_joint(8.0, "lora.alpha"),
@@ -33,12 +40,12 @@ POLICY: dict[str, Key] = {
     "policy.lora.alpha_pattern": make_joint(None, "lora.alpha_pattern", takes="table"),
     "policy.lora.r_pattern": make_joint(None, "lora.rank_pattern", takes="table"),
     "policy.lora.init_lora_weights": make_joint(True, "lora.rank", takes="any"),
-    "policy.lora.lora_names": make_unused(None, "there is one adapter", takes="any"),
+    "policy.lora.lora_names": make_unused(None, "only one adapter is trained", takes="any"),
     "policy.lora.lora_path": make_unused(None, "cosmos-rl does not read it", takes="any"),
     "policy.parallelism.n_init_replicas": make_joint(1, "GPUs", "train.global_batch_size"),
     "policy.parallelism.tp_size": make_joint(2, "GPUs"),
     "policy.parallelism.cp_size": make_joint(1, "train.sequence_parallel_size"),
-    "policy.parallelism.ep_size": make_unused(1, "ZeRO-3 shards experts as it does all weights"),
+    "policy.parallelism.ep_size": make_unused(1, "ZeRO-3 shards experts like all other weights"),
     "policy.parallelism.dp_shard_size": make_joint(1, "GPUs", "train.global_batch_size"),
     "policy.parallelism.dp_replicate_size": make_joint(1, "GPUs", "train.global_batch_size"),
     "policy.parallelism.pp_size": make_joint(1, "GPUs"),
@@ -67,7 +74,9 @@ VALIDATION: dict[str, Key] = {
         "validation.n_generation": make_joint(1, "validation.temperature"),
         "validation.max_response_length": make_joint(None, "validation.max_completion_length", takes="int"),
         "validation.reward_function": make_joint([], "reward.functions", takes="rewards"),
-        "validation.use_remote_reward": make_unused(None, "held-out rows have the rewards of training", takes="any"),
+        "validation.use_remote_reward": make_unused(
+            None, "held-out rows are scored with the training rewards", takes="any"
+        ),
     },
     "grpo",
 )
@@ -76,10 +85,12 @@ LOGGING: dict[str, Key] = {
     "logging.logger": make_joint(None, "monitor.wandb", takes="names"),
     "logging.project_name": make_joint("cosmos_rl", "monitor.wandb_project"),
     "logging.experiment_name": make_joint(None, "monitor.wandb_name", takes="string"),
-    "logging.group_name": make_unused(None, "runs have no groups in Weights & Biases here", takes="any"),
+    "logging.group_name": make_unused(None, "runs are not grouped in Weights & Biases", takes="any"),
     "logging.log_interval": make_unused(100, "every step is logged (monitor.log_every)"),
-    "logging.multi_modal_log_interval": make_unused(None, "TensorBoard shows media as [rollout] and [validation] say"),
-    "logging.report_mfu": make_unused(False, "it is always measured where the GPU's peak is known"),
+    "logging.multi_modal_log_interval": make_unused(
+        None, "[rollout] and [validation] select the media that TensorBoard shows"
+    ),
+    "logging.report_mfu": make_unused(False, "it is always measured if the GPU's peak is known"),
 }
 
 PROFILING: dict[str, Key] = {
@@ -122,18 +133,18 @@ CUSTOM: dict[str, Key] = {
     "custom.train_dataset.media_path": make_joint("", "data.media_path"),
     "custom.train_dataset.media_root": make_joint("", "data.media_path"),
     "custom.train_dataset.system_prompt": make_joint("", "data.system_prompt"),
-    "custom.train_dataset.response_mode": make_unused(None, "the answer is the one that the row has", takes="any"),
+    "custom.train_dataset.response_mode": make_unused(None, "the answer in the row is used", takes="any"),
     "custom.val_dataset.annotation_path": make_joint("", "data.validation"),
     "custom.val_dataset.media_path": make_joint("", "data.validation"),
     "custom.val_dataset.media_root": make_joint("", "data.validation"),
     "custom.val_dataset.system_prompt": make_joint("", "data.validation"),
     "custom.system_prompt": make_joint("", "data.system_prompt"),
-    "custom.payload_transfer": make_unused(None, "nothing is sent from process to process", takes="any"),
+    "custom.payload_transfer": make_unused(None, "processes do not send each other data", takes="any"),
     "custom.vision.resized_height": make_fixed(
-        None, None, because="it is unset", instead="sizes follow from pixels here; set max_pixels", takes="any"
+        None, None, because="it is unset", instead="sizes are derived from pixel limits; set max_pixels", takes="any"
     ),
     "custom.vision.resized_width": make_fixed(
-        None, None, because="it is unset", instead="sizes follow from pixels here; set max_pixels", takes="any"
+        None, None, because="it is unset", instead="sizes are derived from pixel limits; set max_pixels", takes="any"
     ),
 } | {f"custom.vision.{theirs}": make_joint(None, f"data.vision.{ours}", takes="number") for theirs, ours in VISION}
 

@@ -12,23 +12,23 @@ from dsreason.tools.cosmos_rl.keys.key import (
     restrict_all,
 )
 
-SAMPLER = "it is of EDM's sampler with churn, in whose place stands the SDE of Flow-GRPO"
-CALLBACK = "what callbacks show is always written: metrics.jsonl, TensorBoard, world.html"
-LOADER = "clips are read by the ranks' own workers (data.workers), each once an epoch"
-IMAGES = "images are not trained on; clips are"
-FAMILY = "the model's own folder says how it is built and which encoder reads prompts"
-NAMES = "the run is called as its output folder"
+SAMPLER = "it belongs to EDM's sampler with churn, which Flow-GRPO's SDE replaces"
+CALLBACK = "the output of callbacks is always written: metrics.jsonl, TensorBoard, world.html"
+LOADER = "each rank's workers (data.workers) read the clips, each clip once per epoch"
+IMAGES = "only clips are trained on, not images"
+FAMILY = "the model folder determines the architecture and the text encoder"
+NAMES = "the run is named after its output folder"
 
 RL: dict[str, Key] = {
-    "model.rl.enabled": make_unused(False, "the file is one of reinforcement learning"),
+    "model.rl.enabled": make_unused(False, "the file is for reinforcement learning"),
     "model.rl.num_rollout": make_joint(8, "world.num_generations"),
     "model.rl.sample_steps": make_copied(10, "world.sampling_steps"),
     "model.rl.train_on": make_joint([0, 1, 2, 3, 4, 5, 6, 7], "world.trained_steps", takes="numbers"),
     "model.rl.on_policy": make_fixed(
         True,
         True,
-        because="each rollout is trained once",
-        instead="each rollout is drawn from the weights it trains; set it to true",
+        because="each rollout is trained on once",
+        instead="each rollout is sampled from the weights that it trains; set it to true",
     ),
     "model.rl.update_ref_every_iter": make_joint(16, "world.kl_coef"),
     "model.rl.solver_option": make_joint("2ab", "world.sde"),
@@ -48,8 +48,8 @@ RL: dict[str, Key] = {
     "model.rl.exp_reward": make_joint(False, "world.exponential_advantages"),
     "model.rl.reward_config.adv_clip": make_joint(5, "world.advantage_clip", takes="numbers"),
     "model.rl.reward_config.adv_clip_max": make_joint(5, "world.advantage_clip", takes="numbers"),
-    "model.rl.reward_config.adv_clip_min": make_unused(-5, "advantages are clipped at ± the same value", takes="any"),
-    "model.rl.reward_config.enabled": make_unused(True, "rewards are always asked for"),
+    "model.rl.reward_config.adv_clip_min": make_unused(-5, "advantages are clipped symmetrically", takes="any"),
+    "model.rl.reward_config.enabled": make_unused(True, "rewards are always requested"),
     "model.rl.reward_config.reward_fns": make_joint(None, "reward.services", takes="any"),
 }
 
@@ -57,15 +57,15 @@ RUN: dict[str, Key] = {
     "model.fsdp_shard_size": make_joint(8, "GPUs"),
     "model.dp_replicate_size": make_joint(1, "GPUs"),
     "model.conditioner": make_unused(
-        None, "the family says how a prompt, a first frame and the rate of frames condition", takes="any"
+        None, "the model family determines the conditioning on prompt, first frame and frame rate", takes="any"
     ),
     "model.text_encoder_class": make_unused("t5_XXL", FAMILY, takes="any"),
     "model.text_encoder_config": make_unused(None, FAMILY, takes="any"),
     "model.net": make_unused(None, FAMILY, takes="any"),
     "model.resolution": make_joint("", "data.height", takes="any"),
-    "model_parallel.tensor_model_parallel_size": make_unused(1, "ZeRO-3 shares the weights among all ranks"),
-    "model_parallel.pipeline_model_parallel_size": make_unused(1, "ZeRO-3 shares the weights among all ranks"),
-    "model_parallel.pipeline_parallel_size": make_unused(1, "ZeRO-3 shares the weights among all ranks"),
+    "model_parallel.tensor_model_parallel_size": make_unused(1, "ZeRO-3 shards the weights across all ranks"),
+    "model_parallel.pipeline_model_parallel_size": make_unused(1, "ZeRO-3 shards the weights across all ranks"),
+    "model_parallel.pipeline_parallel_size": make_unused(1, "ZeRO-3 shards the weights across all ranks"),
     "model_parallel.context_parallel_size": make_joint(1, "train.context_parallel_size"),
     "optimizer.lr": make_copied(1e-5, "optim.lr"),
     "optimizer.weight_decay": make_copied(1e-4, "optim.weight_decay"),
@@ -75,14 +75,14 @@ RUN: dict[str, Key] = {
     "optimizer.master_weights": make_unused(True, "master weights are always float32"),
     "scheduler.warm_up_steps": make_joint([0], "optim.warmup", takes="numbers"),
     "scheduler.warmup_steps": make_joint(0, "optim.warmup", takes="numbers"),
-    "scheduler.f_start": make_unused(None, "the warmup begins at 0", takes="any"),
+    "scheduler.f_start": make_unused(None, "the warmup always starts at 0", takes="any"),
     "scheduler.f_max": make_fixed(
         None,
         None,
         [1.0],
         1.0,
-        because="1 is the rate itself",
-        instead="set optimizer.lr, and this to [1.0]",
+        because="1 is the learning rate itself",
+        instead="set the learning rate with optimizer.lr, and this key to [1.0]",
         takes="any",
     ),
     "scheduler.f_min": make_fixed(
@@ -90,11 +90,11 @@ RUN: dict[str, Key] = {
         None,
         [1.0],
         1.0,
-        because="the rate is held after the warmup",
-        instead="the rate is held; set it to [1.0]",
+        because="the learning rate is constant after the warmup",
+        instead="the learning rate is constant after the warmup; set it to [1.0]",
         takes="any",
     ),
-    "scheduler.cycle_lengths": make_unused(None, "the rate is held after the warmup", takes="any"),
+    "scheduler.cycle_lengths": make_unused(None, "the learning rate is constant after the warmup", takes="any"),
     "trainer.max_iter": make_copied(2001, "train.max_steps"),
     "trainer.seed": make_copied(0, "train.seed"),
     "trainer.callbacks": make_joint(None, "optim.max_grad_norm", takes="tables"),
@@ -104,15 +104,15 @@ RUN: dict[str, Key] = {
     "trainer.validation_iter": make_joint(32, "validation.every"),
     "checkpoint.save_iter": make_copied(32, "checkpoint.every"),
     "checkpoint.load_path": make_joint("", "model.path"),
-    "checkpoint.model_id": make_unused("", "model.revision says which weights", takes="any"),
-    "checkpoint.type": make_unused("distributed", "checkpoints are DeepSpeed's", takes="any"),
+    "checkpoint.model_id": make_unused("", "model.revision selects the weights", takes="any"),
+    "checkpoint.type": make_unused("distributed", "checkpoints are in DeepSpeed's format", takes="any"),
     "checkpoint.load_training_state": make_unused(
-        False, "a run starts from a model; --resume continues one of ours", takes="any"
+        False, "a run starts from a model; --resume continues a dsreason run", takes="any"
     ),
     "checkpoint.save_to_object_store.enabled": make_fixed(
-        False, False, because="it is off", instead="name checkpoint.upload in the imported file; set it to false"
+        False, False, because="it is off", instead="set checkpoint.upload in the imported file, and this key to false"
     ),
-    "checkpoint.load_from_object_store.enabled": make_unused(False, "model.path may be s3://…"),
+    "checkpoint.load_from_object_store.enabled": make_unused(False, "model.path may be an s3:// URI"),
     "job.project": make_unused("", NAMES),
     "job.group": make_unused("", NAMES),
     "job.name": make_joint("", "model.path"),
@@ -128,7 +128,7 @@ LOCAL_KEYS = {
     "pin_memory": True,
     "offline_text_embedding": False,
 }
-"""Keys and defaults of loaders of `type = "local"`, which have no section `dataloader`."""
+"""Keys and defaults of loaders of `type = "local"`, which have no `dataloader` section."""
 LOADER_KEYS = {
     "use_cache": False,
     "cache_size": 16,
@@ -195,7 +195,7 @@ def build_loader_keys() -> dict[str, Key]:
     for name, own_key in local.items():
         keys[f"dataloader_train.video_dataloader.{name}"] = make_joint(LOCAL_KEYS[name], own_key)
     keys["dataloader_train.video_dataloader.offline_text_embedding"] = make_unused(
-        False, "each prompt is encoded once, and kept"
+        False, "each prompt is encoded only once"
     )
     keys["dataloader_val.video_dataloader.dataset_dir"] = make_joint("", "data.validation")
     return keys

@@ -6,30 +6,30 @@ from typing import Any
 
 from dsreason.tools.cosmos_rl.keys.key import Key, make_copied, make_fixed, make_joint, make_unused, restrict_all
 
-SPEED = "it changes speed or memory, not what is computed"
-SYNC = "the engine gets the weights of every step before it samples"
-FRESH = "each rollout is drawn from the weights that it trains"
-SHARDS = "ZeRO-3 always shards, and gathers a layer when it is computed"
-MORE_EXACT = "sums and master weights are always float32 here, which is at least as exact"
+SPEED = "it affects speed or memory, but not the result"
+SYNC = "the engine always gets the latest weights before it samples"
+FRESH = "each rollout is sampled from the weights that it trains"
+SHARDS = "ZeRO-3 always shards the weights, and gathers each layer when it is computed"
+MORE_EXACT = "sums and master weights are always float32, which is at least as precise"
 
 
 def convert_precision(dtype: Any) -> str:
     precisions = {"bfloat16": "bf16", "float32": "fp32"}
     if dtype not in precisions:
-        raise ValueError("weights are bfloat16 or float32 here; set one of them")
+        raise ValueError("weights must be bfloat16 or float32; set one of them")
     return precisions[dtype]
 
 
 def convert_rate(rate: Any) -> float:
     rates = rate if isinstance(rate, list) else [rate]
     if not rates or any(isinstance(each, dict) or each != rates[0] for each in rates):
-        raise ValueError("all weights have one learning rate here; give one number")
+        raise ValueError("all weights share one learning rate; set a single number")
     return float(rates[0])
 
 
 def convert_interval(steps: Any) -> int:
     if steps < 1:
-        raise ValueError("steps between checkpoints are 1 or more")
+        raise ValueError("at least 1 step must lie between checkpoints; set 1 or more")
     return int(steps)
 
 
@@ -42,7 +42,7 @@ OPTIMIZER: dict[str, Key] = {
     "train.epsilon": make_copied(1e-6, "optim.eps"),
     "train.optm_warmup_steps": make_joint(20, "optim.warmup", takes="number"),
     "train.optm_warmup_start_factor": make_fixed(
-        0.0, 0.0, because="the warmup begins at 0 here, too", instead="the warmup begins at 0 here; remove the key"
+        0.0, 0.0, because="the warmup always starts at 0", instead="the warmup always starts at 0; remove the key"
     ),
     "train.optm_decay_type": make_joint(None, "optim.schedule", takes="string"),
     "train.optm_decay_ratio": make_joint(None, "optim.schedule", "optim.decay_share", takes="number"),
@@ -54,17 +54,17 @@ RUN: dict[str, Key] = {
     "train.epoch": make_copied(1, "train.epochs"),
     "train.max_num_steps": make_joint(None, "train.max_steps", takes="int"),
     "train.output_dir": make_copied("./outputs", "output_dir"),
-    "train.timestamp": make_unused("", "the output folder has no folder of a time in it; --output-dir names another"),
+    "train.timestamp": make_unused("", "output folders contain no timestamp; set --output-dir for another folder"),
     "train.resume": make_joint(False, "--resume", takes="any"),
     "train.seed": make_joint(None, "train.seed", takes="int"),
     "train.deterministic": make_joint(False, "train.seed"),
     "train.train_batch_per_replica": make_joint(8, "train.global_batch_size", "grpo.prompts_per_step"),
     "train.local_dataset": make_unused(True, "every rank reads the data itself", takes="any"),
-    "train.non_text": make_unused(False, "what a row holds is seen in the row"),
-    "train.force_use_hf": make_unused(False, "models are always transformers' own"),
+    "train.non_text": make_unused(False, "the kind of each row is detected from its content"),
+    "train.force_use_hf": make_unused(False, "models are always those of transformers"),
     "train.sequence_packing": make_unused(
         False,
-        "samples are always packed into rows without padding, and attend to themselves only: gradients are the same",
+        "samples are always packed without padding and attend only to themselves, so the gradients are the same",
     ),
     "train.save_ckpt_at_exit": make_unused(True, "a stop signal always saves a checkpoint"),
 }
@@ -72,24 +72,22 @@ RUN: dict[str, Key] = {
 PRECISION: dict[str, Key] = {
     "train.param_dtype": make_copied("bfloat16", "train.precision", convert=convert_precision),
     "train.master_dtype": make_unused("float32", MORE_EXACT),
-    "train.transfer_dtype": make_unused(
-        None, "the engine gets weights in the precision in which it computes", takes="any"
-    ),
+    "train.transfer_dtype": make_unused(None, "the engine gets the weights in its compute precision", takes="any"),
     "train.logprob_dtype": make_unused("float32", "log-probabilities are always float32"),
     "train.fsdp_reduce_dtype": make_unused("float32", MORE_EXACT),
     "train.fp8.enable_fp8": make_fixed(
-        False, False, because="it is off", instead="training in 8 bits is not supported; set it to false"
+        False, False, because="it is off", instead="8-bit training is not supported; set it to false"
     ),
-    "train.fp8.fp8_recipe": make_unused("dynamic_scaling", "it is of FP8, which is off"),
-    "train.fp8.quant_recipe": make_unused("rowwise", "it is of FP8, which is off"),
+    "train.fp8.fp8_recipe": make_unused("dynamic_scaling", "it applies to FP8 training, which is off"),
+    "train.fp8.quant_recipe": make_unused("rowwise", "it applies to FP8 training, which is off"),
     "train.fp4.enable_fp4": make_fixed(
         False,
         False,
         because="it is off",
-        instead="the only training in 4 bits is QLoRA (model.quantize); set it to false",
+        instead="the only 4-bit training is QLoRA (model.quantize); set it to false",
     ),
-    "train.fp4.fp4_recipe": make_unused("dynamic_scaling", "it is of FP4, which is off"),
-    "train.fp4.quant_recipe": make_unused("rowwise", "it is of FP4, which is off"),
+    "train.fp4.fp4_recipe": make_unused("dynamic_scaling", "it applies to FP4 training, which is off"),
+    "train.fp4.quant_recipe": make_unused("rowwise", "it applies to FP4 training, which is off"),
 }
 
 MACHINE: dict[str, Key] = {
@@ -98,7 +96,7 @@ MACHINE: dict[str, Key] = {
     "train.activation_offload": make_joint(False, "train.activation_offload"),
     "train.async_tp_enabled": make_unused(False, SPEED),
     "train.compile": make_unused(True, SPEED),
-    "train.fa_version": make_unused(None, "attention takes torch's own flash kernel if torch has one"),
+    "train.fa_version": make_unused(None, "attention uses torch's flash kernel if torch has one"),
     "train.sync_weight_interval": make_unused(1, SYNC),
     "train.coalesce_weight_sync": make_unused(False, SYNC),
     "train.ema_enable": make_fixed(
@@ -107,8 +105,8 @@ MACHINE: dict[str, Key] = {
         because="it is off",
         instead="only dsreason world keeps a moving average of weights; set it to false",
     ),
-    "train.ema_decay": make_unused(0.9999, "it is of the moving average, which is off", takes="number"),
-    "train.ema_update_interval": make_unused(0, "it is of the moving average, which is off"),
+    "train.ema_decay": make_unused(0.9999, "it applies to the moving average, which is off", takes="number"),
+    "train.ema_update_interval": make_unused(0, "it applies to the moving average, which is off"),
 }
 
 CHECKPOINTS: dict[str, Key] = {
@@ -117,8 +115,8 @@ CHECKPOINTS: dict[str, Key] = {
     "train.ckpt.save_freq_in_epoch": make_fixed(
         0,
         0,
-        because="0 means that save_freq counts",
-        instead="checkpoints are counted in steps here: set save_freq to the number of steps in these epochs, and this to 0",
+        because="0 means that save_freq applies",
+        instead="the interval is in steps; set save_freq to the number of steps in these epochs, and this key to 0",
     ),
     "train.ckpt.save_mode": make_copied("async", "checkpoint.background", convert=lambda mode: mode == "async"),
     "train.ckpt.max_keep": make_joint(5, "checkpoint.keep", "checkpoint.export_keep"),
@@ -149,31 +147,31 @@ DATA: dict[str, Key] = {
     "train.train_policy.dataloader_num_workers": make_joint(0, "data.workers"),
     "train.train_policy.dataloader_prefetch_factor": make_joint(None, "data.prefetch", takes="int"),
     "train.train_policy.dataloader_drop_last": make_unused(
-        True, "what is left of an epoch goes into the next one's first step; of the last epoch it is left out"
+        True, "the remaining rows of an epoch go into the first step of the next; those of the last epoch are dropped"
     ),
-    "train.train_policy.dataloader_batch_size": make_unused(1, "no controller hands out rows", takes="any"),
+    "train.train_policy.dataloader_batch_size": make_unused(1, "no controller distributes rows", takes="any"),
     "train.train_policy.dataloader_broadcast": make_unused(False, "every rank reads its own rows"),
     "train.train_policy.data_dispatch_as_rank_in_mesh": make_unused(False, "every rank reads its own rows"),
-    "train.train_policy.enable_dataset_cache": make_unused(
-        False, "rows are decoded when they are needed, and none is stale"
+    "train.train_policy.enable_dataset_cache": make_unused(False, "rows are decoded on demand, so none can be stale"),
+    "train.train_policy.balance_dp_token": make_unused(
+        True, "each token of the global batch always has the same weight"
     ),
-    "train.train_policy.balance_dp_token": make_unused(True, "each token of the global batch always counts the same"),
     "train.train_policy.enable_dp_load_balancing": make_fixed(
         False,
         False,
         because="it is off",
-        instead="a step has a fixed number of samples here, and a row as many as fit; set it to false, and "
-        "max_token_len_per_mini_batch where rows should be longer",
+        instead="a step has a fixed number of samples, and a row is filled up to its token limit; set it to false, and "
+        "raise max_token_len_per_mini_batch for longer rows",
     ),
-    "train.train_policy.load_balanced_pool_size": make_unused(32, "it is of the load balancing, which is off"),
+    "train.train_policy.load_balanced_pool_size": make_unused(32, "it applies to load balancing, which is off"),
     "train.train_policy.load_balanced_max_tokens_for_batch": make_unused(
-        None, "it is of the load balancing, which is off"
+        None, "it applies to load balancing, which is off"
     ),
     "train.train_policy.load_balanced_batching_strategy": make_unused(
-        "prefer_closest", "it is of the load balancing, which is off"
+        "prefer_closest", "it applies to load balancing, which is off"
     ),
     "train.train_policy.load_balanced_batches_per_optimizer_step": make_unused(
-        1, "it is of the load balancing, which is off"
+        1, "it applies to load balancing, which is off"
     ),
     "train.train_policy.max_token_len_per_mini_batch": make_joint(
         None, "train.max_tokens_per_micro_batch", takes="int"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dsreason.tools.cosmos_rl.keys import grpo, model, train
 from dsreason.tools.cosmos_rl.keys.key import Key, make_copied, make_fixed, make_joint, make_unused, restrict_all
 
-ODE = "clips are drawn along the ODE of the family's schedule, without noise"
-ALWAYS_CLIPS = "all that dsreason world trains makes clips"
+ODE = "clips are sampled along the ODE of the model family's schedule, without noise"
+ALWAYS_CLIPS = "dsreason world trains only models that generate clips"
 
 OTHERS: dict[str, Key] = {
-    name: make_unused(key.default, "it is of language models", takes="any")
+    name: make_unused(key.default, "it applies to language models", takes="any")
     for name, key in (train.DATA | grpo.KEYS | model.KEYS).items()
 }
 
@@ -22,7 +22,7 @@ SHARED: dict[str, Key] = (
 OWN: dict[str, Key] = {
     "train.train_batch_per_replica": make_joint(8, "world.prompts_per_step", "train.global_batch_size"),
     "train.resume": make_joint(False, "--resume", takes="any"),
-    "train.activation_offload": make_unused(False, "a layer's input stays on the GPU", takes="bool"),
+    "train.activation_offload": make_unused(False, "the inputs of layers stay on the GPU", takes="bool"),
     "train.sequence_packing": make_unused(False, "each clip is a separate sample"),
     "train.ema_enable": make_joint(False, "train.ema_decay"),
     "train.ema_decay": make_joint(0.9999, "train.ema_decay"),
@@ -44,12 +44,20 @@ OWN: dict[str, Key] = {
     "train.train_policy.remote_reward.scale": make_copied(1.0, "reward.scale"),
     "train.train_policy.remote_reward.reward_fns": make_joint(None, "reward.services", takes="tables"),
     "train.train_policy.remote_reward.reward_clip_min": make_fixed(
-        -5.0, -5.0, -5, because="the sum is clipped at ± 5", instead="the sum is clipped at ± 5; set it to -5"
+        -5.0,
+        -5.0,
+        -5,
+        because="the sum of rewards is always clipped at ± 5",
+        instead="the sum of rewards is always clipped at ± 5; set it to -5",
     ),
     "train.train_policy.remote_reward.reward_clip_max": make_fixed(
-        5.0, 5.0, 5, because="the sum is clipped at ± 5", instead="the sum is clipped at ± 5; set it to 5"
+        5.0,
+        5.0,
+        5,
+        because="the sum of rewards is always clipped at ± 5",
+        instead="the sum of rewards is always clipped at ± 5; set it to 5",
     ),
-    "train.train_policy.remote_reward.batch_size": make_unused(1, "a request has the clips of a micro-batch"),
+    "train.train_policy.remote_reward.batch_size": make_unused(1, "each request contains the clips of one micro-batch"),
     "train.train_policy.reward_function": make_joint(None, "reward.functions", takes="rewards"),
     "train.train_policy.uncentralized_training": make_unused(False, "every rank always reads its own prompts"),
     "policy.model_name_or_path": make_copied("Qwen/Qwen2.5-VL-7B-Instruct", "model.path"),
@@ -60,13 +68,13 @@ OWN: dict[str, Key] = {
     "policy.lora.lora_alpha": make_joint(8.0, "lora.alpha"),
     "policy.lora.target_modules": make_joint(None, "lora.targets", takes="names"),
     "policy.lora.lora_names": make_unused(
-        None, "the adapter of before is kept as numbers, not as a second one", takes="any"
+        None, "the earlier weights are kept as tensors, not as a second adapter", takes="any"
     ),
     "policy.lora.init_lora_weights": make_unused(
-        True, "B is 0 and A is drawn, so that training starts from the model", takes="any"
+        True, "B is 0 and A is random, so training starts from the unchanged model", takes="any"
     ),
     "policy.diffusers.is_video": make_unused(True, ALWAYS_CLIPS),
-    "policy.diffusers.offload": make_unused(False, "what waits is in CPU memory where the algorithm lets it"),
+    "policy.diffusers.offload": make_unused(False, "idle parts are kept in CPU memory if the algorithm permits it"),
     "policy.diffusers.max_prompt_length": make_copied(512, "model.max_prompt_length"),
     "policy.diffusers.inference_size": make_joint([512, 512], "data.height", "data.width"),
     "policy.diffusers.train_frames": make_copied(93, "data.frames"),

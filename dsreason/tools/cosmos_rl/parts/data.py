@@ -9,7 +9,7 @@ from dsreason.tools.cosmos_rl.draft import Draft, Settings
 from dsreason.tools.cosmos_rl.keys.model import VISION
 
 SCRIPT = (
-    "the file names no data set, so your script opens it: write its to_sample as an adapter "
+    "the file names no data set, so your script opens it; rewrite the script as an adapter "
     "(docs/moving-from-cosmos-rl.md), and set data.adapter and data.path"
 )
 REQUEST = "Please answer the question in the following format: <think> your reasoning </think> <answer> your answer </answer>."
@@ -89,8 +89,8 @@ def choose_adapter(name: str, key: str, draft: Draft) -> str:
     if name.startswith(("/", "./", "../", "~")) and not folder.exists():
         draft.note_difference(
             key,
-            f'data.path = {name!r}, adapter "{plain}": there is nothing at that place to look at; videos/ with metas/ are read '
-            'by data.adapter = "local_labels", and what your script reads by an adapter of yours',
+            f'data.path = {name!r} does not exist, so data.adapter = "{plain}" is assumed; set "local_labels" for videos/ with '
+            "metas/, or your own adapter for data that your script reads",
         )
     return plain
 
@@ -137,7 +137,7 @@ def convert_validation(cosmos: Settings, draft: Draft) -> None:
         if "train.train_policy.dataset.test_size" in cosmos.given:
             draft.notes["train.train_policy.dataset.test_size"] = (
                 "left out",
-                "validation.enable is false, so that all rows are trained on",
+                "validation.enable is false, so all rows are used for training",
             )
         draft.set("validation.before_training", False)
         return
@@ -170,7 +170,7 @@ def convert_held_out(cosmos: Settings, draft: Draft) -> None:
     if key in cosmos.given:
         draft.note_difference(
             key,
-            f"data.validation = {size!r}: that many rows, drawn over the whole data set; cosmos-rl takes the first ones",
+            f"data.validation = {size!r}: the rows are drawn from the whole data set, but cosmos-rl takes the first ones",
         )
 
 
@@ -183,10 +183,10 @@ def convert_answers(cosmos: Settings, draft: Draft) -> None:
     draft.set("validation.max_completion_length", longest)
     draft.set("checkpoint.best_metric", "val/reward/mean" if draft.get("reward.functions") else None)
     if not greedy and cosmos["validation.top_k"] not in (None, -1, 0):
-        draft.note_difference("validation.top_k", "answers are drawn from all tokens")
+        draft.note_difference("validation.top_k", "answers are sampled from all tokens")
     if cosmos["validation.repetition_penalty"] != 1.0:
-        draft.note_difference("validation.repetition_penalty", "answers are drawn without it")
+        draft.note_difference("validation.repetition_penalty", "answers are sampled without it")
     if cosmos["validation.n_generation"] > 1:
         draft.note_difference("validation.n_generation", "each held-out prompt gets one answer")
     if cosmos["validation.reward_function"]:
-        draft.note_difference("validation.reward_function", "held-out answers have the rewards of training")
+        draft.note_difference("validation.reward_function", "held-out answers are scored with the training rewards")

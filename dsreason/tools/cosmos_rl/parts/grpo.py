@@ -14,8 +14,8 @@ NO_CLIP_LOW, NO_CLIP_HIGH = 1.0, 1e9
 MOST_UTILIZATION = 0.6
 """Maximum share of the GPU for vLLM, because the policy stays on the same GPU."""
 REWARDS = {
-    "format": "any white space may stand between the tags; cosmos-rl wants one empty line, which its own prompt does not show",
-    "single_choice": "the last <answer> counts, cosmos-rl reads the first",
+    "format": "any white space is allowed between the tags; cosmos-rl requires one empty line, which its prompt does not show",
+    "single_choice": "the last <answer> counts, but cosmos-rl reads the first",
     "gsm8k": "",
     "boxed_math": "",
     "direct_math": "",
@@ -35,15 +35,16 @@ def convert_algorithm(cosmos: Settings, draft: Draft) -> None:
             draft.set("grpo.reference_reset_every", every)
             if cosmos[f"{POLICY}.reset_optimizer_with_reference"]:
                 draft.refuse(
-                    f"{POLICY}.reset_optimizer_with_reference", "the optimizer keeps its moments here; set it to false"
+                    f"{POLICY}.reset_optimizer_with_reference",
+                    "the optimizer keeps its moments when the reference is reset; set it to false",
                 )
     convert_correction(cosmos, draft)
     prefix = f"{POLICY}.min_filter_prefix_tokens"
     if cosmos[prefix] is not None:
         draft.note_difference(
             prefix,
-            "the common beginning of a group's completions is trained, too: if all share it, their advantages cancel "
-            "out in its gradient, and it counts in the mean over tokens",
+            "the common prefix of a group's completions is trained on, too: if all share it, their advantages cancel "
+            "out in its gradient, but it counts in the mean over tokens",
         )
 
 
@@ -63,17 +64,21 @@ def convert_groups(cosmos: Settings, draft: Draft) -> None:
     draft.set("grpo.prompts_per_step", batch // size)
     each = cosmos[f"{POLICY}.batch_size_per_optimize"]
     if each and not is_divisible(cosmos[key], each):
-        draft.wrong(f"{POLICY}.batch_size_per_optimize", f"{each} does not divide {key} ({cosmos[key]}); correct it")
+        draft.wrong(
+            f"{POLICY}.batch_size_per_optimize", f"{each} does not divide {key} ({cosmos[key]}); choose a divisor"
+        )
     elif each and each != cosmos[key]:
         steps = cosmos[key] // each
         draft.set("grpo.optimizer_steps_per_rollout", steps)
         if not is_divisible(batch // size, steps):
             draft.wrong(
                 f"{POLICY}.batch_size_per_optimize",
-                f"{batch // size} prompts of a step cannot be cut into {steps} updates of whole groups; set another number",
+                f"{batch // size} prompts per step cannot be divided into {steps} updates of whole groups; choose another number",
             )
         if draft.get("train.max_steps"):
-            draft.note_difference("train.max_num_steps", f"optimizer steps are counted here, {steps} for each rollout")
+            draft.note_difference(
+                "train.max_num_steps", f"dsreason counts optimizer steps, of which each rollout has {steps}"
+            )
 
 
 def convert_objective(cosmos: Settings, draft: Draft) -> None:
@@ -81,30 +86,28 @@ def convert_objective(cosmos: Settings, draft: Draft) -> None:
     variant, loss, key = cosmos[f"{POLICY}.variant"], cosmos[f"{POLICY}.loss_type"], f"{POLICY}.loss_type"
     longest = cosmos[f"{POLICY}.unbiased_loss_max_tokens"]
     if variant not in ("grpo", "gspo", "dapo"):
-        draft.wrong(f"{POLICY}.variant", f"{variant!r} is not one of grpo, gspo, dapo; correct it")
+        draft.wrong(f"{POLICY}.variant", f"must be one of grpo, gspo, dapo; got {variant!r}")
         return
     presets = {"token-mean": "dapo", "seq-mean-token-mean": "dr_grpo" if longest else "grpo"}
     if variant == "gspo":
         draft.set("grpo.preset", "gspo")
         if loss != "seq-mean-token-mean":
-            draft.note_difference(
-                key, "GSPO's loss is the mean over sequences here, as in its paper; each counts the same"
-            )
+            draft.note_difference(key, "GSPO's loss is the mean over sequences with equal weights, as in its paper")
     elif loss in presets:
         draft.set("grpo.preset", presets[loss])
     elif loss in ("seq-mean-token-sum", "token-sum"):
         draft.set("grpo.preset", "dr_grpo")
         draft.refuse(
             key,
-            f"{loss} is dr_grpo but for a constant factor, which gradient clipping sees; set seq-mean-token-mean or token-mean",
+            f"{loss} is dr_grpo up to a constant factor, which affects gradient clipping; set seq-mean-token-mean or token-mean",
         )
     else:
-        draft.wrong(key, f"{loss!r} is not one of token-mean, seq-mean-token-mean, seq-mean-token-sum; correct it")
+        draft.wrong(key, f"must be one of token-mean, seq-mean-token-mean, seq-mean-token-sum; got {loss!r}")
         return
     if longest and draft.get("grpo.preset") == "dr_grpo" and longest != cosmos["rollout.max_response_length"]:
         draft.note_difference(
             f"{POLICY}.unbiased_loss_max_tokens",
-            f"sums of tokens are divided by the longest completion, {cosmos['rollout.max_response_length']}, not by {longest}",
+            f"token sums are divided by the longest completion ({cosmos['rollout.max_response_length']}), not by {longest}",
         )
     unbiased = cosmos[f"{POLICY}.unbiased_advantage"]
     draft.set("grpo.advantage", "group_centered" if unbiased else "group_normalized")
@@ -116,7 +119,7 @@ def convert_objective(cosmos: Settings, draft: Draft) -> None:
         if cosmos[f"{POLICY}.filter_reward_metric"]:
             draft.refuse(
                 f"{POLICY}.filter_reward_metric",
-                "groups are replaced where their whole reward is equal; remove the key",
+                "groups are replaced if all their total rewards are equal; remove the key",
             )
 
 
@@ -129,7 +132,7 @@ def convert_clips(cosmos: Settings, draft: Draft) -> None:
     elif bound > 1:
         draft.set("grpo.dual_clip", bound)
     else:
-        draft.refuse(f"{POLICY}.lower_bound_ratio", f"a bound of the ratio is above 1, and is {bound:g}; correct it")
+        draft.refuse(f"{POLICY}.lower_bound_ratio", f"the bound of the ratio must be greater than 1; got {bound:g}")
 
 
 def convert_correction(cosmos: Settings, draft: Draft) -> None:
@@ -143,7 +146,8 @@ def convert_correction(cosmos: Settings, draft: Draft) -> None:
         draft.set("grpo.correction", "none")
         if decoupled:
             draft.refuse(
-                f"{POLICY}.use_decoupled_loss", "its weights need sampling from all tokens; set top_p = 1, top_k = -1"
+                f"{POLICY}.use_decoupled_loss",
+                "its weights require sampling from all tokens; set top_p = 1 and top_k = -1",
             )
     elif decoupled:
         draft.set("grpo.correction", "token_mask")
@@ -155,7 +159,7 @@ def convert_correction(cosmos: Settings, draft: Draft) -> None:
     if cosmos[key]:
         draft.note_difference(
             key,
-            "the ratio is to the trainer's own, and the engine's enter as a weight (grpo.correction)",
+            "the ratio uses the trainer's log-probabilities, and the engine's are used in a weight (grpo.correction)",
         )
 
 
@@ -165,12 +169,12 @@ def convert_rollout(cosmos: Settings, draft: Draft) -> None:
     if backend not in engines:
         draft.refuse(
             "rollout.backend",
-            f"must be one of {', '.join(engines)}, got {backend!r}; rollouts here are vLLM's or transformers'",
+            f"must be one of {', '.join(engines)}; got {backend!r}. dsreason samples with vLLM or transformers",
         )
     engine = engines.get(backend, "vllm")
     draft.set("rollout.engine", engine)
     if backend == "trtllm":
-        draft.note_difference("rollout.backend", "vLLM samples, in the ranks that train")
+        draft.note_difference("rollout.backend", "vLLM is used instead, in the training ranks")
     if engine == "vllm":
         convert_utilization(cosmos, draft)
         if "rollout.enforce_eager" in cosmos.given:
@@ -180,7 +184,7 @@ def convert_rollout(cosmos: Settings, draft: Draft) -> None:
         if draft.num_gpus % parallel:
             draft.wrong(
                 "rollout.parallelism.tp_size",
-                f"{parallel} does not divide the {draft.num_gpus} GPUs of the whole job; change it",
+                f"{parallel} does not divide the number of GPUs of the job ({draft.num_gpus}); choose a divisor",
             )
     convert_temperature(cosmos, draft)
 
@@ -192,7 +196,7 @@ def convert_utilization(cosmos: Settings, draft: Draft) -> None:
     if value > MOST_UTILIZATION and key in cosmos.given:
         draft.note_difference(
             key,
-            f"{key} = {MOST_UTILIZATION}: the engine shares its GPU with a policy that waits; `dsreason plan` says what fits",
+            f"{key} = {MOST_UTILIZATION}: the engine shares its GPU with the idle policy; check with `dsreason plan` what fits",
         )
 
 
@@ -205,16 +209,16 @@ def convert_temperature(cosmos: Settings, draft: Draft) -> None:
         draft.set("rollout.temperature", cosmos[sampled])
         draft.refuse(
             trained,
-            f"{cosmos[trained]:g} divides the logits of training, and {sampled} ({cosmos[sampled]:g}) is that of sampling: "
-            "here both are one; make them equal",
+            f"the training temperature is {cosmos[trained]:g}, but the sampling temperature ({sampled}) is "
+            f"{cosmos[sampled]:g}; dsreason has one for both: make them equal",
         )
         return
     draft.set("rollout.temperature", values.pop() if values else 1.0)
     if given_keys == [trained] and cosmos[trained] != cosmos[sampled]:
         draft.note_difference(
             trained,
-            f"rollout.temperature = {cosmos[trained]:g}, of sampling and training; cosmos-rl trains with it, and samples with "
-            f"{sampled}, which is {cosmos[sampled]:g} unless set",
+            f"rollout.temperature = {cosmos[trained]:g} for sampling and training; cosmos-rl only trains with it, and samples "
+            f"with {sampled} (default: {cosmos[sampled]:g})",
         )
 
 
@@ -226,7 +230,7 @@ def convert_rewards(cosmos: Settings, draft: Draft) -> None:
     if unknown := [name for name in weights if name not in REWARDS and ":" not in name]:
         draft.wrong(
             key,
-            f"{unknown[0]!r} is a function of your script; name it as file.py:{unknown[0]}, a plain fn(completion, sample)",
+            f"{unknown[0]!r} is a function of your script; set it to file.py:{unknown[0]}, which must be fn(completion, sample)",
         )
         return
     draft.set("reward.functions", weights or None)
@@ -235,8 +239,8 @@ def convert_rewards(cosmos: Settings, draft: Draft) -> None:
     if value is None and weights:
         draft.note_difference(
             key,
-            f"reward.functions = {weights}: rewards that a script gives to launch_worker are none of the file's; "
-            "name them there, as file.py:function",
+            f"reward.functions = {weights}: the file does not contain rewards that your script passes to launch_worker; "
+            "add them as file.py:function",
         )
     elif other := [f"{name}: {REWARDS[name]}" for name in weights if REWARDS.get(name)]:
         draft.note_difference(key, f"reward.functions = {weights}; {'; '.join(other)}")
@@ -255,7 +259,7 @@ def convert_overlong(cosmos: Settings, draft: Draft) -> None:
     if not 0 < buffer <= longest:
         draft.refuse(
             key,
-            f"{buffer} is longer than the longest completion ({longest}): every completion would be punished; set at most that",
+            f"must be greater than 0 and at most the maximum completion length ({longest}); got {buffer}",
         )
     else:
         options["buffer"] = buffer
@@ -270,12 +274,12 @@ def convert_teacher(cosmos: Settings, draft: Draft) -> None:
                 draft.notes[key] = ("left out", "distillation.enable is false")
         return
     if not cosmos[f"{section}.model_name_or_path"]:
-        draft.wrong(f"{section}.model_name_or_path", "the teacher is missing; name its model")
+        draft.wrong(f"{section}.model_name_or_path", "the teacher is missing; set it to a model")
         return
     if cosmos[f"{section}.top_k"]:
         draft.refuse(
             f"{section}.top_k",
-            "the teacher says what it thinks of the tokens that were sampled (reverse KL); set it to 0",
+            "the teacher scores only the sampled tokens (reverse KL); set it to 0",
         )
     draft.set("distill.teacher", cosmos[f"{section}.model_name_or_path"])
     draft.set("distill.revision", cosmos[f"{section}.model_revision"])

@@ -12,8 +12,8 @@ LOCAL = "dataloader_train.video_dataloader"
 SIZES = {"256": (192, 320), "480": (480, 832), "720": (704, 1280)}
 """Height and width in pixels by the name of a resolution."""
 SAMPLER = (
-    "noise is added by Flow-GRPO's SDE (world.sde, noise_level) on the model's own schedule: the nearest of ours to EDM's "
-    "sampler with churn, not the same; its log-probabilities leave the standard deviation out"
+    "noise is added by Flow-GRPO's SDE (world.sde, noise_level) on the model's own schedule, which is similar but not identical "
+    "to EDM's sampler with churn; its log-probabilities omit the standard deviation"
 )
 
 
@@ -40,12 +40,12 @@ def convert_ranks(cosmos: Settings, draft: Draft) -> None:
     draft.set("train.context_parallel_size", together)
     draft.set("world.num_generations", group)
     if group < 1:
-        draft.wrong("model.rl.num_rollout", f"{group} is less than 1; raise it")
+        draft.wrong("model.rl.num_rollout", f"must be at least 1; got {group}")
         return
     if draft.num_gpus % (group * together):
         draft.wrong(
             "model.rl.num_rollout",
-            f"{draft.num_gpus} GPUs cannot be divided into groups of {group} clips of {together} GPUs each; correct "
+            f"{draft.num_gpus} GPUs cannot be divided into groups of {group} clips with {together} GPUs each; correct "
             "model.fsdp_shard_size",
         )
         return
@@ -59,12 +59,12 @@ def convert_model(cosmos: Settings, draft: Draft) -> None:
     draft.set("model.revision", "diffusers/base/pre-trained")
     draft.set("model.freeze_text_projection", True)
     draft.note_difference(
-        "job.name", f"model.path = {draft.get('model.path')!r}, by this name; correct it where it is another"
+        "job.name", f"model.path = {draft.get('model.path')!r}, inferred from this name; correct it if it is wrong"
     )
     if load_path and not load_path.startswith("nvidia/"):
         draft.note_difference(
             "checkpoint.load_path",
-            "its checkpoints are of another format; export the model to diffusers', and set model.path",
+            "its checkpoints have another format; export the model to diffusers' format, and set model.path",
         )
 
 
@@ -77,12 +77,13 @@ def convert_objective(cosmos: Settings, draft: Draft) -> None:
         draft.set("world.data_steps", "first" if cosmos["model.rl.data_on_first_only"] else "all")
         draft.set("world.exponential_advantages", cosmos["model.rl.exp_reward"])
     elif cosmos["model.rl.exp_reward"]:
-        draft.refuse("model.rl.exp_reward", "advantages are transformed so in ddrl only; set it to false")
+        draft.refuse("model.rl.exp_reward", "advantages are transformed this way only in ddrl; set it to false")
     steps = to_list(cosmos["model.rl.train_on"])
     if any(step < 0 for step in steps):
         draft.set("world.window", len(steps))
         draft.note_difference(
-            "model.rl.train_on", f"world.window = {len(steps)}: that many consecutive steps, drawn from the first half"
+            "model.rl.train_on",
+            f"world.window = {len(steps)}: {len(steps)} consecutive steps, drawn from the first half",
         )
     else:
         draft.set("world.trained_steps", steps)
@@ -95,7 +96,7 @@ def convert_objective(cosmos: Settings, draft: Draft) -> None:
     draft.note_difference("model.rl.solver_option", SAMPLER)
     if cosmos["model.rl.kl_beta"] and cosmos["model.rl.update_ref_every_iter"]:
         draft.note_difference(
-            "model.rl.update_ref_every_iter", "the reference stays the model that training began with"
+            "model.rl.update_ref_every_iter", "the reference is never updated: it is always the initial model"
         )
     clip = cosmos["model.rl.reward_config.adv_clip_max"]
     if "model.rl.reward_config.adv_clip" in cosmos.given:
@@ -118,11 +119,12 @@ def convert_clips(cosmos: Settings, draft: Draft) -> None:
         draft.set("data.validation", cosmos["dataloader_val.video_dataloader.dataset_dir"] or None)
     elif cosmos[key]:
         draft.refuse(
-            key, 'the shards are named in its own code; set data.format = "shards" and data.path in the result'
+            key,
+            'cosmos-rl defines the shards in its code; set data.format = "shards" and data.path in the imported file',
         )
     else:
         draft.set("data.format", "mock")
-        draft.note_difference(key, 'data.format = "mock": random clips and prompts, as its loader makes them here')
+        draft.note_difference(key, 'data.format = "mock": random clips and prompts, like those of its loader')
     convert_rewards(cosmos, draft)
 
 
@@ -131,14 +133,14 @@ def convert_size(cosmos: Settings, draft: Draft) -> None:
     key = f"{LOCAL}.video_size"
     if value := cosmos[key]:
         if not isinstance(value, list) or len(value) != 2 or not all(isinstance(side, int) for side in value):
-            draft.wrong(key, f"{value!r} is not [width, height]; correct it")
+            draft.wrong(key, f"must be [width, height]; got {value!r}")
             return
         width, height = value
     else:
         key = f"{CLIPS}.dataset.resolution" if cosmos[f"{CLIPS}.dataset.resolution"] else "model.resolution"
         resolution = str(cosmos[key] or "720")
         if resolution not in SIZES:
-            draft.wrong(key, f"{resolution!r} is not one of {', '.join(SIZES)}; correct it")
+            draft.wrong(key, f"must be one of {', '.join(SIZES)}; got {resolution!r}")
             return
         height, width = SIZES[resolution]
     draft.set("data.height", height)
@@ -170,7 +172,7 @@ def convert_named_rewards(given: Any, usual: dict[str, Any], draft: Draft) -> No
     else:
         draft.wrong(
             "model.rl.reward_config.reward_fns",
-            f"{given!r:.60} is neither names with weights nor a list of tables; correct it",
+            f"must be a table of weights by name, or a list of tables; got {given!r:.60}",
         )
 
 

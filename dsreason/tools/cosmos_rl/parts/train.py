@@ -33,7 +33,7 @@ def convert_ranks(cosmos: Settings, draft: Draft) -> None:
     if kind not in ("", "sft", "dpo", "grpo"):
         draft.refuse(
             "train.train_policy.trainer_type",
-            f"{kind!r} is a custom trainer, which is unknown here; remove the key",
+            f"{kind!r} is a custom trainer, which dsreason does not have; remove the key",
         )
     replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.num_gpus = count_gpus(cosmos, "policy") * replicas
@@ -42,11 +42,11 @@ def convert_ranks(cosmos: Settings, draft: Draft) -> None:
     shards = "policy.parallelism.dp_shard_size"
     if cosmos[shards] < 1:
         draft.note_difference(
-            shards, "taken as 1, which is what its launcher starts; set it to the number of GPUs that you used"
+            shards, "taken as 1, as by cosmos-rl's launcher; set it to the number of GPUs that you used"
         )
     batch = cosmos["train.train_batch_per_replica"]
     if batch < 1:
-        draft.wrong("train.train_batch_per_replica", f"{batch} is less than 1; raise it")
+        draft.wrong("train.train_batch_per_replica", f"must be at least 1; got {batch}")
         return
     if draft.trainer != "grpo":
         draft.set("train.global_batch_size", batch * count_data_parallel_ranks(cosmos) * replicas)
@@ -73,12 +73,18 @@ def convert_optimizer(cosmos: Settings, draft: Draft) -> None:
     decay = cosmos["train.optm_weight_decay"]
     draft.set("optim.weight_decay", decay)
     if names == {"Adam"} and decay:
-        draft.refuse("train.optm_name", f"Adam adds the weight decay ({decay:g}) to the gradient; here it is AdamW")
+        draft.refuse(
+            "train.optm_name", f"Adam adds the weight decay ({decay:g}) to the gradient, but AdamW does not; set AdamW"
+        )
     elif names - {"Adam", "AdamW"}:
-        draft.refuse("train.optm_name", "the moments are float32 here (AdamW), four times as large; set AdamW")
+        draft.refuse(
+            "train.optm_name", "the moments are always float32 (AdamW), which takes four times the memory; set AdamW"
+        )
     warmup = cosmos["train.optm_warmup_steps"]
     if isinstance(warmup, float) and warmup == 1.0:
-        draft.refuse("train.optm_warmup_steps", "a warmup of the whole run is given in steps; set their number")
+        draft.refuse(
+            "train.optm_warmup_steps", "1.0 makes the whole run a warmup; if you want that, set the number of steps"
+        )
     elif isinstance(warmup, float) and warmup > 1:
         draft.set("optim.warmup", round(warmup))
     else:
@@ -86,7 +92,7 @@ def convert_optimizer(cosmos: Settings, draft: Draft) -> None:
     kind, share = cosmos["train.optm_decay_type"], cosmos["train.optm_decay_ratio"]
     decays = kind not in (None, "none")
     if decays and kind not in ("linear", "cosine", "sqrt"):
-        draft.wrong("train.optm_decay_type", f"{kind!r} is not one of none, linear, cosine, sqrt; correct it")
+        draft.wrong("train.optm_decay_type", f"must be one of none, linear, cosine, sqrt; got {kind!r}")
         return
     draft.set("optim.schedule", kind if decays else "constant")
     if decays and share is not None and share > 0:
@@ -101,11 +107,13 @@ def resume(cosmos: Settings, draft: Draft) -> None:
     resume = cosmos["train.resume"]
     if resume is True:
         draft.arguments.append("--resume auto")
-        draft.note_difference("train.resume", "--resume auto on the command line; the first run starts from the model")
+        draft.note_difference(
+            "train.resume", "set with --resume auto on the command line; the first run starts from the model"
+        )
     elif isinstance(resume, str) and resume:
         draft.refuse(
             "train.resume",
-            "checkpoints of cosmos-rl cannot be continued here; set policy.model_name_or_path to its safetensors folder",
+            "cosmos-rl's checkpoints cannot be resumed; set policy.model_name_or_path to its safetensors folder",
         )
 
 
@@ -115,10 +123,12 @@ def convert_model(cosmos: Settings, draft: Draft) -> None:
     trained = [pattern for pattern in to_list(cosmos["policy.trainable_pattern"]) if pattern]
     for key, patterns in (("policy.freeze_pattern", frozen), ("policy.trainable_pattern", trained)):
         if wrong := next((pattern for pattern in patterns if not is_regex(pattern)), None):
-            draft.wrong(key, f"{wrong!r} is not a regular expression; correct it")
+            draft.wrong(key, f"{wrong!r} is not a valid regular expression; correct it")
             return
     if frozen and trained:
-        draft.wrong("policy.trainable_pattern", "excludes freeze_pattern, in cosmos-rl as well; remove one")
+        draft.wrong(
+            "policy.trainable_pattern", "cannot be combined with freeze_pattern, as in cosmos-rl; remove one of them"
+        )
     if trained:
         draft.set("model.freeze", [f"^(?!.*(?:{'|'.join(trained)}))"])
     elif frozen:
@@ -134,10 +144,10 @@ def convert_model(cosmos: Settings, draft: Draft) -> None:
     else:
         for key in ("logging.project_name", "logging.experiment_name"):
             if key in cosmos.given:
-                draft.notes[key] = ("left out", "it is of Weights & Biases, which logging.logger does not name")
+                draft.notes[key] = ("left out", "it applies to Weights & Biases, which is not in logging.logger")
     if unknown := sorted(set(logger) - {"wandb", "console"}):
         draft.note_difference(
-            "logging.logger", f"{', '.join(unknown)} is not known here; TensorBoard and metrics.jsonl are always there"
+            "logging.logger", f"{', '.join(unknown)} is not supported; TensorBoard and metrics.jsonl are always written"
         )
 
 
@@ -158,7 +168,7 @@ def convert_adapters(cosmos: Settings, draft: Draft) -> None:
     draft.set("lora.alpha_pattern", cosmos[f"{section}.alpha_pattern"])
     dropout = cosmos[f"{section}.lora_dropout"]
     if dropout and draft.trainer != "sft":
-        draft.refuse(f"{section}.lora_dropout", "adapters have no dropout but in sft; set it to 0")
+        draft.refuse(f"{section}.lora_dropout", "adapter dropout is supported only in sft; set it to 0")
     elif dropout:
         draft.set("lora.dropout", dropout)
     targets = cosmos[f"{section}.target_modules"]
@@ -166,25 +176,31 @@ def convert_adapters(cosmos: Settings, draft: Draft) -> None:
         draft.set("lora.vision", True)
     elif targets is None:
         draft.note_difference(
-            f"{section}.target_modules", "attention and feed-forward of the language model get adapters"
+            f"{section}.target_modules", "the attention and feed-forward layers of the language model get adapters"
         )
     else:
         draft.set("lora.targets", [rf"(^|\.){re.escape(name)}$" for name in to_list(targets)])
     if cosmos[f"{section}.modules_to_save"]:
-        draft.refuse(f"{section}.modules_to_save", "only adapters are trained beside frozen weights; remove the key")
+        draft.refuse(
+            f"{section}.modules_to_save", "only adapters are trained, and all other weights stay frozen; remove the key"
+        )
     if cosmos[f"{section}.init_lora_weights"] not in (True, "gaussian"):
         draft.refuse(
             f"{section}.init_lora_weights",
-            "adapters start as PEFT's do (B is 0, A random): the model as it is; set it to true",
+            "adapters start with PEFT's default (B is 0, A is random), which leaves the model unchanged; set it to true",
         )
     elif cosmos[f"{section}.init_lora_weights"] == "gaussian":
-        draft.note_difference(f"{section}.init_lora_weights", "A is drawn uniformly (as with true); B is 0 in both")
+        draft.note_difference(
+            f"{section}.init_lora_weights", "A is sampled uniformly, as with true; B is 0 in both cases"
+        )
 
 
 def convert_checkpoints(cosmos: Settings, draft: Draft) -> None:
     keep = cosmos["train.ckpt.max_keep"]
     if keep == 0:
-        draft.wrong("train.ckpt.max_keep", "0 would delete each one as it is written; set 1 or more, or -1 for all")
+        draft.wrong(
+            "train.ckpt.max_keep", "0 would delete each checkpoint when it is written; set 1 or more, or -1 for all"
+        )
         return
     draft.set("checkpoint.keep", keep)
     if not cosmos["train.ckpt.enable_checkpoint"]:
@@ -192,7 +208,7 @@ def convert_checkpoints(cosmos: Settings, draft: Draft) -> None:
             draft.set(f"checkpoint.{name}", value)
         for key in ("train.ckpt.save_freq", "train.ckpt.export_safetensors"):
             if key in cosmos.given:
-                draft.notes[key] = ("left out", "enable_checkpoint is false; the last step is exported as a model")
+                draft.notes[key] = ("left out", "enable_checkpoint is false; only the last step is exported as a model")
     elif cosmos["train.ckpt.export_safetensors"]:
         draft.set("checkpoint.export", "all")
         draft.set("checkpoint.export_keep", keep)
@@ -209,8 +225,8 @@ def to_hub(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
     if name.count("/") != 1:
         draft.refuse(
             "train.ckpt.hf_repo_name",
-            f'{name!r} does not say whose repository it is (cosmos-rl asks the hub, and adds the time); write "you/{name}", '
-            "or nothing is uploaded to the hub",
+            f'{name!r} has no owner (cosmos-rl looks it up on the Hub, and appends the time); set "you/{name}", '
+            "otherwise nothing is uploaded to the Hub",
         )
         return []
     return [{"to": f"hub:{name}", "what": "final"}]
@@ -222,14 +238,14 @@ def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
         return []
     if upload_mode is True or upload_mode == "true":
         draft.note_difference(
-            "train.ckpt.upload_s3", 'cosmos-rl refuses true; "final" or "all" was probably meant, and "final" is taken'
+            "train.ckpt.upload_s3", 'cosmos-rl rejects true; "final" or "all" was probably meant, and "final" is used'
         )
         upload_mode = "final"
     if upload_mode not in ("final", "all"):
-        draft.wrong("train.ckpt.upload_s3", f'{upload_mode!r} is not one of false, "final", "all"; correct it')
+        draft.wrong("train.ckpt.upload_s3", f'must be one of false, "final", "all"; got {upload_mode!r}')
         return []
     if not bucket:
-        draft.wrong("train.ckpt.upload_s3", "s3_bucket is missing; name the bucket to upload to")
+        draft.wrong("train.ckpt.upload_s3", "s3_bucket is missing; set it to the bucket to upload to")
         return []
     prefix = cosmos["train.ckpt.s3_prefix"].strip("/")
     return [{"to": f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), "what": upload_mode}]
@@ -240,12 +256,12 @@ def convert_preferences(cosmos: Settings, draft: Draft) -> None:
     losses, weights = cosmos["custom.dpo_loss_type"], cosmos["custom.dpo_loss_weights"]
     names, weights = to_list(losses), None if weights is None else to_list(weights)
     if unknown := [name for name in names if name not in LOSSES]:
-        draft.wrong("custom.dpo_loss_type", f"{unknown[0]!r} is not one of {', '.join(LOSSES)}; correct it")
+        draft.wrong("custom.dpo_loss_type", f"must be one of {', '.join(LOSSES)}; got {unknown[0]!r}")
         return
     if weights is not None and len(weights) != len(names):
         draft.note_difference(
             "custom.dpo_loss_weights",
-            f"{len(weights)} for {len(names)} losses: cosmos-rl takes 1 for each, and so do we",
+            f"{len(weights)} weights are set for {len(names)} losses, so each weight is 1, as in cosmos-rl",
         )
         weights = None
     parts = dict(zip((LOSSES[name] for name in names), weights or [1.0] * len(names), strict=True))
@@ -253,11 +269,13 @@ def convert_preferences(cosmos: Settings, draft: Draft) -> None:
     draft.set("dpo.sft_weight", sft)
     draft.set("dpo.loss_weights", {name: float(weight) for name, weight in parts.items() if weight} or None)
     if not parts:
-        draft.wrong("custom.dpo_loss_type", "only sft is not a preference loss; use type = sft without trainer_type")
+        draft.wrong(
+            "custom.dpo_loss_type", "sft by itself is not a preference loss; remove trainer_type, and set type to sft"
+        )
     if "bco" in parts:
         draft.note_difference(
             "custom.dpo_loss_type",
-            "bco compares with a reference here, the model that training begins with; cosmos-rl has none",
+            "bco compares with a reference, which is the initial model; cosmos-rl has no reference",
         )
     else:
         draft.set("dpo.reference", "none")

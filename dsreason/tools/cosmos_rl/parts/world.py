@@ -61,7 +61,7 @@ def convert_adapters(cosmos: Settings, draft: Draft) -> None:
 def convert_clips(cosmos: Settings, draft: Draft) -> None:
     size = cosmos[f"{DIFFUSERS}.inference_size"]
     if len(size) != 2 or not all(isinstance(side, int) for side in size):
-        draft.wrong(f"{DIFFUSERS}.inference_size", f"{size!r} is not [height, width]; correct it")
+        draft.wrong(f"{DIFFUSERS}.inference_size", f"must be [height, width]; got {size!r}")
         return
     draft.set("data.height", size[0])
     draft.set("data.width", size[1])
@@ -76,21 +76,20 @@ def convert_supervised(cosmos: Settings, draft: Draft) -> None:
     )
     key = f"{POLICY}.dataset.name" if cosmos[f"{POLICY}.dataset.name"] else f"{POLICY}.dataset.local_dir"
     if not cosmos[key]:
-        draft.refuse(f"{POLICY}.dataset.name", "the folder of clips is missing; name one")
+        draft.refuse(f"{POLICY}.dataset.name", "the folder of clips is missing; set it")
         return
     draft.set("data.format", "folder")
     draft.set("data.path", cosmos[key])
     draft.note_difference(
-        key, f"data.path = {cosmos[key]!r}: clips are read from videos/ with metas/*.txt there, not x.mp4 beside x.json"
+        key,
+        f"data.path = {cosmos[key]!r}: clips are read from its videos/ and metas/*.txt, not from pairs of x.mp4 and x.json",
     )
 
 
 def convert_nft(cosmos: Settings, draft: Draft) -> None:
     trainer = cosmos[f"{POLICY}.trainer_type"]
     if trainer != "diffusion_nft":
-        draft.refuse(
-            f"{POLICY}.trainer_type", f'{trainer!r} is not known for clips, DiffusionNFT is; set "diffusion_nft"'
-        )
+        draft.refuse(f"{POLICY}.trainer_type", f'must be "diffusion_nft" for world models; got {trainer!r}')
     draft.set("world.algorithm", "nft")
     group, key = cosmos["rollout.n_generation"], "train.train_batch_per_replica"
     batch = cosmos[key] * max(cosmos["policy.parallelism.n_init_replicas"], 1)
@@ -107,18 +106,19 @@ def convert_nft(cosmos: Settings, draft: Draft) -> None:
     draft.set("world.advantage_clip", float(high))
     if low != -high:
         draft.refuse(
-            f"{POLICY}.advantage_low", f"advantages are clipped at ± the same value, and this is {low:g}; set {-high:g}"
+            f"{POLICY}.advantage_low",
+            f"must be -advantage_high, because advantages are clipped symmetrically; got {low:g}. Set {-high:g}",
         )
     decay = cosmos[f"{DIFFUSERS}.weight_copy_decay_type"]
     if decay not in DECAYS:
-        draft.wrong(f"{DIFFUSERS}.weight_copy_decay_type", f"{decay!r} is not one of 0, 1, 2; correct it")
+        draft.wrong(f"{DIFFUSERS}.weight_copy_decay_type", f"must be one of 0, 1, 2; got {decay!r}")
     draft.set("world.nft_decay", DECAYS.get(decay))
     steps, share = cosmos[f"{DIFFUSERS}.sample.num_steps"], cosmos[f"{DIFFUSERS}.timesteps_fraction"]
     if share != 0.99:
         draft.set("world.nft_times", max(math.floor(steps * share), 1))
     draft.note_difference(
         f"{DIFFUSERS}.sample.solver",
-        "it becomes the ODE of the family's schedule, which its pipeline samples with, too",
+        "it becomes the ODE of the model family's schedule, which the family's pipeline also uses",
     )
     convert_guidance(cosmos, draft)
     convert_services(cosmos, draft)
@@ -133,7 +133,7 @@ def convert_guidance(cosmos: Settings, draft: Draft) -> None:
 def convert_prompts(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.dataset.name"
     if not cosmos[key]:
-        draft.refuse(key, "the prompts are missing; name a data set")
+        draft.refuse(key, "the prompts are missing; set it to a data set")
         return
     draft.set("data.format", "prompts")
     draft.set("data.path", prompt_file(cosmos[key], split_of(cosmos[f"{POLICY}.dataset.split"], "train")))
@@ -164,7 +164,7 @@ def convert_services(cosmos: Settings, draft: Draft) -> None:
         reward_function = cosmos[f"{POLICY}.reward_function"]
         draft.refuse(
             f"{POLICY}.reward_function",
-            f"{reward_function!r} is not known for clips; name functions of yours in reward.functions",
+            f"{reward_function!r} is not available for clips; set your own functions in reward.functions",
         )
         return
     usual = {"name": "dance_grpo", "weight": 1.0, "score_key": "overall_reward"}
@@ -173,7 +173,10 @@ def convert_services(cosmos: Settings, draft: Draft) -> None:
     complete_rewards = []
     for service in given_rewards:
         if unknown := sorted(service.keys() - known_names):
-            draft.wrong(key, f"{unknown[0]!r} is not a key of a reward; the keys are {', '.join(sorted(known_names))}")
+            draft.wrong(
+                key,
+                f"{unknown[0]!r} is not a valid key of a reward; the valid keys are {', '.join(sorted(known_names))}",
+            )
             return
         complete_rewards.append(usual | service)
     draft.set("reward.services", complete_rewards)

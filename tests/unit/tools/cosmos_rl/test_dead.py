@@ -43,7 +43,7 @@ def test_unknown_guide_keys_suggest_intended_keys() -> None:
         "grpo.kl_penalty": ("train.train_policy.kl_beta", 0.0),
     }
     assert told(GUIDE) == {
-        key: f"cosmos-rl does not read it; {name} was probably meant, which is {value} here"
+        key: f"cosmos-rl does not read it; {name} was probably meant, whose value is {value}"
         for key, (name, value) in intended.items()
     }
 
@@ -54,11 +54,11 @@ def test_unknown_guide_keys_suggest_intended_keys() -> None:
         (
             "[train]\nenable_validation = true",
             "train.enable_validation",
-            "validation.enable was probably meant, which is False",
+            "validation.enable was probably meant, whose value is False",
         ),
         ("[train]\nvalidation_step = 30", "train.validation_step", "validation.freq was probably meant"),
         ("[train]\noptm_weight_decays = 0.1", "train.optm_weight_decays", "train.optm_weight_decay was probably meant"),
-        ("[train]\nepochs = 3", "train.epochs", "train.epoch was probably meant, which is 1 here"),
+        ("[train]\nepochs = 3", "train.epochs", "train.epoch was probably meant, whose value is 1"),
         ("[train]\nsave_freq = 3", "train.save_freq", "train.ckpt.save_freq was probably meant"),
         ("[train.ckpt]\nmax_keeps = 3", "train.ckpt.max_keeps", "train.ckpt.max_keep was probably meant"),
         ("[policy]\nlr = 3", "policy.lr", "train.optm_lr was probably meant"),
@@ -68,8 +68,8 @@ def test_unknown_guide_keys_suggest_intended_keys() -> None:
             "policy.parallelism.cp_rotate_method",
             "no longer has",
         ),
-        ("[nothing]\nlike_this = 3", "nothing.like_this", "has no key like it"),
-        ("[custom]\nmine = 3", "custom.mine", "gives [custom] to your script"),
+        ("[nothing]\nlike_this = 3", "nothing.like_this", "has no similar key"),
+        ("[custom]\nmine = 3", "custom.mine", "passes [custom] to your script"),
     ],
 )
 def test_unread_key_is_reported_with_suggestion(text: str, key: str, meant: str) -> None:
@@ -87,5 +87,5 @@ def test_grpo_keys_in_sft_file_are_reported() -> None:
         finding.key: finding
         for finding in convert(tomllib.loads(SFT + "kl_beta = 0.1\n[rollout]\nbatch_size = 2")).findings
     }
-    assert result["train.train_policy.kl_beta"].text == "cosmos-rl reads it for grpo only"
+    assert result["train.train_policy.kl_beta"].text == "cosmos-rl reads it only for grpo"
     assert told(GRPO) == {}

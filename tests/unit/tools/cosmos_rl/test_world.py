@@ -65,7 +65,7 @@ def test_different_sampler_is_reported() -> None:
     result = convert(tomllib.loads("[model.rl]\nsolver_option = '2ab'\ns_churn = 1.0"))
     message = {finding.key: finding for finding in result.findings}
     assert message["model.rl.solver_option"].verdict == "differs"
-    assert "the nearest of ours to EDM's" in message["model.rl.solver_option"].text
+    assert "similar but not identical to EDM's" in message["model.rl.solver_option"].text
     assert result.config["world"]["sde"] == "flow"
 
 
@@ -134,12 +134,12 @@ def test_ddrl() -> None:
     ("before", "after", "text"),
     [
         ("fsdp_shard_size = 32", "fsdp_shard_size = 3", "cannot be divided into groups of 8 clips"),
-        ("data_beta = 0.01", "data_beta = 0", "in ddrl only"),
+        ("data_beta = 0.01", "data_beta = 0", "only in ddrl"),
         ("video_size = [1280, 720]", "", ""),
-        ("video_size = [1280, 720]", "video_size = [720]", "[720] is not [width, height]"),
-        ("f_min = [1.0]", "f_min = [0.1]", "the rate is held"),
+        ("video_size = [1280, 720]", "video_size = [720]", "must be [width, height]; got [720]"),
+        ("f_min = [1.0]", "f_min = [0.1]", "the learning rate is constant"),
         ('dataset_dir = "clips"', "", ""),
-        ("enabled = true", "on_policy = false", "drawn from the weights"),
+        ("enabled = true", "on_policy = false", "sampled from the weights"),
     ],
 )
 def test_unsupported_settings_of_older_trainer_are_rejected(before: str, after: str, text: str) -> None:
@@ -192,11 +192,11 @@ def test_settings_of_diffusion_nft(addition: str, expected: dict[str, Any]) -> N
     ("before", "after", "text"),
     [
         ("n_generation = 4", "n_generation = 3", "cannot be divided into groups of 3"),
-        ('"diffusion_nft"', '"flow_grpo"', 'set "diffusion_nft"'),
-        ("use_remote_reward = true", 'reward_function = ["x"]', "not known for clips"),
-        ("kl_beta = 0.1", "advantage_low = -3.0", "± the same value"),
-        ("kl_beta = 0.1", "[policy.diffusers]\nweight_copy_decay_type = 7", "7 is not one of 0, 1, 2"),
-        ("kl_beta = 0.1", "[policy.diffusers]\ninference_size = [1]", "[1] is not [height, width]"),
+        ('"diffusion_nft"', '"flow_grpo"', 'must be "diffusion_nft"'),
+        ("use_remote_reward = true", 'reward_function = ["x"]', "not available for clips"),
+        ("kl_beta = 0.1", "advantage_low = -3.0", "clipped symmetrically"),
+        ("kl_beta = 0.1", "[policy.diffusers]\nweight_copy_decay_type = 7", "must be one of 0, 1, 2; got 7"),
+        ("kl_beta = 0.1", "[policy.diffusers]\ninference_size = [1]", "must be [height, width]; got [1]"),
     ],
 )
 def test_unsupported_settings_of_diffusion_nft_are_rejected(before: str, after: str, text: str) -> None:

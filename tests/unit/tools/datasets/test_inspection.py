@@ -103,8 +103,8 @@ def test_preference_answer_lengths_are_reported(folder: Path) -> None:
     assert part.preferences == PreferenceReport(4, Spread(1, 1.5, pytest.approx(3.7), 4), longer_chosen=2, undecided=1)
     message = collect_facts(part, None)
     assert message["preferences"] == "4"
-    assert message["chosen answer is the longer one"] == "50.0%"
-    assert message["both answers are the same"] == "1"
+    assert message["chosen answer is longer"] == "50.0%"
+    assert message["both answers are identical"] == "1"
     assert inspect(folder, row(0)).parts["training"].preferences is None
 
 
@@ -201,7 +201,7 @@ def test_option_letters_in_questions_are_counted(folder: Path) -> None:
     assert part.letters == {"A": Letter(2, 1.5), "B": Letter(1, 1.5)}
     assert part.answers == {"no": 1}
     assert part.unlisted_answers == 1
-    assert collect_facts(part, None)["answers that are none of the question's options"] == "1"
+    assert collect_facts(part, None)["answers that match no option of the question"] == "1"
 
 
 def test_answers_are_merged_ignoring_case_and_period(folder: Path) -> None:

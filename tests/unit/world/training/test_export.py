@@ -58,4 +58,4 @@ def test_results_dir_is_rejected_for_world_models(tmp_path: Path, monkeypatch: p
     options = ["--checkpoint", str(tmp_path), "--output", str(tmp_path / "out"), "--results-dir", str(tmp_path)]
     ended = CliRunner().invoke(app, ["export", *options])
     assert ended.exit_code == 2
-    assert "whose card has no scores" in " ".join(ended.output.split())
+    assert "whose model card has no scores" in " ".join(ended.output.split())
