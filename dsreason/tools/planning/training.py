@@ -17,7 +17,7 @@ class Activations:
     """Bytes of the activations of a row on one rank."""
 
     inputs: int
-    """Tensors that the text layers keep for the backward pass: only their inputs, or everything without gradient checkpointing."""
+    """Tensors that text layers keep for the backward pass: only their inputs, or everything without gradient checkpointing."""
     around: int
     """Tensors outside of the layers: embeddings, last hidden states, hidden states of trained tokens, final norm."""
     tower: int
