@@ -62,7 +62,7 @@ class Sampling:
     def __post_init__(self) -> None:
         out_of_range = self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.repetition_penalty <= 0
         if out_of_range or self.max_completion_length < 1:
-            raise ValueError(f"impossible sampling settings: {self}")
+            raise ValueError(f"invalid sampling settings: {self}")
 
     @property
     def has_penalties(self) -> bool:
@@ -232,14 +232,14 @@ def check_no_media_tokens(
     """Raise RolloutError if a completion contains a media token despite the ban."""
     if media := set(ids) & set(banned_ids):
         names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(media)))
-        raise RolloutError(f"sample {sample_id!r}: the completion holds {names}, which is banned")
+        raise RolloutError(f"sample {sample_id!r}: the completion contains {names}, but media tokens are banned")
 
 
 def check_version(requested: int, current: int | None) -> None:
     """Raise StaleWeightsError if `current`, the engine's weights version, is not the requested one."""
     if requested != current:
         raise StaleWeightsError(
-            f"completions of weights version {requested} were requested, but the engine holds "
+            f"completions with weights version {requested} were requested, but the engine holds "
             f"{'no weights' if current is None else f'version {current}'}; call sync before generate"
         )
 

@@ -94,7 +94,7 @@ def find_unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
         return f"a sync of changed weights left {len(stuck)} of {len(before)} tensors unchanged: {join_first(stuck)}"
     if compute_largest_difference(real.completions, moved.completions) <= tolerance:
-        return "every tensor took changed values, but completions stay the same: the engine does not compute with them"
+        return "every tensor took the changed values, but the completions stay the same: the engine does not compute with them"
     return None
 
 

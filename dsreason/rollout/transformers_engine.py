@@ -87,7 +87,7 @@ class TransformersEngine(RolloutEngine):
 
     @property
     def _awake_model(self) -> PreTrainedModel:
-        assert self.model is not None, "the engine sleeps"
+        assert self.model is not None, "the engine is asleep"
         return self.model
 
     def wake(self) -> None:
@@ -112,7 +112,7 @@ class TransformersEngine(RolloutEngine):
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.awake:
-            raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
+            raise SyncError(f"weights version {version} were sent to a sleeping engine; wake it first")
         self.version = None  # a sync that fails halfway leaves no usable weights
         model = self._awake_model
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -269,8 +269,8 @@ def read_stop_token_ids(path: Path) -> list[int]:
     stop_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     if not stop_ids or any(type(stop_id) is not int or stop_id < 0 for stop_id in stop_ids):
         raise CheckpointError(
-            f"{path}: {file} gives {eos_token_id!r:.100} as eos_token_id, which must be the id of a token, or a list of them; "
-            "correct it, because completions would never end"
+            f"{path}: eos_token_id in {file} is {eos_token_id!r:.100}, but it must be a token id or a list of token ids; correct "
+            "it, otherwise completions never end"
         )
     return stop_ids
 

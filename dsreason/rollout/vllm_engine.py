@@ -177,7 +177,7 @@ class VLLMEngine(RolloutEngine):
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.weights_awake:
-            raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
+            raise SyncError(f"weights version {version} were sent to a sleeping engine; wake it first")
         before = {name: self.sent[name] for name in retained if name in self.sent}
         self.version, self.sent = None, {}  # a sync that fails halfway leaves no usable weights
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
@@ -324,6 +324,6 @@ class VLLMEngine(RolloutEngine):
             num_prompt, longest = len(request.expanded_ids), request.sampling.max_completion_length
             if num_prompt + longest > self.max_model_len:
                 raise RolloutError(
-                    f"sample {request.sample_id!r}: {num_prompt} prompt tokens and {longest} for the completion are more "
-                    f"than the engine's {self.max_model_len}"
+                    f"sample {request.sample_id!r}: {num_prompt} prompt tokens plus up to {longest} completion tokens exceed "
+                    f"the engine's max_model_len ({self.max_model_len})"
                 )

@@ -103,12 +103,15 @@ def check_output(
     engine_ids = list(output.prompt_token_ids)
     if engine_ids != request.expanded_ids:
         raise RolloutError(
-            f"sample {request.sample_id!r}: the engine read another prompt than the trainer does: "
+            f"sample {request.sample_id!r}: the prompt of the engine differs from that of the trainer: "
             + describe_difference(engine_ids, request.expanded_ids, tokenizer)
         )
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
-        raise RolloutError(f"sample {request.sample_id!r}: the completion ended with {completion.finish_reason!r}")
+        raise RolloutError(
+            f"sample {request.sample_id!r}: the completion ended with finish_reason {completion.finish_reason!r}; it must be "
+            "'stop' or 'length'"
+        )
     check_no_media_tokens(request.sample_id, completion.token_ids, banned_ids, tokenizer)
 
 
@@ -133,6 +136,6 @@ def describe_difference(actual: Sequence[int], expected: Sequence[int], tokenize
         for ids in (actual, expected)
     )
     return (
-        f"{len(actual)} tokens instead of {len(expected)}; around token {index} it has {actual_text!r} instead of "
+        f"it has {len(actual)} tokens instead of {len(expected)}, and around token {index} {actual_text!r} instead of "
         f"{expected_text!r}"
     )

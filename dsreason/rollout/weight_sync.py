@@ -71,7 +71,7 @@ class WeightStream:
             elif tensor.shape != self.expected[name]:
                 self.wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(self.expected[name])}")
             elif name in self.fingerprints:
-                self.wrong.append(f"{name} came twice")
+                self.wrong.append(f"{name} was sent twice")
             else:
                 copy = tensor.detach().to(self.device, self.dtype, copy=True)
                 self.fingerprints[name] = compute_fingerprint(copy)
@@ -111,7 +111,7 @@ def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Ten
     for name, engine_name in zip(names, find_engine_names(model, names, family), strict=True):
         engine_parameter, part = find_part(model, engine_name, parameters)
         if engine_parameter is None:
-            wrong.append(f"{name} ({engine_name}) has no place in the engine")
+            wrong.append(f"{name} ({engine_name}) has no parameter in the engine")
             continue
         layer, parameter = parameters.pop(engine_parameter) if part is None else parameters[engine_parameter]
         places.append(TensorSlot(name, engine_parameter, layer, parameter, find_rows(layer, part)))
@@ -121,7 +121,7 @@ def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Ten
         if engine_name in fused:
             continue
         if twin is None:
-            wrong.append(f"the engine's {engine_name} gets its values from no tensor")
+            wrong.append(f"the engine's {engine_name} receives no tensor")
         else:
             places.append(TensorSlot(twin.name, engine_name, layer, parameter, find_rows(layer, None)))
     raise_sync_error(wrong)
@@ -191,7 +191,7 @@ def check_arrival(places: list[TensorSlot], sent: dict[str, Tensor], group: dist
     """Raise SyncError, naming the tensors, if fingerprints of the engine's weights differ from those of the sent tensors."""
     raise_sync_error(
         [
-            f"{place.name} was sent, but the engine's {place.engine_name} holds other values"
+            f"{place.name} was sent, but the engine's {place.engine_name} holds different values"
             for place in find_different(places, sent, group)
         ]
     )

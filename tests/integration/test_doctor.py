@@ -31,7 +31,7 @@ def test_doctor_passes_on_test_machine(tmp_path: Path) -> None:
     code, result = run(tmp_path)
     assert code == 0, result
     assert result["2 ranks"]["verdict"] == "pass"
-    assert "sums are right" in result["2 ranks"]["what"]
+    assert "sums are correct" in result["2 ranks"]["what"]
     assert result["engine"]["verdict"] == "pass"
     assert result["videos"]["verdict"] == "pass"
 

@@ -205,7 +205,7 @@ def test_run_stops_when_no_completion_is_trainable(folder: Path) -> None:
     options = ("--set", "grpo.overlong_filter=true", "--set", "rollout.max_completion_length=1")
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "cut", "--nproc", 1, *options, cwd=folder)
     assert ended.returncode == 1
-    assert "10 rollouts in a row had no completion to train" in ended.stderr
+    assert "10 consecutive rollouts had no completion to train on" in ended.stderr
     assert not [line for line in metrics(folder / "cut") if "train/loss" in line]
 
 

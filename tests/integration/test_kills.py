@@ -208,7 +208,7 @@ def newest(run: Path) -> int:
 def assert_resumed(log: str, run: Path, step: int) -> None:
     """Assert that a run whose newest checkpoint was at `step` did not start anywhere before it."""
     if step:
-        assert "starting fresh" not in log
+        assert "starting a new run" not in log
         assert all(
             int(result) >= step for result in re.findall(rf"resumed from {run.name}/checkpoints/step_(\d+)", log)
         )

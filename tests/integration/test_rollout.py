@@ -224,7 +224,7 @@ def test_stream_draws_are_independent_of_position(case: Case) -> None:
 def test_banned_media_token_is_reported_with_sample(case: Case) -> None:
     pad = int(case.engine.banned_ids[0])
     drawn = torch.tensor([pad]), torch.tensor([-1.0])
-    says = rf"sample '{case.prompts[1].sample.id}': the completion holds <\|[a-z_]+\|>, which is banned"
+    says = rf"sample '{case.prompts[1].sample.id}': the completion contains <\|[a-z_]+\|>, but media tokens are banned"
     with (
         mock.patch("dsreason.rollout.transformers_engine.draw", lambda *_: drawn),
         pytest.raises(RolloutError, match=says),

@@ -576,7 +576,7 @@ def test_unsynced_weights_version_is_rejected(found: list[dict[str, Any]]) -> No
             assert rank[part][0] == "StaleWeightsError" and "holds no weights" in rank[part][1]
         assert rank["stale version"] == (
             "StaleWeightsError",
-            "completions of weights version 2 were requested, but the engine holds version 1; call sync before generate",
+            "completions with weights version 2 were requested, but the engine holds version 1; call sync before generate",
         )
 
 
@@ -676,7 +676,7 @@ def test_sampled_media_token_is_reported_with_sample(found: list[dict[str, Any]]
         raised, text = rank["faults"]["media token"]
         assert (raised, text) == (
             "RolloutError",
-            f"sample 'text': the completion holds {rank['faults']['unbanned']}, which is banned",
+            f"sample 'text': the completion contains {rank['faults']['unbanned']}, but media tokens are banned",
         )
 
 
@@ -697,7 +697,7 @@ def test_lost_frozen_tensors_are_resent_and_logged(found: list[dict[str, Any]]) 
         assert len(frozen["lines"]) == 1 and "frozen tensors are sent at every sync" in frozen["lines"][0]
         raised, text = frozen["kept after all"]
         assert raised == "SyncError" and f"{norm1}weight was sent, but the engine's" in text
-        assert frozen["sent twice"] == ("SyncError", f"weight sync failed for 1 tensors: {KEY} came twice")
+        assert frozen["sent twice"] == ("SyncError", f"weight sync failed for 1 tensors: {KEY} was sent twice")
         assert frozen["after a failure"] == set()
         assert frozen["never sent"] == ("SyncError", f"weight sync failed for 1 tensors: {KEY} did not arrive")
 

@@ -37,7 +37,7 @@ CHECKS = (
 )
 TRIALS = (
     Check("a sum over two ranks (up to 3 minutes)", trial.check_collective),
-    Check("a step of a tiny model with its engine (about a minute)", trial.check_engine),
+    Check("a GRPO step of a tiny model with its rollout engine (about a minute)", trial.check_engine),
 )
 
 
@@ -47,7 +47,7 @@ def iter_findings(check: Check) -> Iterator[DoctorFinding]:
         yield from check.look()
     except Exception as error:  # noqa: BLE001 (a broken machine can raise anything)
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        yield report_failure(check.name, f"could not be looked at: {text}", "please report this line")
+        yield report_failure(check.name, f"the check failed: {text}", "please report this line")
 
 
 def check_config(config: Any) -> Iterator[DoctorFinding]:
@@ -59,7 +59,7 @@ def check_config(config: Any) -> Iterator[DoctorFinding]:
         read_deepspeed(config.deepspeed)
         yield report_pass("deepspeed", config.deepspeed)
     except DsReasonError as error:
-        yield report_failure("deepspeed", str(error), "name another --ds-config")
+        yield report_failure("deepspeed", str(error), "choose another --ds-config")
     sources = config.data.list_sources() if isinstance(config.data, DataConfig) else (config.data,)
     paths = {"model.path": config.model.path} | {
         f"data.path ({number})": source.path for number, source in enumerate(sources, 1)
@@ -70,6 +70,6 @@ def check_config(config: Any) -> Iterator[DoctorFinding]:
         if Path(value).expanduser().exists():
             yield report_pass(key, f"{value} exists")
         elif value.startswith(("/", ".", "~")) or value.count("/") != 1:
-            yield report_failure(key, f"{value}: no such file or folder", "correct it")
+            yield report_failure(key, f"{value} does not exist", "correct the path")
         else:
-            yield report_pass(key, f"{value}: a name on the hub, which was not asked")
+            yield report_pass(key, f"{value}: a name on the Hub, which was not queried")

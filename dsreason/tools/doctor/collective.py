@@ -40,11 +40,11 @@ def rank() -> None:
     seconds = time.monotonic() - started
     if total != expected or not torch.all(values == expected).item():
         raise DsReasonError(
-            f"the sum over {world.size} ranks is {total:g} instead of {expected:g}; the connection alters numbers"
+            f"the sum over {world.size} ranks is {total:g}, but should be {expected:g}; the connection corrupts data"
         )
     if world.is_main:
         speed = VALUES * 4 / seconds / 1e9
-        print_message(f"collective: {dist.get_backend()}, {world.size} ranks, sums are right, {speed:.1f} GB/s")
+        print_message(f"collective: {dist.get_backend()}, {world.size} ranks, sums are correct, {speed:.1f} GB/s")
     shutdown()
 
 

@@ -33,50 +33,54 @@ STORED = {
 NEEDED_FOR = {
     "Hugging Face": "gated models and uploads",
     "Weights & Biases": "monitor.wandb",
-    "S3": "s3:// addresses",
+    "S3": "s3:// URIs",
     "reward server": "rewards from a server",
 }
 
 
 def check_variables(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
     problems = list(find_suspicious(given))
-    yield from problems or [report_pass("environment", "was looked at: allocator, ranks, hub, NCCL, vLLM, proxies")]
+    yield from problems or [
+        report_pass("environment", "no problems with variables of the allocator, ranks, Hub, NCCL, vLLM and proxies")
+    ]
 
 
 def find_suspicious(given: Mapping[str, str]) -> Iterator[DoctorFinding]:
     for name in ALLOCATOR:
         if "expandable_segments:true" in given.get(name, "").lower().replace(" ", ""):
-            cure = f"unset {name}: vLLM's sleep mode cannot give such memory back"
+            cure = f"unset {name}, because vLLM's sleep mode cannot release such memory"
             yield report_failure("allocator", f"{name} has expandable_segments:True", cure)
     if ranks := [name for name in RANK_VARIABLES if name in given]:
         yield report_failure(
-            "environment", f"{', '.join(ranks)} are set: commands take this shell for a rank", "unset them"
+            "environment", f"this shell sets {', '.join(ranks)}, so commands act as ranks of a job", "unset them"
         )
     if offline := [name for name in OFFLINE if given.get(name, "0").lower() not in ("", "0", "false", "no")]:
         yield report_warning(
-            "environment", f"{' and '.join(offline)} set: nothing is downloaded", "unset where models are to be fetched"
+            "environment",
+            f"this shell sets {' and '.join(offline)}, so nothing is downloaded",
+            "unset it if models have to be downloaded",
         )
     for name, value in SLOW.items():
         if given.get(name) == value:
             yield report_warning(
-                "environment", f"{name}={value} makes training slow", "unset it, unless you look for a fault"
+                "environment", f"{name}={value} slows down training", "unset it, unless you are debugging"
             )
     if vllm_variables := sorted(name for name in given if name.startswith("VLLM_")):
         yield report_warning(
             "environment",
-            f"{', '.join(vllm_variables)} set: vLLM may run otherwise than it was tested",
-            "unset what is not needed",
+            f"this shell sets {', '.join(vllm_variables)}, so vLLM may behave differently than in our tests",
+            "unset what you do not need",
         )
     if given.get("PYTHONPATH"):
         yield report_warning(
             "environment",
-            "PYTHONPATH is set: its packages may hide the installed ones",
-            "unset it where it is not needed",
+            "PYTHONPATH is set, so its packages may hide the installed ones",
+            "unset it if you do not need it",
         )
     proxies = sorted(name for name in given if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
     if proxies and not any(name in given for name in ("NO_PROXY", "no_proxy")):
-        cure = "set NO_PROXY=localhost,127.0.0.1, and your reward and teacher servers"
-        yield report_warning("environment", f"{', '.join(proxies)} set without NO_PROXY", cure)
+        cure = "set NO_PROXY to localhost,127.0.0.1 and your reward and teacher servers"
+        yield report_warning("environment", f"this shell sets {', '.join(proxies)}, but not NO_PROXY", cure)
 
 
 def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
@@ -87,7 +91,7 @@ def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFindin
         if credentials:
             yield report_pass(f"token: {name}", f"present ({', '.join(credentials)})")
         else:
-            yield report_pass(f"token: {name}", f"absent; {NEEDED_FOR[name]}: {' or '.join(variables)}")
+            yield report_pass(f"token: {name}", f"absent; for {NEEDED_FOR[name]}, set {' or '.join(variables)}")
 
 
 def is_there(path: Path) -> bool:

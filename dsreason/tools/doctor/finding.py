@@ -16,7 +16,7 @@ Verdict = Literal["pass", "warn", "fail"]
 class DoctorFinding:
     """One line of the report.
 
-    Example: `DoctorFinding("compiler", "fail", "no c++ was found", "install g++")`.
+    Example: `DoctorFinding("C++ compiler", "fail", "c++ was not found", "install g++")`.
     """
 
     name: str
@@ -67,4 +67,4 @@ def find_last_line(text: str) -> str:
     printable = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in hide_secrets(text))
     lines = [" ".join(line.split()) for line in printable.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or ["nothing was printed"])[-1][:300]
+    return (errors or lines or ["no output"])[-1][:300]

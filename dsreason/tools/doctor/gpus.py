@@ -30,11 +30,11 @@ def check_gpus() -> Iterator[DoctorFinding]:
     with make_imports_fast():
         import torch
     if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
-        cure = "unset DS_ACCELERATOR where GPUs are to be used"
-        yield report_warning("GPUs", f"DS_ACCELERATOR is {os.environ['DS_ACCELERATOR']}: all runs on the CPU", cure)
+        cure = "unset DS_ACCELERATOR to use GPUs"
+        yield report_warning("GPUs", f"DS_ACCELERATOR is {os.environ['DS_ACCELERATOR']}, so GPUs are not used", cure)
     if fault := find_cuda_fault():
-        cure = "update the driver (CUDA 13 needs 580 or newer), or install a torch for the driver's CUDA"
-        yield report_failure("GPUs", f"torch {torch.__version__} cannot use them: {fault}", cure)
+        cure = "update the driver (CUDA 13 needs 580 or newer), or install a torch build for the driver's CUDA version"
+        yield report_failure("GPUs", f"torch {torch.__version__} cannot use the GPUs: {fault}", cure)
         return
     count = torch.cuda.device_count()
     cards = list_cards()
@@ -47,7 +47,7 @@ def check_gpus() -> Iterator[DoctorFinding]:
     )
     if visible is None and len(cards) not in (0, count):
         yield report_warning(
-            "GPUs", f"the driver has {len(cards)}, torch sees {count}", "look at nvidia-smi for one that has failed"
+            "GPUs", f"the driver reports {len(cards)}, but torch sees {count}", "check nvidia-smi for a failed GPU"
         )
     for card in cards:
         yield from check_card(card)
@@ -56,23 +56,27 @@ def check_gpus() -> Iterator[DoctorFinding]:
         capability_text = ".".join(map(str, capability))
         yield report_warning(
             "GPUs",
-            f"compute capability {capability_text}: no flash attention",
-            'use train.precision = "fp32", or newer GPUs',
+            f"compute capability {capability_text} does not support flash attention",
+            'set train.precision = "fp32", or use newer GPUs',
         )
 
 
 def check_without_gpus(built_for: str | None, cards: int) -> Iterator[DoctorFinding]:
     if cards and built_for is None:
         yield report_failure(
-            "GPUs", f"the driver has {cards}, and this torch is built without CUDA", "run `make setup` on this machine"
+            "GPUs",
+            f"the driver reports {cards}, but this torch is built without CUDA",
+            "run `make setup` on this machine",
         )
     elif cards:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         yield report_failure(
-            "GPUs", f"the driver has {cards}, torch sees none", f"CUDA_VISIBLE_DEVICES is {visible!r}; correct it"
+            "GPUs",
+            f"the driver reports {cards}, but torch sees none",
+            f"CUDA_VISIBLE_DEVICES is {visible!r}; correct it",
         )
     else:
-        yield report_warning("GPUs", "none found: everything runs on the CPU", "enough for tiny models and tests")
+        yield report_warning("GPUs", "none were found, so runs use the CPU", "this is enough for tiny models and tests")
 
 
 def list_cards() -> list[list[str]]:
@@ -88,19 +92,21 @@ def check_card(card: list[str]) -> Iterator[DoctorFinding]:
     number, name, driver, total, used, _, mig, errors = card
     description = f"{name}, {parse_mib(total) / 1024:.0f} GiB, driver {driver}"
     if parse_mib(used) > BUSY:
-        cure = "`nvidia-smi` shows who: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        cure = "stop the processes that `nvidia-smi` lists, or choose other GPUs with CUDA_VISIBLE_DEVICES"
         yield report_warning(f"GPU {number}", f"{description}: {parse_mib(used) / 1024:.1f} GiB are in use", cure)
     else:
         yield report_pass(f"GPU {number}", description)
     if mig == "Enabled":
         yield report_warning(
-            f"GPU {number}", "is cut into parts (MIG)", "a rank sees one part; NCCL does not join parts of a card"
+            f"GPU {number}",
+            "is partitioned (MIG)",
+            "each rank sees one partition, and NCCL cannot connect partitions of the same GPU",
         )
     if errors.isdecimal() and int(errors) > 0:
         yield report_failure(
             f"GPU {number}",
-            f"{errors} memory errors that were not corrected",
-            "restart the host, or have the card replaced",
+            f"{errors} uncorrected memory errors",
+            "restart the host, or replace the GPU",
         )
 
 
@@ -115,8 +121,8 @@ def check_driver_answers() -> Iterator[DoctorFinding]:
         return
     code, text = run_program(["nvidia-smi", "-L"], SECONDS)
     if code == 124:
-        yield report_failure("driver", f"nvidia-smi does not answer within {SECONDS} s", "restart the host")
+        yield report_failure("driver", f"nvidia-smi does not respond within {SECONDS} s", "restart the host")
     elif code:
         yield report_failure(
-            "driver", f"nvidia-smi: {find_last_line(text)}", "install the NVIDIA driver again, or restart the host"
+            "driver", f"nvidia-smi: {find_last_line(text)}", "reinstall the NVIDIA driver, or restart the host"
         )

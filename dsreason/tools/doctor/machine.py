@@ -36,14 +36,14 @@ def check_compiler() -> Iterator[DoctorFinding]:
     compiler = shutil.which(compiler_name) if compiler_name else next(filter(None, map(shutil.which, COMPILERS)), None)
     cure = "install g++ (Debian: build-essential), or set CXX to a C++ compiler"
     if compiler is None:
-        yield report_failure("C++ compiler", f"{compiler_name or ', '.join(COMPILERS)}: not found", cure)
+        yield report_failure("C++ compiler", f"{compiler_name or ' or '.join(COMPILERS)} was not found", cure)
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text("#include <vector>\nint main() { return static_cast<int>(std::vector<int>{0}[0]); }\n")
         code, text = run_program([compiler, "-std=c++17", "-o", f"{folder}/probe", str(source)], COMPILE_SECONDS)
     if code:
-        yield report_failure("C++ compiler", f"{compiler} cannot compile: {find_last_line(text)}", cure)
+        yield report_failure("C++ compiler", f"{compiler} cannot compile a test program: {find_last_line(text)}", cure)
     else:
         yield report_pass("C++ compiler", compiler)
 
@@ -57,10 +57,10 @@ def check_memory() -> Iterator[DoctorFinding]:
         yield report_failure(
             "memory",
             description,
-            f"{LEAST_MEMORY} GiB is the least; end other programs, or raise the container's limit",
+            f"at least {LEAST_MEMORY} GiB are needed; stop other programs, or raise the container's memory limit",
         )
     elif free < USUAL_MEMORY:
-        cure = "enough for tiny models; `dsreason plan` says what yours needs"
+        cure = "this is enough for tiny models; run `dsreason plan` to see what yours needs"
         yield report_warning("memory", description, cure)
     else:
         yield report_pass("memory", description)
@@ -72,11 +72,13 @@ def check_shared_memory(folder: Path) -> Iterator[DoctorFinding]:
     try:
         size = shutil.disk_usage(folder).total / GIB
     except OSError as error:
-        yield report_failure("shared memory", f"{folder}: {error.strerror}", "mount a tmpfs there")
+        yield report_failure("shared memory", f"{folder} is not usable: {error.strerror}", f"mount a tmpfs at {folder}")
         return
     if size < LEAST_SHARED:
-        cure = "start the container with --shm-size=16g (Kubernetes: an emptyDir of medium Memory)"
-        yield report_failure("shared memory", f"{folder} has {size * 1024:.0f} MiB", cure)
+        cure = "start the container with --shm-size=16g (Kubernetes: an emptyDir with medium: Memory)"
+        yield report_failure(
+            "shared memory", f"{folder} has {size * 1024:.0f} MiB, but at least {LEAST_SHARED} GiB is needed", cure
+        )
     else:
         yield report_pass("shared memory", f"{folder} has {size:.0f} GiB")
 
@@ -84,11 +86,11 @@ def check_shared_memory(folder: Path) -> Iterator[DoctorFinding]:
 def check_disks() -> Iterator[DoctorFinding]:
     folders = {"outputs": Path("outputs"), "cache": get_cache_dir(), "temporary files": Path(tempfile.gettempdir())}
     hub = os.environ.get("HF_HOME")
-    folders["models of the hub"] = Path(hub).expanduser() if hub else Path.home() / ".cache" / "huggingface"
-    variables = {"cache": "DSREASON_CACHE", "temporary files": "TMPDIR", "models of the hub": "HF_HOME"}
+    folders["Hub models"] = Path(hub).expanduser() if hub else Path.home() / ".cache" / "huggingface"
+    variables = {"cache": "DSREASON_CACHE", "temporary files": "TMPDIR", "Hub models": "HF_HOME"}
     for name, folder in folders.items():
         option = variables.get(name)
-        yield check_disk(name, folder, f"set {option}" if option else "give another --output-dir")
+        yield check_disk(name, folder, f"set {option} to another folder" if option else "choose another --output-dir")
 
 
 def check_disk(name: str, folder: Path, elsewhere: str) -> DoctorFinding:
@@ -100,15 +102,13 @@ def check_disk(name: str, folder: Path, elsewhere: str) -> DoctorFinding:
             probe.write(b"0" * 4096)
             probe.flush()
     except OSError as error:
-        return report_failure(
-            name, f"{folder}: cannot be written ({error.strerror})", f"{elsewhere} to a folder that can"
-        )
+        return report_failure(name, f"{folder}: cannot be written ({error.strerror})", elsewhere)
     description = f"{folder}: {free:.0f} GiB are free"
     if free < LEAST_DISK:
-        return report_failure(name, description, f"make room, or {elsewhere}")
+        return report_failure(name, description, f"free some space, or {elsewhere}")
     if free < USUAL_DISK and name != "disk: temporary files":
         return report_warning(
-            name, description, f"checkpoints of 7 billion parameters take 110 GB each: make room, or {elsewhere}"
+            name, description, f"checkpoints of 7 billion parameters take 110 GB each; free some space, or {elsewhere}"
         )
     return report_pass(name, description)
 
@@ -116,7 +116,7 @@ def check_disk(name: str, folder: Path, elsewhere: str) -> DoctorFinding:
 def check_limits() -> Iterator[DoctorFinding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
-        cure = f"`ulimit -n {min(65536, most)}` in the shell that starts the job"
+        cure = f"run `ulimit -n {min(65536, most)}` in the shell that starts the job"
         yield report_warning("open files", f"at most {files}", cure)
     else:
         yield report_pass("open files", f"at most {files}")
@@ -151,6 +151,10 @@ def check_videos() -> Iterator[DoctorFinding]:
             found = [int(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
     rising = len(found) == 8 and found == sorted(found) and found[-1] > 150
     if rising:
-        yield report_pass("videos", f"PyAV {av.__version__} writes and reads them")
+        yield report_pass("videos", f"PyAV {av.__version__} writes and reads videos")
     else:
-        yield report_failure("videos", f"a clip of 8 frames came back as {found}", "install PyAV again (`make setup`)")
+        yield report_failure(
+            "videos",
+            f"the 8 frames of a test clip have brightness {found}, but it must rise",
+            "reinstall PyAV (`make setup`)",
+        )

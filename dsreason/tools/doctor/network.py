@@ -37,16 +37,16 @@ def check_ports() -> Iterator[DoctorFinding]:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))
-            yield report_pass("ports", f"{port} is free for ranks to meet")
+            yield report_pass("ports", f"port {port} is free")
         except OSError as error:
-            cure = "end the job that holds it, or start with another one (--master_port, MASTER_PORT)"
-            yield report_warning("ports", f"{port} cannot be used: {error.strerror}", cure)
+            cure = "stop the job that uses it, or choose another port (--master_port, MASTER_PORT)"
+            yield report_warning("ports", f"port {port} cannot be used: {error.strerror}", cure)
     try:
         socket.getaddrinfo(socket.gethostname(), None)
-        yield report_pass("name", f"{socket.gethostname()} can be looked up")
+        yield report_pass("name", f"{socket.gethostname()} can be resolved")
     except OSError as error:
-        cure = f"add {socket.gethostname()} to /etc/hosts where several machines train together"
-        yield report_warning("name", f"{socket.gethostname()}: {error.strerror}", cure)
+        cure = f"add {socket.gethostname()} to /etc/hosts if several machines train together"
+        yield report_warning("name", f"{socket.gethostname()} cannot be resolved: {error.strerror}", cure)
 
 
 def read_hostfile(file: Path) -> list[tuple[str, int]]:
@@ -58,7 +58,7 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {file}: cannot be read ({error}); give a text file") from None
+        raise ConfigError(f"--hostfile {file}: cannot be read: {error}; pass a text file") from None
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -69,7 +69,7 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
             raise ConfigError(f"--hostfile {file}: line {number} is {line[:80]!r}; write it as `node-0 slots=8`")
         hosts.append((words[0], int(slots)))
     if not hosts:
-        raise ConfigError(f"--hostfile {file}: names no host; write lines as `node-0 slots=8`")
+        raise ConfigError(f"--hostfile {file}: lists no host; write one line per host, such as `node-0 slots=8`")
     return hosts
 
 
@@ -81,8 +81,8 @@ def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[DoctorFinding]:
     if shutil.which("ssh") is None:
         yield report_failure(
             "hosts",
-            "ssh is missing, with which `deepspeed` reaches them",
-            "install an ssh client, or use torchrun on each",
+            "ssh is missing, but `deepspeed` needs it to reach them",
+            "install an SSH client, or start torchrun on each host",
         )
         return
     with ThreadPoolExecutor(max_workers=16) as pool:
@@ -96,23 +96,27 @@ def check_host(host: str, slots: int) -> DoctorFinding:
     name = f"host {host}"
     if code == 124:
         return report_failure(
-            name, f"ssh does not answer within {SSH_SECONDS} s", "look whether the host is up and its port 22 open"
+            name, f"does not respond to ssh within {SSH_SECONDS} s", "check that the host is up and its port 22 is open"
         )
     if code == 255:
         return report_failure(
-            name, f"ssh: {find_last_line(text)}", "make an ssh key that needs no password, and put it on that host"
+            name, f"ssh: {find_last_line(text)}", "create an SSH key without a passphrase, and copy it to that host"
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     version = next((line.split()[-1] for line in lines if line.startswith("dsreason ")), None)
     if version is None:
         return report_failure(
-            name, f"no dsreason at the same place: {find_last_line(text)}", "install it there in the same folder"
+            name, f"dsreason was not found at {here}: {find_last_line(text)}", "install it in the same folder"
         )
     if version != dsreason.__version__:
         return report_failure(
-            name, f"has dsreason {version}, this host {dsreason.__version__}", "install the same version on both"
+            name,
+            f"has dsreason {version}, but this host has {dsreason.__version__}",
+            "install the same version on both",
         )
     gpus = int(lines[-1]) if lines[-1].isdecimal() else 0
     if 0 < gpus < slots:
-        return report_failure(name, f"slots={slots}, and it has {gpus} GPUs", f"write slots={gpus}")
-    return report_pass(name, f"reachable, dsreason {version}" + (f", {gpus} GPUs" if gpus else ", no GPU seen"))
+        return report_failure(
+            name, f"the hostfile sets slots={slots}, but the host has {gpus} GPUs", f"set slots={gpus}"
+        )
+    return report_pass(name, f"reachable, dsreason {version}" + (f", {gpus} GPUs" if gpus else ", no GPUs"))

@@ -35,12 +35,12 @@ def check_collective() -> Iterator[DoctorFinding]:
     seconds = time.monotonic() - started
     lines = [line for line in text.splitlines() if line.startswith("collective: ")]
     if code == 0 and lines:
-        yield report_pass("2 ranks", f"{lines[-1].removeprefix('collective: ')} ({seconds:.0f} s with the start)")
+        yield report_pass("2 ranks", f"{lines[-1].removeprefix('collective: ')} ({seconds:.0f} s including startup)")
     elif code == 124:
-        cure = "NCCL_DEBUG=INFO shows where it waits; a firewall on this host may close its own ports"
-        yield report_failure("2 ranks", f"did not meet within {COLLECTIVE_SECONDS} s", cure)
+        cure = "set NCCL_DEBUG=INFO to see where they wait; a firewall may block connections of this host to itself"
+        yield report_failure("2 ranks", f"did not connect within {COLLECTIVE_SECONDS} s", cure)
     else:
-        yield report_failure("2 ranks", find_last_line(text), "the message says what to do; NCCL_DEBUG=INFO shows more")
+        yield report_failure("2 ranks", find_last_line(text), "follow the message; set NCCL_DEBUG=INFO to see more")
 
 
 def check_engine() -> Iterator[DoctorFinding]:
@@ -65,11 +65,11 @@ def check_engine() -> Iterator[DoctorFinding]:
         yield report_pass("engine", f"vLLM sampled, slept and woke, and a tiny model was trained ({seconds:.0f} s)")
     elif code == 124:
         yield report_failure(
-            "engine", f"did not end within {ENGINE_SECONDS} s", "start `dsreason grpo --nproc 1` and see where it waits"
+            "engine", f"did not finish within {ENGINE_SECONDS} s", "run `dsreason grpo --nproc 1` to see where it waits"
         )
     else:
         yield report_failure(
-            "engine", find_last_line(text), "the message says what to do; `dsreason grpo --nproc 1` shows all of it"
+            "engine", find_last_line(text), "follow the message; run `dsreason grpo --nproc 1` to see the full output"
         )
 
 

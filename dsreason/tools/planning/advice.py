@@ -55,7 +55,7 @@ class Suggestion:
 
     @property
     def text(self) -> str:
-        description = f"with {self.change.text}: fits, {self.plan.fullest.total / GIB:.1f} GiB a GPU"
+        description = f"with {self.change.text}: fits, {self.plan.fullest.total / GIB:.1f} GiB per GPU"
         return f"{description}, {self.plan.host.total / GIB:.0f} GiB of host memory"
 
 
@@ -130,7 +130,7 @@ def iter_local_changes(request: PlanRequest) -> Iterator[Change]:
     if not config.train.activation_offload and config.model.gradient_checkpointing:
         yield Change({"train.activation_offload": True})
     if not config.model.gradient_checkpointing:
-        yield Change({"model.gradient_checkpointing": True}, remark="about a third more time")
+        yield Change({"model.gradient_checkpointing": True}, remark="steps take about a third longer")
     for size in (2, 4, 8):
         if (
             size > config.ranks_per_row
@@ -145,9 +145,9 @@ def iter_local_changes(request: PlanRequest) -> Iterator[Change]:
     if not config.lora.rank:
         adapters = {"lora.rank": LORA_RANK} | ({"model.freeze": ()} if config.model.freeze else {})
         yield Change(adapters, remark="only adapters are trained")
-        yield Change(adapters | {"model.quantize": "nf4"}, remark="only adapters are trained, beside 4 bits")
+        yield Change(adapters | {"model.quantize": "nf4"}, remark="only adapters are trained, on a 4-bit base model")
     elif not config.model.quantize:
-        yield Change({"model.quantize": "nf4"}, remark="the base in 4 bits")
+        yield Change({"model.quantize": "nf4"}, remark="4-bit base model")
 
 
 def iter_fewer_tokens(request: PlanRequest) -> Iterator[Change]:
@@ -168,7 +168,7 @@ def iter_fewer_tokens(request: PlanRequest) -> Iterator[Change]:
         cut = {"model.max_length": longest // 2} | (
             {"train.max_tokens_per_micro_batch": longest // 2} if size is None else {}
         )
-        yield Change(cut, remark="longer samples are too long then")
+        yield Change(cut, remark="longer samples are then too long")
 
 
 def iter_other_rollouts(request: PlanRequest, config: GRPOConfig) -> Iterator[Change]:

@@ -42,10 +42,10 @@ def find_architecture(path: str, revision: str | None = None, trust_remote_code:
     """
     if path.startswith("tiny:"):
         folder = resolve_model(ModelConfig(path=path), get_cache_dir() / "models")
-        return Architecture(read_model_config(folder), f"{path}, built here")
+        return Architecture(read_model_config(folder), f"{path}, built on this machine")
     if path.startswith("s3://"):
         raise ConfigError(
-            f"model.path {path}: a plan reads config.json from a local folder or the Hub; copy it to a folder"
+            f"model.path {path}: a plan needs config.json in a local folder or on the Hub; copy it to a local folder"
         )
     if Path(path).is_dir():
         return Architecture(read_model_config(Path(path), trust_remote_code=trust_remote_code), f"{path}/config.json")
@@ -67,7 +67,7 @@ def load_from_hub(name: str, revision: str | None) -> Architecture:
             ) from None
         return Architecture(
             build_from_table(known_architecture),
-            f"the shipped table, which has {name}; the Hub did not give its config.json",
+            f"the built-in table, which has {name}; its config.json could not be downloaded from the Hub",
         )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(content)
@@ -84,7 +84,7 @@ def ask_hub(name: str, revision: str | None) -> bytes:
 
 def make_unknown_error(reason: StorageError) -> CheckpointError:
     return CheckpointError(
-        f"{reason}; there is no such local folder, and the shipped table does not have it either: give model.path a folder with "
+        f"{reason}; it is not a local folder, and the built-in table does not have it either; set model.path to a folder with "
         "the model's config.json, which is all that a plan needs"
     )
 

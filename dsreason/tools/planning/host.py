@@ -35,14 +35,12 @@ def plan_host(
     shares = request.width * request.parameters.count_trained_share(request.machine.gpus)
     items = [
         MemoryItem("weights, gradients and optimizer (offload)", states.host),
-        MemoryItem("optimizer while completions are sampled, pinned", moved),
+        MemoryItem("optimizer state during rollouts, pinned", moved),
         MemoryItem("activations (train.activation_offload)", waiting),
-        MemoryItem(
-            "reference and policy while the other is in place, pinned", 2 * shares if has_reference(request) else 0
-        ),
+        MemoryItem("copies of reference and policy for swapping, pinned", 2 * shares if has_reference(request) else 0),
         MemoryItem("teacher", teacher),
         MemoryItem("vLLM: processed media, weights at sleep level 1", vllm),
-        MemoryItem("rank itself", PROCESS, "allowance"),
+        MemoryItem("process of the rank", PROCESS, "allowance"),
         MemoryItem("data workers", config.data.workers * WORKER, "allowance"),
     ]
     return PlannedPhase(
@@ -87,6 +85,6 @@ def plan_disk(request: PlanRequest) -> PlannedPhase:
         "disk",
         (
             MemoryItem(f"{num_kept} checkpoints, one of them being written", num_kept * each if writes else 0, note),
-            MemoryItem("an export", export_bytes(request) if checkpoint.export != "none" else 0),
+            MemoryItem("export", export_bytes(request) if checkpoint.export != "none" else 0),
         ),
     ).drop_empty()

@@ -53,14 +53,14 @@ class Plan:
     def problems(self) -> list[str]:
         """Reasons why the run does not fit; empty if it fits."""
         lines = [
-            f"{phase.name}: needs {phase.total / GIB:.1f} GiB, {(phase.total - self.limit) / GIB:.1f} more than a GPU has"
+            f"{phase.name}: needs {phase.total / GIB:.1f} GiB, but a GPU has only {self.limit / GIB:.1f} GiB"
             for phase in self.phases
             if phase.total > self.limit
         ]
         if self.vllm is not None and self.vllm.whole_sequences < 1:
             lines.append(
-                f"rollout: the KV cache holds {self.vllm.cache_tokens:,} tokens, less than one sequence of "
-                f"{self.vllm.longest:,}: vLLM refuses to start"
+                f"rollout: the KV cache holds {self.vllm.cache_tokens:,} tokens, but one sequence has up to "
+                f"{self.vllm.longest:,}, so vLLM does not start"
             )
         return lines
 
@@ -97,7 +97,7 @@ def plan_run(request: PlanRequest) -> Plan:
     elif config.validation.generate and config.data.validation != 0:
         batch, completion = config.validation.micro_batch_size, config.validation.max_completion_length
         sampling = [plan_answering(request, states, batch, completion, extra)]
-    beside = (*extra, *([vllm.asleep] if vllm else []), MemoryItem("teacher: whole weights", fetched))
+    beside = (*extra, *([vllm.asleep] if vllm else []), MemoryItem("teacher's gathered weights", fetched))
     held = list_held_items(states, beside)
     training = plan_training(request, held)
     if config.data.validation != 0 and not isinstance(
@@ -115,7 +115,7 @@ def plan_run(request: PlanRequest) -> Plan:
 def add_fragments(phase: PlannedPhase) -> PlannedPhase:
     held = sum(item.nbytes for item in phase.items if item.note != "allowance")
     return PlannedPhase(
-        phase.name, (*phase.items, MemoryItem("what the allocator cannot use", int(FRAGMENTS * held), "allowance"))
+        phase.name, (*phase.items, MemoryItem("memory fragmentation", int(FRAGMENTS * held), "allowance"))
     )
 
 
@@ -141,15 +141,17 @@ def list_notes(request: PlanRequest) -> list[str]:
     config, shape = request.config, request.shape
     notes = []
     if shape.vision_depth:
-        notes.append("rows are taken as full, and as full of media as the configuration allows: shorter ones need less")
+        notes.append(
+            "all rows are assumed to be full, with as much media as the configuration allows; shorter rows need less"
+        )
     if config.model.attention == "eager":
-        notes.append('model.attention = "eager": its scores, of every pair of tokens, are not counted')
+        notes.append('model.attention = "eager": its attention scores of all pairs of tokens are not counted')
     if request.zero.stage < 3:
-        notes.append(f"ZeRO stage {request.zero.stage}: reckoned by rule, never compared with a measurement")
+        notes.append(f"ZeRO stage {request.zero.stage}: the estimate has never been compared with a measurement")
     if copy := compute_checkpoint_copy(request):
         notes.append(
-            f"checkpoints are written while training goes on where a host has {copy / GIB:.0f} GiB more for a copy "
-            "(checkpoint.background); else training waits"
+            f"checkpoints are written while training continues if a host has another {copy / GIB:.0f} GiB for a copy "
+            "(checkpoint.background); otherwise, training waits"
         )
     if request.machine.hosts > 1:
         notes.append(f"{request.machine.hosts} hosts with up to {request.machine.gpus_per_host} GPUs each")

@@ -57,7 +57,7 @@ class VLLM:
         return self.config.model.max_length + self.config.validation.max_completion_length
 
     @property
-    def sequences(self) -> int:
+    def max_sequences(self) -> int:
         """Maximum number of completions that the engine samples at the same time."""
         engines = self.request.machine.gpus // self.parallel
         num_completions = -(-self.config.grpo.prompts_per_step // engines) * self.config.grpo.num_generations
@@ -70,7 +70,7 @@ class VLLM:
         shape, pieces = self.request.shape, self.request.pieces
         batched = int(self.config.rollout.engine_options.get("max_num_batched_tokens", BATCHED_TOKENS))
         layer = pieces.trace_text_layer(batched, training=False).peak // self.parallel
-        logits = SAMPLER_COPIES * self.sequences * shape.vocabulary * 4
+        logits = SAMPLER_COPIES * self.max_sequences * shape.vocabulary * 4
         block = (
             pieces.trace_vision_block(shape.count_patches(batched), training=False).peak if shape.vision_depth else 0
         )
@@ -100,7 +100,7 @@ class VLLM:
 
     @property
     def asleep(self) -> MemoryItem:
-        return MemoryItem("vLLM asleep: graphs and buffers", self.overhead, "allowance")
+        return MemoryItem("graphs and buffers of vLLM while it sleeps", self.overhead, "allowance")
 
     @property
     def host(self) -> int:
@@ -117,7 +117,7 @@ class VLLM:
             "kv_cache_tokens": self.cache_tokens,
             "longest_sequence_tokens": self.longest,
             "whole_sequences": round(self.whole_sequences, 1),
-            "sequences_drawn_together": self.sequences,
+            "sequences_drawn_together": self.max_sequences,
         }
 
 
@@ -156,7 +156,7 @@ def plan_offload(
         amount, note = choose_amount(mode, memory), describe_modes(mode, memory)
     moved = min(amount.move_bytes, states.optimizer)
     staying = (
-        MemoryItem("optimizer that stays", states.optimizer - moved),
+        MemoryItem("optimizer state that stays", states.optimizer - moved),
         MemoryItem("gradient buffers that stay", 0 if amount.drop_gradients else states.gradients + states.bucket),
     )
     return RolloutOffload(moved, staying, note)
@@ -202,11 +202,11 @@ def plan_vllm_phases(vllm: VLLM, states: States, extra: tuple[MemoryItem, ...]) 
             MemoryItem("vLLM's weights", vllm.weights),
             vllm.asleep,
             MemoryItem(
-                "bucket of whole weights",
+                "bucket of gathered weights",
                 2 * bucket,
                 f"rollout.sync_bucket_mb = {vllm.config.rollout.sync_bucket_mb:g}",
             ),
-            MemoryItem("tensors on their way, and fingerprints", largest + FINGERPRINT),
+            MemoryItem("tensors in transfer, and fingerprints", largest + FINGERPRINT),
         ),
     )
     cache = f"{vllm.cache_tokens:,} tokens, {vllm.whole_sequences:.1f} sequences of {vllm.longest:,}"
@@ -215,7 +215,7 @@ def plan_vllm_phases(vllm: VLLM, states: States, extra: tuple[MemoryItem, ...]) 
         (
             *held,
             MemoryItem("vLLM's weights", vllm.weights, f"tensor parallel {vllm.parallel}"),
-            MemoryItem("vLLM at work: activations, logits, graphs", vllm.working + vllm.overhead),
+            MemoryItem("vLLM's activations, logits and graphs", vllm.working + vllm.overhead),
             MemoryItem("KV cache", max(0, vllm.cache), cache),
         ),
     )
@@ -231,12 +231,12 @@ def plan_answering(
     token = 2 * shape.layers * shape.kv_heads * shape.head_size * width
     prefill = request.pieces.trace_text_layer(request.config.model.max_length, training=False).peak * batch
     return PlannedPhase(
-        "answers by transformers",
+        "sampling with transformers",
         (
             MemoryItem("policy's weights", states.weights + states.persistent),
             *extra,
-            MemoryItem("a whole copy of the model", request.parameters.numel * width),
+            MemoryItem("full copy of the model", request.parameters.numel * width),
             MemoryItem("keys and values", batch * longest * token, f"{batch} prompts of {longest:,} tokens"),
-            MemoryItem("a layer at work, logits", prefill + batch * shape.vocabulary * 4 * SAMPLER_COPIES),
+            MemoryItem("activations of a layer, and logits", prefill + batch * shape.vocabulary * 4 * SAMPLER_COPIES),
         ),
     )

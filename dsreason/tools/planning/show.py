@@ -20,7 +20,7 @@ def write_headline(plan: Plan) -> list[str]:
     several = "s" if machine.gpus > 1 else ""
     kinds = [f"{parameters.count_kind(kind):,} {text}" for kind, text in KINDS.items() if parameters.count_kind(kind)]  # type: ignore[arg-type]
     return [
-        f"{request.trainer} of {request.config.model.path} on {machine.gpus} GPU{several} of {machine.gpu_memory:g} GB "
+        f"{request.trainer} of {request.config.model.path} on {machine.gpus} GPU{several} with {machine.gpu_memory:g} GB "
         f"({plan.limit / GIB:.1f} GiB usable), {request.ds_config}",
         f"architecture: {request.architecture.source}",
         f"parameters: {parameters.numel:,}; {', '.join(kinds)}",
@@ -29,8 +29,8 @@ def write_headline(plan: Plan) -> list[str]:
 
 def make_phase_table(plan: Plan) -> Table:
     """Return a table of one GPU's memory in GiB by phase."""
-    table = Table(title="GiB on each GPU", title_justify="left")
-    for name in ("phase", "what", "note"):
+    table = Table(title="GiB per GPU", title_justify="left")
+    for name in ("phase", "item", "note"):
         table.add_column(name, overflow="fold")
     table.add_column("GiB", justify="right")
     for phase in plan.phases:
@@ -39,8 +39,8 @@ def make_phase_table(plan: Plan) -> Table:
 
 
 def make_outside_table(plan: Plan) -> Table:
-    table = Table(title="GiB beside the GPUs", title_justify="left")
-    for name in ("where", "what", "note"):
+    table = Table(title="GiB outside the GPUs", title_justify="left")
+    for name in ("location", "item", "note"):
         table.add_column(name, overflow="fold")
     table.add_column("GiB", justify="right")
     host = f"memory of {'each host' if plan.request.machine.hosts > 1 else 'the host'}"
@@ -52,19 +52,22 @@ def make_outside_table(plan: Plan) -> Table:
 def add_phase(table: Table, phase: PlannedPhase, total: str) -> None:
     for number, item in enumerate(phase.items):
         table.add_row(phase.name if number == 0 else "", item.name, item.note, f"{item.nbytes / GIB:.2f}")
-    table.add_row("", "[bold]together[/bold]", "", f"[bold]{total}[/bold]", end_section=True)
+    table.add_row("", "[bold]total[/bold]", "", f"[bold]{total}[/bold]", end_section=True)
 
 
 def write_verdict(plan: Plan, found: list[Suggestion]) -> list[str]:
     if plan.fits:
         fullest = plan.fullest
-        room = f"{fullest.total / GIB:.1f} of {plan.limit / GIB:.1f} GiB in its fullest phase, {fullest.name}"
+        room = f"the fullest phase, {fullest.name}, needs {fullest.total / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
         beside = f"{plan.host.total / GIB:.0f} GiB of host memory, {plan.disk.total / GIB:.0f} GiB of disk"
-        return [f"fits: {room}; {plan.room / GIB:.1f} GiB to spare", f"beside it: {beside}"]
+        return [f"fits: {room}; {plan.room / GIB:.1f} GiB to spare", f"also needed: {beside}"]
     lines = ["does not fit:", *(f"  {text}" for text in plan.problems)]
     if found:
-        return [*lines, "what to change:", *(f"  {one.text}" for one in found)]
-    return [*lines, "no single or double change that was tried makes it fit; take larger GPUs, or a smaller model"]
+        return [*lines, "suggested changes:", *(f"  {one.text}" for one in found)]
+    return [
+        *lines,
+        "none of the changes that were tried, alone or in pairs, makes it fit; use larger GPUs, or a smaller model",
+    ]
 
 
 def to_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:

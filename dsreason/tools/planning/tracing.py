@@ -107,8 +107,8 @@ def trace(
     """
     if shape[-2] > MOST_TOKENS:
         raise ConfigError(
-            f"one forward would take {shape[-2]:.3g} tokens or patches, and a plan reckons with {MOST_TOKENS:.3g} at most; lower "
-            "model.max_length, micro_batch_size, max_tokens_per_micro_batch or max_completion_length"
+            f"one forward pass would have {shape[-2]:.3g} tokens or patches, but the maximum of a plan is {MOST_TOKENS:.3g}; "
+            "lower model.max_length, micro_batch_size, max_tokens_per_micro_batch or max_completion_length"
         )
     inputs = torch.empty(shape, dtype=dtype, device="meta", requires_grad=training)
     live = LiveBytes()

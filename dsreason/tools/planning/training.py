@@ -17,16 +17,16 @@ class Activations:
     """Bytes of the activations of a row on one rank."""
 
     inputs: int
-    """What the text layers keep for the backward pass: only their inputs, or everything without gradient checkpointing."""
+    """Tensors that text layers keep for the backward pass: only their inputs, or everything without gradient checkpointing."""
     around: int
     """Tensors outside of the layers: embeddings, last hidden states, hidden states of trained tokens, final norm."""
     tower: int
-    """What the vision tower keeps for its backward pass; 0 if it is frozen."""
+    """Tensors that the vision tower keeps for its backward pass; 0 if it is frozen."""
     pixels: int
     features: int
-    """What the mergers keep for their backward pass, and at least their output, the features of media tokens."""
+    """Tensors that the mergers keep for their backward pass, and at least their output, the features of media tokens."""
     deeper: int
-    """What the mergers of the DeepStack layers keep until the backward pass reaches their block."""
+    """Tensors that the mergers of the DeepStack layers keep until the backward pass reaches their block."""
     layer: int
     block: int
     head: int
@@ -164,7 +164,7 @@ def list_held_items(states: States, extra: tuple[MemoryItem, ...]) -> tuple[Memo
         MemoryItem("weights", states.weights + states.persistent),
         MemoryItem("gradients, fp32", states.gradients),
         MemoryItem("optimizer: master weights and moments, fp32", states.optimizer),
-        MemoryItem("bucket of gradients on their way", states.bucket),
+        MemoryItem("bucket for reducing gradients", states.bucket),
         *extra,
     )
 
@@ -179,7 +179,7 @@ def plan_optimizer_step(request: PlanRequest, held: tuple[MemoryItem, ...]) -> P
     if not request.zero.offloads("optimizer"):
         own_shares = request.parameters.count_trained_share(request.machine.gpus)
         copied = FP32 * min(own_shares, request.zero.number("sub_group_size"))
-    return PlannedPhase("optimizer step", (*held, MemoryItem("gradients of a group, put together", copied)))
+    return PlannedPhase("optimizer step", (*held, MemoryItem("concatenated gradients of a sub-group", copied)))
 
 
 def compute_block_gradients(request: PlanRequest) -> MemoryItem:
@@ -193,39 +193,39 @@ def forward_backward(request: PlanRequest, held: tuple[MemoryItem, ...]) -> Plan
     activations = compute_activations(request)
     at_work, ahead = compute_gathered(request)
     small_buckets, one_large = compute_reduction(request)
-    held = (*held, MemoryItem("whole weights at work", at_work), MemoryItem("whole weights fetched ahead", ahead))
+    held = (*held, MemoryItem("gathered weights in use", at_work), MemoryItem("prefetched weights", ahead))
     media = (
-        MemoryItem("vision tower, kept for its backward", activations.tower),
+        MemoryItem("vision tower, kept for its backward pass", activations.tower),
         MemoryItem("pixels", activations.pixels),
     )
     layers = "inputs of the text layers" if request.config.model.gradient_checkpointing else "text layers"
     waiting = (
         MemoryItem(layers, activations.inputs, f"{request.tokens:,} tokens"),
-        MemoryItem("hidden states beside the layers", activations.around),
+        MemoryItem("hidden states outside the layers", activations.around),
         *media,
-        MemoryItem("features of media", activations.features),
+        MemoryItem("media features", activations.features),
     )
     tied = 0  # the gradient from the output layer waits for the one from the inputs
     if is_tied(request) and is_head_trained(request):
         tied = request.width * request.shape.vocabulary * request.shape.hidden
     embedding = MemoryItem("gradient of the tied embedding", tied)
     logits = f"logits of {activations.logits:,} tokens at a time"
-    moving = "copies of gradients on their way"
+    moving = "copies of gradients being reduced"
     moments = {
         "output layer": (*waiting, MemoryItem("output layer and loss", activations.head, logits)),
         "a text layer": (
             *waiting,
             embedding,
             MemoryItem(moving, max(small_buckets, 0 if tied else one_large)),
-            MemoryItem("one text layer at work", activations.layer),
+            MemoryItem("activations of one text layer", activations.layer),
             compute_block_gradients(request),
         ),
         "vision tower": (
             *media,
-            MemoryItem("features of media", activations.deeper),
+            MemoryItem("media features", activations.deeper),
             embedding,
             MemoryItem(moving, small_buckets),
-            MemoryItem("one vision block at work", activations.block),
+            MemoryItem("activations of one vision block", activations.block),
         ),
         "embedding": (embedding, MemoryItem(moving, max(small_buckets, one_large))),
     }

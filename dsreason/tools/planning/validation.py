@@ -22,7 +22,7 @@ def plan_held_out(request: PlanRequest, held: tuple[MemoryItem, ...]) -> Planned
         patches = shape.count_patches(media)
         block = pieces.trace_vision_block(patches, training=False).peak
         values = patches * shape.patch_values * (FP32 + width) + shape.mergers * media * shape.hidden * width
-        media_item = MemoryItem("pixels and features of media", values)
+        media_item = MemoryItem("pixels and media features", values)
     at_work, ahead = compute_gathered(request)
     return PlannedPhase(
         "validation: loss of held-out rows",
@@ -34,8 +34,8 @@ def plan_held_out(request: PlanRequest, held: tuple[MemoryItem, ...]) -> Planned
                 f"{samples} rows of {request.config.model.max_length:,} tokens",
             ),
             media_item,
-            MemoryItem("whole weights at work", at_work),
-            MemoryItem("whole weights fetched ahead", ahead),
-            MemoryItem("a layer, a vision block or logits at work", max(layer, block, logits)),
+            MemoryItem("gathered weights in use", at_work),
+            MemoryItem("prefetched weights", ahead),
+            MemoryItem("activations of a layer or vision block, or logits", max(layer, block, logits)),
         ),
     )

@@ -49,8 +49,8 @@ def list_step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str
     unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
     if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
         notes.append(
-            f"{unused} of the {config.train.epochs} x {order.rows_per_epoch} rows do not fill a last step of "
-            f"train.global_batch_size ({order.batch_size}) and are not used"
+            f"the last {unused} of {config.train.epochs} x {order.rows_per_epoch} rows are not used, because they do not "
+            f"fill a step of train.global_batch_size ({order.batch_size}) rows"
         )
     if note := describe_long_warmup(order.num_steps, config.optim):
         notes.append(note)

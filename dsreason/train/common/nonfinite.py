@@ -80,7 +80,7 @@ class FiniteCheck:
             self.in_a_row = 0
             return metrics
         description = (
-            f"step {step}: loss {loss}, gradient norm {norm} with learning rate {metrics['train/learning_rate']:g}"
+            f"step {step}: loss {loss}, gradient norm {norm} at learning rate {metrics['train/learning_rate']:g}"
         )
         if self.rule == "stop":
             saved = self.folder / format_step(step)
@@ -88,17 +88,17 @@ class FiniteCheck:
             with share_errors():
                 self._save(batches, sample_names, saved, description)
             raise DsReasonError(
-                f"{description}; every rank's samples are in {saved}. Lower optim.lr, look at these samples, or set "
+                f"{description}; every rank saved its samples in {saved}; lower optim.lr, inspect these samples, or set "
                 'train.on_nonfinite = "skip"'
             )
         self.in_a_row += 1
         if self.in_a_row == MAX_SKIPPED:
-            raise DsReasonError(f"{description}, as in the {MAX_SKIPPED - 1} steps before; lower optim.lr")
+            raise DsReasonError(f"{description}, as in the previous {MAX_SKIPPED - 1} steps; lower optim.lr")
         if math.isfinite(norm):
             log.warning("%s: the gradient is finite and was applied", description)
         else:
             self.skipped += 1
-            log.warning("%s: skipped, the weights stay as they were", description)
+            log.warning("%s: the step was skipped and the weights are unchanged", description)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"train/skipped_steps": float(self.skipped)}
 
@@ -119,7 +119,7 @@ class FiniteCheck:
             write_file(file.with_suffix(".json"), text)
         except (OSError, SafetensorError) as error:
             raise SaveError(
-                f"{description}; rank {self.world.rank} could not save its samples in {folder}: {error}"
+                f"{description}; rank {self.world.rank} cannot save its samples in {folder}: {error}"
             ) from error
 
 

@@ -98,7 +98,7 @@ def build_policy_engine(
         fused_kernels=config.model.fused_kernels and get_accelerator().device_name() == "cuda",
         trust_remote_code=config.model.trust_remote_code,
     )
-    log.info("a forward takes %s", describe_forward_size(config))
+    log.info("a forward pass takes %s", describe_forward_size(config))
     if frozen := freeze(model, config.model.freeze):
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:

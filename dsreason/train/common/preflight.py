@@ -83,12 +83,13 @@ def list_adapter_notes(optim: OptimConfig) -> list[str]:
     notes = []
     if optim.lr < LOW_ADAPTER_LR:
         notes.append(
-            f"optim.lr ({optim.lr:g}) is low for adapters, which take about ten times the rate of all weights: they will hardly "
-            "move; leave it out, or set 1e-5 or more"
+            f"optim.lr ({optim.lr:g}) is low for adapters, which need about ten times the learning rate of full fine-tuning, so "
+            "they will hardly change; remove it, or set it to 1e-5 or more"
         )
     if optim.weight_decay:
         notes.append(
-            f"optim.weight_decay ({optim.weight_decay:g}) draws adapters to zero, and the model back to its base; 0 is usual"
+            f"optim.weight_decay ({optim.weight_decay:g}) pulls the adapters towards zero, and so the model towards its base; "
+            "the usual value is 0"
         )
     return notes
 
@@ -131,7 +132,7 @@ def check_deepspeed(config: JobConfig) -> None:
     if error is None:
         return
     problems = [
-        f"{name}: {'.'.join(path)} ({format_json(value)}): DeepSpeed rejects it ({format_error(cause)}); {choose_advice(path)}"
+        f"{name}: {'.'.join(path)} ({format_json(value)}) is rejected by DeepSpeed ({format_error(cause)}); {choose_advice(path)}"
         for path, value, cause in find_rejected_parts(settings)
     ]
     raise build_config_error(
@@ -222,22 +223,27 @@ def check_dataset(
             check(sample)
         encoder.check_length(sample, encoder.measure(sample))
 
-    left_out: list[str] = []
+    skipped: list[str] = []
     deadline = time.monotonic() + MAX_SECONDS
     for checked, index in enumerate(order_coarse_to_fine(len(dataset))):
         if time.monotonic() > deadline:
-            log.info("%s: %d of %d rows checked before training, the others when used", name, checked, len(dataset))
+            log.info(
+                "%s: checked %d of %d rows before training; the others are checked when they are used",
+                name,
+                checked,
+                len(dataset),
+            )
             break
         bad = read_row(dataset, index, check_row)
         if isinstance(bad, DataError):
             if find_fatal_error([bad], config) is not None:
                 raise bad
-            left_out.append(str(bad))
-    if left_out and len(left_out) == len(dataset):
-        raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
-    if left_out:
-        log.warning("%s: %d rows are left out:\n  %s", name, len(left_out), join_first(left_out, separator="\n  "))
-    return left_out
+            skipped.append(str(bad))
+    if skipped and len(skipped) == len(dataset):
+        raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first error: {skipped[0]}")
+    if skipped:
+        log.warning("%s: %d rows are skipped:\n  %s", name, len(skipped), join_first(skipped, separator="\n  "))
+    return skipped
 
 
 def order_coarse_to_fine(count: int) -> list[int]:

@@ -114,7 +114,7 @@ class TrainingRun(Generic[J]):
         """
         for text in rows:
             if text not in self.skipped:
-                log.warning("left out: %s", text)
+                log.warning("skipped: %s", text)
             self.skipped[text] += 1
 
     def show_step(
@@ -181,7 +181,7 @@ class TrainingRun(Generic[J]):
         """Write and upload what is still missing, including exports of an earlier job, and print the final messages."""
         self.checkpoints.finish(self.state)
         self.progress.print_line(self.memory.report())
-        self.progress.print_line(f"finished at step {self.state.step}; everything is in {self.job.output_dir}")
+        self.progress.print_line(f"finished at step {self.state.step}; all output is in {self.job.output_dir}")
 
 
 def start_run(

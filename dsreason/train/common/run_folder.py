@@ -60,19 +60,20 @@ def open_output_dir(
     run_once_per_folder(world, take_folder)
     if world.folder_ranks and world.is_main:
         log.warning(
-            "%s is a separate folder on every host: each keeps the checkpoints of its own ranks, and the run can be resumed "
-            "only on the same hosts with the same number of ranks; everything else is on the first host",
+            "%s is a separate folder on each host: each host keeps the checkpoints of its ranks, so the run can be resumed "
+            "only on the same hosts with the same number of ranks; all other output is on the first host",
             output_dir,
         )
     checkpoint_targets = [str(target.address) for target in config.checkpoint.targets if "checkpoint" in target.include]
     if world.folder_ranks and checkpoint_targets:
         raise ConfigError(
-            f"checkpoint.upload_include: no host has a whole checkpoint to upload to {' and '.join(checkpoint_targets)} in "
-            f'its own {output_dir}; leave "checkpoint" out, or use an output folder that all hosts share'
+            f"checkpoint.upload_include: no host has a complete checkpoint to upload to {' and '.join(checkpoint_targets)}, "
+            f'because {output_dir} is a separate folder on each host; remove "checkpoint", or use an output folder that all '
+            "hosts share"
         )
     checkpoint = choose_common(checkpoints, resume, world)
     if checkpoint is None and resume is not None and world.is_main:
-        log.warning("--resume auto: no complete checkpoint in %s, starting fresh", checkpoints)
+        log.warning("--resume auto: %s has no complete checkpoint; starting a new run", checkpoints)
     return world, checkpoint
 
 
@@ -142,7 +143,7 @@ def start_state(
 
 
 def compare_rows(checkpoint: Path | None, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the digests of the rows that the run began with, and log a warning if the `current` digests differ.
+    """Return the digests of the rows that the run started with, and log a warning if the `current` digests differ.
 
     A comparison of configurations does not reveal that files have changed.
     """
@@ -153,11 +154,13 @@ def compare_rows(checkpoint: Path | None, current: Mapping[str, Any]) -> dict[st
         if original[part] != digest:
             count = original[part].get("count") if isinstance(original[part], dict) else None
             difference = (
-                f"{count} then, {digest['count']} now" if count != digest["count"] else "same number, different content"
+                f"{count} then, but {digest['count']} now"
+                if count != digest["count"]
+                else "the same number, but different content"
             )
             log.warning(
-                "the %s rows are not those that this run began with (%s), so its results will differ; restore the data, or "
-                "start a new run from its export",
+                "the %s rows differ from those that this run started with (%s), so its results will differ; restore the data, "
+                "or start a new run from its export",
                 *(part, difference),
             )
     return original
@@ -168,14 +171,13 @@ def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
     saved = read_checkpoint(checkpoint).state.adapter
     if saved is None:
         raise CheckpointError(
-            f"{checkpoint}: holds all weights of a model and no adapters; resume it without lora.rank, or export it and set "
-            "model.path to the export"
+            f"{checkpoint}: contains all weights of a model, but no adapters; resume it without lora.rank, or export it and "
+            "set model.path to the export"
         )
     if saved.fingerprint != adapter.fingerprint:
         raise CheckpointError(
-            f"{checkpoint}: its adapters were trained on {describe_base(saved)}; model.path is now "
-            f"{describe_base(adapter)}, which has "
-            "other files; restore the base model, or choose another checkpoint"
+            f"{checkpoint}: its adapters were trained on {describe_base(saved)}, but model.path is now "
+            f"{describe_base(adapter)}, whose files differ; restore the base model, or choose another checkpoint"
         )
     if saved.quantize != adapter.quantize:
         saved_quantize, current_quantize = (

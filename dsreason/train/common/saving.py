@@ -98,7 +98,7 @@ class Checkpoints:
             if not run_on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
                 self.writer.start(step, state)
                 self.upload_and_prune(self.writer.wait(), state)
-        raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
+        raise Stopped(f"stopped by {name} after step {step}, which is saved; continue with --resume auto")
 
     def upload_and_prune(self, written: Path | None, state: TrainerState) -> None:
         """Upload the checkpoint `written`, if any, and delete the checkpoints beyond `checkpoint.keep`."""

@@ -139,7 +139,7 @@ class HeldOut(Generic[C]):
                 if message := find_fatal_error(bad, self.config):
                     raise DataError(message)
             for error in bad:
-                log.warning("validation: left out: %s", error)
+                log.warning("validation: skipped: %s", error)
             yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, DataError)]
 
 
@@ -167,7 +167,9 @@ def compute_held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any]
     release_gathered(policy_engine)
     num_tokens, num_rows = int(reduce_sum(num_tokens)), int(reduce_sum(num_rows))
     if num_rows == 0:
-        raise DataError(f"validation: none of the {len(held_out.rows)} held-out rows can be used; see the log for why")
+        raise DataError(
+            f"validation: none of the {len(held_out.rows)} held-out rows can be used; see the log for the reasons"
+        )
     total = reduce_sum(total)
     return total / num_tokens if num_tokens else None
 

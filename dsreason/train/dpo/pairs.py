@@ -109,7 +109,7 @@ def split_conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
     for field, messages in (("chosen", better), ("rejected", worse)):
         location = f"sample {sample.id!r}: field {field!r}"
         if start == len(messages):
-            raise DataError(f"{location} is only the beginning of the other conversation; give it a different answer")
+            raise DataError(f"{location} is only the beginning of the other conversation; add a different answer")
         if start == 0 or [message["role"] for message in messages[start - 1 : start + 1]] != ["user", "assistant"]:
             raise DataError(
                 f"{location}, message {start}: chosen and rejected diverge here, but not at an assistant answer to a user "
@@ -139,7 +139,9 @@ def check_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None
 
 
 def build_same_answer_error(sample: Sample) -> DataError:
-    return DataError(f"sample {sample.id!r}: fields 'chosen' and 'rejected' are the same answer; correct one of them")
+    return DataError(
+        f"sample {sample.id!r}: fields 'chosen' and 'rejected' contain the same answer; correct one of them"
+    )
 
 
 def read_reference_logprobs(sample: Sample) -> tuple[float, float] | None:
@@ -182,8 +184,8 @@ def cut_pairs(pairs: Sequence[Pair], config: DPOConfig) -> list[list[Pair]]:
     for pair in ordered:
         if pair.size(config) > budget:
             raise DataError(
-                f"sample {pair.id!r}: its pair has {pair.size(config)} tokens, more than {key} ({budget}), but both answers go "
-                f"through one forward; raise {key}, or lower model.max_length and set model.on_too_long"
+                f"sample {pair.id!r}: its pair has {pair.size(config)} tokens, but both answers share one forward pass, whose "
+                f"maximum is {key} ({budget}); raise {key}, or lower model.max_length and set model.on_too_long"
             )
     if config.train.packing:
         return fit_first([(pair.size(config), [pair]) for pair in ordered], budget)

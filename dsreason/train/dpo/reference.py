@@ -69,8 +69,8 @@ class AdapterOff:
 
 
 NOTHING_GIVEN = (
-    'no fields ref_chosen_logprob and ref_rejected_logprob, which dpo.reference = "precomputed" needs; add them, set '
-    'dpo.reference_file, or set dpo.reference = "model"'
+    'fields ref_chosen_logprob and ref_rejected_logprob are missing, but dpo.reference = "precomputed" needs them; add them, '
+    'set dpo.reference_file, or set dpo.reference = "model"'
 )
 
 
@@ -120,9 +120,9 @@ class FileReference:
             return f"dpo.reference_file ({self.file}) has no line with this id; add it"
         if None not in (fingerprint, line.fingerprint) and fingerprint != line.fingerprint:
             return (
-                f"the row has changed since dpo.reference_file ({self.file}) was measured (fingerprint {fingerprint}, in the "
-                f"file {line.fingerprint}); restore data, processor and data.vision, use a file measured with these rows, or set "
-                'dpo.reference = "model"'
+                f"the row has changed since dpo.reference_file ({self.file}) was measured (its fingerprint is "
+                f"{fingerprint}, but the file has {line.fingerprint}); restore data, processor and data.vision, use a file "
+                'measured with these rows, or set dpo.reference = "model"'
             )
         return None
 
@@ -130,8 +130,8 @@ class FileReference:
         """Warn if the file was measured with a model other than the initial one, whose fingerprint is `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
-                "dpo.reference_file (%s) was measured with another model (fingerprint %s) than training starts with (%s), "
-                'so log-ratios do not start at 0; if that is not intended, set dpo.reference = "model"',
+                "dpo.reference_file (%s) was measured with a model with fingerprint %s, but training starts with %s, so "
+                'log-ratios do not start at 0; if this is not intended, set dpo.reference = "model"',
                 self.file,
                 " and ".join(other_models),
                 model,
@@ -184,7 +184,7 @@ class StoredReference:
             if not math.isfinite(row.chosen + row.rejected):
                 raise DataError(
                     f"{part} row {row.row + 1} (sample {row.id!r}): the log-probabilities of its answers under the reference are "
-                    f"{row.chosen} and {row.rejected}, not finite; check the model and the row"
+                    f"{row.chosen} and {row.rejected}, but they must be finite; check the model and the row"
                 )
             self.rows[part, row.row] = row
         run_on_rank_zero(partial(append, self.file, rows))
@@ -227,11 +227,11 @@ def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> Stored
     measured_model = lines[0][1].get("model") if lines else model
     if measured_model != model and checkpoint is not None:
         raise ConfigError(
-            f"model.path is not the model that the reference of this run was measured with (fingerprint {model}, in "
-            f"{existing_file} {measured_model}); restore the model, or start a new run in another --output-dir"
+            f"model.path has fingerprint {model}, but the reference of this run was measured with fingerprint {measured_model} "
+            f"({existing_file}); restore the model, or start a new run in another --output-dir"
         )
     if measured_model != model:
-        log.warning("%s was measured with another model; measuring it again", existing_file)
+        log.warning("%s was measured with a different model; measuring its rows again", existing_file)
         lines = []
     rows = [parse_measured_row(line, where) for where, line in lines[1:]]
     write_file(file, "".join(json.dumps(line) + "\n" for line in [{"model": model}, *map(asdict, rows)]))
@@ -265,7 +265,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); {advice}") from error
+        raise DataError(f"{file}: cannot be read: {error.strerror}; {advice}") from error
     rows, lines = [], content.splitlines()
     unfinished = len(lines) if content.startswith(START) and not content.endswith(b"\n") else 0
     for number, line in enumerate(lines, start=1):
@@ -277,9 +277,9 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             if number == unfinished:
                 break
-            raise DataError(f"{location}: not JSON ({describe_parse_error(error)}); {advice}") from error
+            raise DataError(f"{location}: is not JSON ({describe_parse_error(error)}); {advice}") from error
         if not isinstance(value, dict):
-            raise DataError(f"{location}: not an object; {advice}")
+            raise DataError(f"{location}: is not a JSON object; {advice}")
         rows.append((location, value))
     return rows
 
@@ -301,11 +301,11 @@ def read_reference_file(path: str) -> FileReference:
             continue
         if "id" not in line or not all(is_logprob(line.get(name)) for name in VALUES):
             raise DataError(
-                f"{where}: must have id, chosen and rejected (each of the latter {LOGPROB}); got {line!r:.200}"
+                f"{where}: must have id, chosen and rejected (the last two must each be {LOGPROB}); got {line!r:.200}"
             )
         key = str(line["id"])
         entry = ReferenceLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
         other = reference.by_id.setdefault(key, entry)
         if (other.chosen, other.rejected) != (entry.chosen, entry.rejected):
-            raise DataError(f"{where}: the id {key!r} occurs twice with different values; give each row a unique id")
+            raise DataError(f"{where}: the id {key!r} occurs twice with different values; make the ids unique")
     return reference

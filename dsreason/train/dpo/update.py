@@ -152,6 +152,6 @@ class ChosenWatch:
         self.has_warned = True
         return (
             f"dpo/chosen fell from {earlier[0]:.3f} to {later[0]:.3f} while dpo/accuracy rose from {earlier[1]:.1%} to "
-            f"{later[1]:.1%} (means of {half} steps): the chosen answers become less probable, too, in favour of answers "
-            "that are in no row; raise dpo.sft_weight (such as 0.2 to 1), raise dpo.beta, or lower optim.lr"
+            f"{later[1]:.1%} (means of {half} steps): the chosen answers also become less probable, in favour of answers that "
+            "are in no row; raise dpo.sft_weight (0.2 to 1 is usual), raise dpo.beta, or lower optim.lr"
         )

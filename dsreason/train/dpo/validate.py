@@ -88,7 +88,7 @@ def measure_pairs(
     with progress.track_phase("validation: preferences", len(rows), "pairs") as advance:
         for batches in iter_pair_batches(held_out.dataset, held_out.encoder, rows, config, world, batch_size=size):
             for message in batches.skipped:
-                log.warning("validation: left out: %s", message)
+                log.warning("validation: skipped: %s", message)
             refs = compute_reference_logprobs(engine, reference, batches.parts, "validation")
             for micro_batch, ref in zip(batches.parts, refs, strict=True):
                 logprobs = engine(micro_batch.batch.to(engine.device))
@@ -97,5 +97,5 @@ def measure_pairs(
     engine.train(was_training)
     release_gathered(engine)
     if not any(gather_objects(any(len(part.chosen) for part in pairs))):
-        raise DataError(f"validation: none of the {len(rows)} held-out rows can be used; see the log for why")
+        raise DataError(f"validation: none of the {len(rows)} held-out rows can be used; see the log for the reasons")
     return gather_pairs(pairs, world)

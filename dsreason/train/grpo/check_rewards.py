@@ -32,10 +32,10 @@ def check_functions(config: GRPOConfig) -> None:
             check_reward(name, options)
         elif name == REMOTE:
             raise ConfigError(
-                f'reward.functions: "{REMOTE}" lacks the name of a score of the server; write {REMOTE}<score>'
+                f'reward.functions: "{REMOTE}" must be followed by the name of a score of the server; write {REMOTE}<score>'
             )
         elif options:
-            raise ConfigError(f'reward.options."{name}": a server reward has no options; remove them')
+            raise ConfigError(f'reward.options."{name}": a reward from a server has no options; remove it')
     open_remote(config.reward)
     buffer = config.reward.options.get("overlong", {}).get("buffer")
     if buffer is not None:
@@ -81,31 +81,31 @@ def check_answer(
             continue
         if not isinstance(sample.answer, str) or not sample.answer.strip():
             raise DataError(
-                f"sample {sample.id!r}: field 'answer' is {sample.answer!r}; the reward {name} compares with it; "
+                f"sample {sample.id!r}: field 'answer' is {sample.answer!r}, but the reward {name} compares with it; "
                 "add it, skip such rows (data.on_bad_row), or use a reward that needs no answer"
             )
         problem = UNUSABLE[name](sample.answer, sample.options or {}) if name in UNUSABLE else None
         if problem is not None:
-            raise DataError(f"sample {sample.id!r}: field 'answer' is {sample.answer!r:.100}, {problem} ({name})")
+            raise DataError(
+                f"sample {sample.id!r}: field 'answer' is {sample.answer!r:.100}, but the reward {name} needs {problem}"
+            )
     check_references(rewards, options or {}, sample)
 
 
 def find_option_problem(answer: str, options: dict[str, str]) -> str | None:
     letter = parse(answer, "reasoning").answer
     is_known = letter in {"", *(key.upper() for key in options)} or parse(answer, "reasoning", options=options).answer
-    return None if is_known or not options else f"none of the options {', '.join(options)}"
+    return None if is_known or not options else f"one of the options {', '.join(options)}"
 
 
 def find_number_problem(answer: str, options: dict[str, str]) -> str | None:
     is_bare = re.fullmatch(r"\s*-?[0-9.,]+\s*", answer) is not None
-    return (
-        None if is_bare or extract_hash_number(answer) is not None else "neither a number nor a text with `#### number`"
-    )
+    return None if is_bare or extract_hash_number(answer) is not None else "a number or a text with `#### number`"
 
 
 def find_latex_problem(answer: str, options: dict[str, str]) -> str | None:
     is_plain = "\\" not in answer and "$" not in answer
-    return f"no LaTeX; write \\boxed{{{answer.strip():.20}}}, or use direct_math" if is_plain else None
+    return f"LaTeX; write \\boxed{{{answer.strip():.20}}}, or use direct_math" if is_plain else None
 
 
 UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
@@ -115,7 +115,7 @@ UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
     "gsm8k": find_number_problem,
     "boxed_math": find_latex_problem,
 }
-"""Reward → function that describes the problem of a reference answer, given the sample's options, or returns None."""
+"""Reward → function of a reference answer and the sample's options that returns what the reward needs instead, or None."""
 
 
 def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
@@ -135,8 +135,8 @@ def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
     if problems and None not in problems:
         example = f", such as {REQUEST!r}" if describe_format_problem(REQUEST, pattern) is None else ""
         raise ConfigError(
-            f"reward format with the pattern {pattern!r}: {problems[0]}; a completion that follows the prompt gets no reward. "
-            f"Change reward.options.format.pattern, or let data.system_prompt ask for the format{example}"
+            f"reward format with the pattern {pattern!r}: {problems[0]}, so a completion that follows the prompt gets no "
+            f"reward; change reward.options.format.pattern, or request the format in data.system_prompt{example}"
         )
 
 

@@ -95,5 +95,8 @@ def encode_prompt_per_modality(training: SampleDataset, encoder: Encoder) -> lis
         except DataError:  # the loader will report this row
             continue
     if not prompts:
-        raise DataError(f"none of the first {NUM_ROWS} rows is a usable prompt, so the rollout engine cannot be tested")
+        raise DataError(
+            f"none of the first {NUM_ROWS} rows is a usable prompt, so the rollout engine cannot be tested; correct the rows, or "
+            "set rollout.self_test = false"
+        )
     return list(prompts.values())

@@ -152,8 +152,8 @@ def check_trained(num_untrained: int, step: int, config: GRPOConfig) -> None:
     """Raise DsReasonError after `MAX_UNTRAINED` consecutive rollouts without a trainable completion."""
     if num_untrained == MAX_UNTRAINED:
         raise DsReasonError(
-            f"step {step}: {MAX_UNTRAINED} rollouts in a row had no completion to train: their prompts were "
-            "skipped, or the overlong filter removed all completions that were cut off at rollout.max_completion_length "
+            f"step {step}: {MAX_UNTRAINED} consecutive rollouts had no completion to train on: their prompts were skipped, or "
+            "the overlong filter removed all completions, because they were cut off at rollout.max_completion_length "
             f"({config.rollout.max_completion_length}); raise it, or set grpo.overlong_filter = false"
         )
 

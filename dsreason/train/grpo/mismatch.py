@@ -127,14 +127,14 @@ def check(
     if folder is not None:
         file = folder / f"{format_step(step)}.jsonl"
         write_rows(file, map(vars, worst_mismatches))
-        hint = f"; the worst are in {file}"
+        hint = f"; the worst completions are in {file}"
     names = ", ".join(
         f"{mismatch.id!r} ({mismatch.modality}, {mismatch.mean:.3g})" for mismatch in worst_mismatches[:3]
     )
-    message = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{hint}"
+    message = f"step {step}: mismatch/kl between engine and trainer is {kl:.3g}, worst in samples {names}{hint}"
     if not kl <= config.mismatch_stop:
         raise MismatchError(
-            f"{message}. That is above rollout.mismatch_stop ({config.mismatch_stop}): the engine does not sample from the "
-            "trained policy; check mismatch/kl/<modality>, and that precision, processor and positions agree on both sides"
+            f"{message}; the maximum is rollout.mismatch_stop ({config.mismatch_stop}), so the engine does not sample from the "
+            "trained policy; check mismatch/kl/<modality>, and check that precision, processor and positions are the same in both"
         )
-    log.warning("%s (rollout.mismatch_warn is %s)", message, config.mismatch_warn)
+    log.warning("%s; the maximum without a warning is rollout.mismatch_warn (%s)", message, config.mismatch_warn)

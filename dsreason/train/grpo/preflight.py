@@ -86,7 +86,7 @@ def check_engine_choice(config: GRPOConfig) -> None:
     if read_zero_section(config.deepspeed).get("zero_quantized_weights") and build_objective(config.grpo).kl_coef:
         raise ConfigError(
             f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, but the reference policy of "
-            "the KL needs them exactly; remove it, or set grpo.kl_coef = 0"
+            "the KL term needs exact weights; remove it, or set grpo.kl_coef = 0"
         )
 
 
@@ -95,7 +95,7 @@ def check_distillation(config: GRPOConfig) -> None:
     if config.distill.teacher is not None and build_objective(config.grpo).dynamic_sampling:
         setting = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
         raise ConfigError(
-            f"{setting} replaces groups of equal rewards, but distill.teacher needs every completion; set "
+            f"{setting} replaces groups with equal rewards, but distill.teacher needs every completion; set "
             "grpo.dynamic_sampling = false"
         )
 
@@ -109,7 +109,7 @@ def build_prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
             f"rollout.max_completion_length ({longest}) leaves no room for a prompt in {encoder.max_length_key} "
             f"({encoder.max_length}); raise {encoder.max_length_key}, or lower rollout.max_completion_length"
         )
-    key = f"{encoder.max_length_key} without rollout.max_completion_length"
+    key = f"{encoder.max_length_key} minus rollout.max_completion_length"
     return PromptEncoder(
         encoder.processor, encoder.family, encoder.position_ids, room, key, video_decoder=encoder.video_decoder
     )

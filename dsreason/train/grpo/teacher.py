@@ -102,8 +102,8 @@ def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, saved: Ma
     saved_fingerprint = saved.get("teacher", teacher.fingerprint)
     if saved_fingerprint != teacher.fingerprint:
         raise ConfigError(
-            f"distill.teacher ({config.distill.teacher}) is not the teacher that this run had at the checkpoint (fingerprint "
-            f"{teacher.fingerprint}, then {saved_fingerprint}); restore the model, or start a new run in another --output-dir"
+            f"distill.teacher ({config.distill.teacher}) has fingerprint {teacher.fingerprint}, but the teacher at the "
+            f"checkpoint had {saved_fingerprint}; restore the model, or start a new run in another --output-dir"
         )
     return teacher
 
@@ -128,8 +128,8 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
     key = f"distill.teacher ({config.distill.teacher})"
     if kinds[0] != kinds[1]:
         raise ConfigError(
-            f"{key} is a {kinds[0]}, and model.path ({config.model.path}) a {kinds[1]}, which reads prompts differently; use a "
-            f"teacher that is a {kinds[1]}"
+            f"{key} is a {kinds[0]}, but model.path ({config.model.path}) is a {kinds[1]}, which reads prompts differently; use "
+            f"a teacher that is a {kinds[1]}"
         )
     teacher = load_processor(path, trust_remote_code=trust_remote_code)
     check_vocabularies(key, teacher.tokenizer.get_vocab(), student.processor.tokenizer.get_vocab())
@@ -141,7 +141,7 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
                 if student_value != teacher_value:
                     raise ConfigError(
                         f"{key}: its {kind} has {name} {teacher_value}, but that of model.path has {student_value}, so it would "
-                        "see other pixels than it was trained on; use a teacher with the same processor settings"
+                        "see different pixels than in its training; use a teacher with the same processor settings"
                     )
 
 
@@ -157,7 +157,7 @@ def check_vocabularies(key: str, teacher: Mapping[str, int], student: Mapping[st
             for vocabulary in (teacher, student)
         ]
         raise ConfigError(
-            f"{key}: its vocabulary differs from that of model.path: the teacher has {descriptions[0]}, the student "
-            f"{descriptions[1]} ({len(differing)} such entries), so the same ids mean other texts; use a teacher with the same "
-            "vocabulary"
+            f"{key}: its vocabulary differs from that of model.path: the teacher has {descriptions[0]}, but the student has "
+            f"{descriptions[1]} (differing entries: {len(differing)}), so the same ids mean different text; use a teacher with "
+            "the same vocabulary"
         )

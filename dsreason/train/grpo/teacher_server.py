@@ -141,14 +141,16 @@ def read_tokens(response: bytes, ids: Sequence[int]) -> list[ScoredToken]:
     """Read the entries of all tokens except the first. Raise ValueError if the response does not match `ids`."""
     entries = ScoredPrompt.model_validate_json(response).choices[0].prompt_logprobs
     if len(entries) != len(ids):
-        raise ValueError(f"entries for {len(entries)} tokens instead of {len(ids)}")
+        raise ValueError(f"it has entries for {len(entries)} tokens, but the request has {len(ids)}")
     tokens = []
     for index, (number, entry) in enumerate(zip(ids[1:], entries[1:], strict=True), start=1):
         token = (entry or {}).get(str(number))
         if token is None:
-            raise ValueError(f"no entry for token {index}, whose id is {number}")
+            raise ValueError(f"token {index} (id {number}) has no entry")
         if not LOWEST < token.logprob < ROUNDING:
-            raise ValueError(f"log-probability {token.logprob} for token {index}")
+            raise ValueError(
+                f"token {index} has log-probability {token.logprob}, but the maximum is 0 and the minimum {LOWEST:g}"
+            )
         tokens.append(token)
     return tokens
 
@@ -169,8 +171,8 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> N
         if token.decoded_token != decoded:
             raise ConfigError(
                 f"distill.teacher ({client.server.place}): the server's vocabulary differs from that of model.path: token "
-                f"{number} is {client.server.quote(token.decoded_token)!r} there and {decoded!r} here; serve a model "
-                "with the same vocabulary"
+                f"{number} is {client.server.quote(token.decoded_token)!r} on the server, but {decoded!r} in model.path; serve a "
+                "model with the same vocabulary"
             )
 
 
@@ -178,6 +180,6 @@ def check_no_media(sample: Sample) -> None:
     """Raise DataError if the row has media, which cannot be sent to a teacher server."""
     if media := list_media_paths(sample.messages):
         raise DataError(
-            f"sample {sample.id!r}: shows {media[0]}, but distill.teacher is a server, which gets only token ids; skip "
+            f"sample {sample.id!r}: contains {media[0]}, but distill.teacher is a server, which gets only token ids; skip "
             "such rows (data.on_bad_row), or set distill.teacher to a model folder"
         )

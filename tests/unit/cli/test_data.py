@@ -349,7 +349,7 @@ def test_validate_checks_requirements_of_grpo_rewards(tiny_qwen2_5_vl: Path) -> 
     )
     result = call("validate", "--config", "run.toml", "--workers", "0")
     assert result.exit_code == 1, result.output
-    assert "row 2" in result.stdout and "none of the options A, B" in result.stdout
+    assert "row 2" in result.stdout and "one of the options A, B" in result.stdout
     assert "2 rows rendered, of which 1" in result.stderr
 
 

@@ -142,7 +142,7 @@ def test_config_without_prompt_room_is_rejected(rows, tiny_qwen3_vl):
 
 def test_prompt_length_respects_micro_batch_token_budget(rows, tiny_qwen3_vl):
     settings = config(rows, tiny_qwen3_vl, train={"max_tokens_per_micro_batch": 50}, max_completion_length=40)
-    with pytest.raises(SampleTooLong, match=r"max_tokens_per_micro_batch without rollout.max_completion_length \(10\)"):
+    with pytest.raises(SampleTooLong, match=r"max_tokens_per_micro_batch minus rollout.max_completion_length \(10\)"):
         prompt = open_datasets(settings.data)[0][0]
         build_prompt_encoder(settings, build_encoder(settings, tiny_qwen3_vl)).encode_prompt(prompt)
 

@@ -204,7 +204,7 @@ def test_reward_server_stops_on_signal(here: Path, number: signal.Signals) -> No
         (signals.Interrupted("SIGINT"), "SIGINT; the output"),
         (signals.Interrupted("SIGINT; no step was in progress, and --resume auto continues"), "SIGINT; the output"),
         (
-            stopped("stopped by SIGINT after step 3, which is saved; --resume auto continues there"),
+            stopped("stopped by SIGINT after step 3, which is saved; continue with --resume auto"),
             "stopped by SIGINT after",
         ),
     ],

@@ -82,5 +82,5 @@ def test_a_completion_ends_with_its_stop_token(drawn: list[int], kept: tuple[int
 
 
 def test_media_token_in_completion_is_rejected() -> None:
-    with pytest.raises(RolloutError, match="sample 'p': the completion holds <7>, which is banned"):
+    with pytest.raises(RolloutError, match="sample 'p': the completion contains <7>, but media tokens are banned"):
         StandIn()._build_completion("p", [5, 7, 9], [-1.0] * 3, 3)

@@ -116,7 +116,7 @@ def test_unexpected_or_missing_tensors_are_reported() -> None:
     with pytest.raises(SyncError) as caught:
         stream.finish()
     assert str(caught.value) == (
-        "weight sync failed for 5 tensors: a came twice; b has shape (3,) instead of (2,); x is unknown; "
+        "weight sync failed for 5 tensors: a was sent twice; b has shape (3,) instead of (2,); x is unknown; "
         "b did not arrive; c did not arrive"
     )
 

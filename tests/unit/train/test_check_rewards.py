@@ -95,12 +95,17 @@ def test_a_reference_that_can_be_met_passes(reward, answer, options):
 @pytest.mark.parametrize(
     ("reward", "answer", "options", "text"),
     [
-        ("exact_match", None, None, "sample '7': field 'answer' is None; the reward exact_match"),
+        ("exact_match", None, None, "sample '7': field 'answer' is None, but the reward exact_match"),
         ("direct_math", " ", None, "field 'answer' is ' '"),
         ("single_choice", 4, None, "field 'answer' is 4"),
-        ("single_choice", "E", OPTIONS, r"field 'answer' is 'E', none of the options A, B \(single_choice\)"),
-        ("single_choice_lenient", "(C)", OPTIONS, "none of the options"),
-        ("ordinal_choice", "<answer>c</answer>", OPTIONS, "none of the options"),
+        (
+            "single_choice",
+            "E",
+            OPTIONS,
+            r"field 'answer' is 'E', but the reward single_choice needs one of the options A, B",
+        ),
+        ("single_choice_lenient", "(C)", OPTIONS, "needs one of the options"),
+        ("ordinal_choice", "<answer>c</answer>", OPTIONS, "needs one of the options"),
         ("gsm8k", "seventy-two", None, "#### number"),
         ("boxed_math", "5", None, r"write \\boxed\{5\}"),
     ],

@@ -64,7 +64,7 @@ def test_mean_mismatch_decides_over_worst_token(tmp_path: Path, caplog: pytest.L
     assert not list(tmp_path.iterdir())
     with caplog.at_level(logging.WARNING):
         check({"mismatch/kl": 0.1}, ones, config, 4, tmp_path)
-    assert "mismatch/kl is 0.1" in caplog.text and "'7' (video" in caplog.text
+    assert "mismatch/kl between engine and trainer is 0.1" in caplog.text and "'7' (video" in caplog.text
     (line,) = (tmp_path / "step_4.jsonl").read_text().splitlines()
     assert json.loads(line)["largest"] == 9.0
 

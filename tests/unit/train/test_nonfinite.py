@@ -48,13 +48,13 @@ def numbers(loss: float, norm: float) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("loss", "norm", "skipped", "said"),
     [
-        (NAN, NAN, 1, "step 3: loss nan, gradient norm nan with learning rate 1e-05: skipped, the weights stay"),
-        (1.0, INF, 1, "step 3: loss 1.0, gradient norm inf with learning rate 1e-05: skipped, the weights stay"),
+        (NAN, NAN, 1, "step 3: loss nan, gradient norm nan at learning rate 1e-05: the step was skipped"),
+        (1.0, INF, 1, "step 3: loss 1.0, gradient norm inf at learning rate 1e-05: the step was skipped"),
         (
             INF,
             2.0,
             0,
-            "step 3: loss inf, gradient norm 2.0 with learning rate 1e-05: the gradient is finite and was applied",
+            "step 3: loss inf, gradient norm 2.0 at learning rate 1e-05: the gradient is finite and was applied",
         ),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     saved = json.loads(json.dumps(first.counts))
     resumed = build_finite_check(config, tmp_path, WORLD, TrainerState(extra=saved))
     assert resumed.skipped == MAX_SKIPPED - 1
-    with pytest.raises(DsReasonError, match=f"as in the {MAX_SKIPPED - 1} steps before"):
+    with pytest.raises(DsReasonError, match=f"as in the previous {MAX_SKIPPED - 1} steps"):
         resumed.metrics(numbers(NAN, NAN), [], 3)
 
 
@@ -92,7 +92,7 @@ def test_isolated_skipped_steps_do_not_end_run(tmp_path: Path) -> None:
 def test_unsavable_samples_are_reported_with_step(tmp_path: Path) -> None:
     (tmp_path / "nonfinite").write_text("in the way")
     check = FiniteCheck("stop", tmp_path / "nonfinite", WORLD)
-    with pytest.raises(SaveError, match=r"^step 3: loss nan, .*; rank 0 could not save its samples in .*/step_3: "):
+    with pytest.raises(SaveError, match=r"^step 3: loss nan, .*; rank 0 cannot save its samples in .*/step_3: "):
         check.metrics(numbers(NAN, NAN), [], 3)
 
 

@@ -99,7 +99,9 @@ def test_rows_need_no_answer_without_comparing_rewards(tmp_path, tiny_qwen3_vl, 
 
 
 def test_comparing_reward_rejects_rows_without_answer(tmp_path, tiny_qwen3_vl):
-    with pytest.raises(DataError, match="row 1: sample '0': field 'answer' is None; the reward exact_match compares"):
+    with pytest.raises(
+        DataError, match="row 1: sample '0': field 'answer' is None, but the reward exact_match compares"
+    ):
         check_grpo(config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {"exact_match": 1.0}}))
 
 
@@ -133,14 +135,14 @@ def test_sft_rows_need_an_answer(tmp_path, tiny_qwen3_vl):
 def test_answer_outside_options_is_reported_with_row(tmp_path, tiny_qwen3_vl, caplog, on_bad_row):
     rows = [*ROWS[:4], {**ROWS[4], "answer": "D"}, ROWS[5]]
     settings = config(tmp_path, tiny_qwen3_vl, rows, data={"on_bad_row": on_bad_row})
-    text = r"rows.jsonl, row 5: sample '4': field 'answer' is 'D', none of the options A, B (single_choice)"
+    text = r"rows.jsonl, row 5: sample '4': field 'answer' is 'D', but the reward single_choice needs one of the options A, B"
     if on_bad_row == "error":
         with pytest.raises(DataError) as error:
             check_grpo(settings)
         assert text in str(error.value)
     else:
         check_grpo(settings)
-        assert "training: 1 rows are left out" in caplog.text
+        assert "training: 1 rows are skipped" in caplog.text
         assert text in caplog.text
 
 
@@ -244,7 +246,7 @@ def test_removed_zero_key_is_reported_as_removed(tmp_path: Path, key: str) -> No
     file.write_text(json.dumps({"zero_optimization": {"stage": 3, key: 1}}))
     with pytest.raises(ConfigError) as caught:
         check_deepspeed(SFTConfig(deepspeed=str(file)))
-    assert str(caught.value).startswith(f"{file}: zero_optimization.{key} (1): ")
+    assert str(caught.value).startswith(f"{file}: zero_optimization.{key} (1) is rejected")
     assert "; DeepSpeed has removed this key; remove it (zero_" in str(caught.value)
 
 

@@ -261,6 +261,6 @@ def test_repeated_skips_are_counted_but_logged_once(
     run.count_skipped(["row 3: no file"])
     assert run.skipped.total() == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "left out: row 3: no file",
-        "left out: row 5: no file",
+        "skipped: row 3: no file",
+        "skipped: row 5: no file",
     ]

@@ -17,15 +17,17 @@ def warned(now: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture, 
     (folder / "config.json").write_text(json.dumps({"config": {}, **record}))
     caplog.clear()
     compare_rows(folder / "checkpoints" / "step_3", now)
-    return [message.partition(" rows are not those that this run began with ")[2][:40] for message in caplog.messages]
+    return [
+        message.partition(" rows differ from those that this run started with ")[2][:40] for message in caplog.messages
+    ]
 
 
 def test_only_changed_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert warned(BEFORE, tmp_path, caplog, rows=BEFORE) == []
     fewer = BEFORE | {"training": {"count": 5, "digest": "cc"}}
-    assert warned(fewer, tmp_path, caplog, rows=BEFORE) == ["(8 then, 5 now), so its results will dif"]
+    assert warned(fewer, tmp_path, caplog, rows=BEFORE) == ["(8 then, but 5 now), so its results will"]
     other = BEFORE | {"held-out": {"count": 2, "digest": "cc"}}
-    assert warned(other, tmp_path, caplog, rows=BEFORE) == ["(same number, different content), so its"]
+    assert warned(other, tmp_path, caplog, rows=BEFORE) == ["(the same number, but different content)"]
 
 
 @pytest.mark.parametrize("record", [{}, {"rows": None}, {"rows": [1]}, {"rows": {}}], ids=str)

@@ -75,9 +75,9 @@ def test_dynamic_sampling_is_rejected_with_a_teacher(grpo: dict[str, Any], said:
 @pytest.mark.parametrize(
     ("teacher", "said"),
     [
-        ({"a": 0, "b": 2}, "the teacher has 'b' as 2, the student 'b' as 1 (2 such entries)"),
-        ({"a": 0}, "the teacher has no 'b', the student 'b' as 1 (1 such entries)"),
-        ({"a": 0, "b": 1, "c": 2}, "the teacher has 'c' as 2, the student no 'c' (1 such entries)"),
+        ({"a": 0, "b": 2}, "the teacher has 'b' as 2, but the student has 'b' as 1 (differing entries: 2)"),
+        ({"a": 0}, "the teacher has no 'b', but the student has 'b' as 1 (differing entries: 1)"),
+        ({"a": 0, "b": 1, "c": 2}, "the teacher has 'c' as 2, but the student has no 'c' (differing entries: 1)"),
     ],
 )
 def test_another_vocabulary_is_named(teacher: dict[str, int], said: str) -> None:
@@ -93,7 +93,7 @@ def test_teacher_with_different_inputs_is_rejected_early(tiny_qwen2_5_vl: Path, 
     check_teacher(settings, encoder, tiny_qwen2_5_vl)
     other = build_tiny("qwen3_vl", tmp_path / "other")
     (other / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"is a qwen3_vl, and model.path \(.*\) a qwen2_5_vl, which reads prompts"):
+    with pytest.raises(ConfigError, match=r"is a qwen3_vl, but model.path \(.*\) is a qwen2_5_vl, which reads prompts"):
         check_teacher(config(tiny_qwen2_5_vl, teacher=str(other)), encoder, tiny_qwen2_5_vl)
     normalised = build_tiny("qwen2_5_vl", tmp_path / "normalised")
     for file in normalised.glob("*processor*.json"):
@@ -185,9 +185,12 @@ def test_busy_server_is_retried_and_then_named(server: StandIn) -> None:
         ((200, "<html>"), "invalid JSON"),
         ((200, {"choices": []}), "choices"),
         ((200, {"choices": [{"text": "x"}]}), "prompt_logprobs"),
-        (said([5, 20, 30]), "entries for 3 tokens instead of 2"),
-        (said([5, 21]), "no entry for token 1, whose id is 20"),
-        ((200, {"choices": [{"prompt_logprobs": [None, {"20": {"logprob": 0.5}}]}]}), "0.5 for token 1"),
+        (said([5, 20, 30]), "entries for 3 tokens, but the request has 2"),
+        (said([5, 21]), r"token 1 \(id 20\) has no entry"),
+        (
+            (200, {"choices": [{"prompt_logprobs": [None, {"20": {"logprob": 0.5}}]}]}),
+            "token 1 has log-probability 0.5, but",
+        ),
         ((200, '{"choices": [{"prompt_logprobs": [null, {"20": {"logprob": NaN}}]}]}'), "token 1|finite|NaN"),
         ((302, {}, {"location": "http://127.0.0.1:9/"}), "redirects are not followed"),
         ((401, {}), "check TEACHER_API_KEY"),
@@ -223,7 +226,7 @@ def test_server_with_other_vocabulary_is_rejected(server: StandIn) -> None:
     check_server(settings, tokenizer(words))
     assert server.requests[0]["prompt"] == [1, 2, 3, 4]
     server.respond = lambda path, body: said(body["prompt"], decoded=lambda one: "b")
-    with pytest.raises(ConfigError, match="token 4 is 'b' there and 'd' here"):
+    with pytest.raises(ConfigError, match="token 4 is 'b' on the server, but 'd' in model.path"):
         check_server(settings, tokenizer(words))
     server.respond = lambda path, body: (404, "no model big")
     with pytest.raises(ConfigError, match="status 404"):
@@ -233,5 +236,5 @@ def test_server_with_other_vocabulary_is_rejected(server: StandIn) -> None:
 def test_rows_with_media_are_rejected_for_server() -> None:
     check_no_media(Sample("1", [{"role": "user", "content": "Why?"}]))
     displayed = Sample("1", [{"role": "user", "content": [{"type": "video", "video": "drive.mp4"}]}])
-    with pytest.raises(DataError, match=r"sample '1': shows drive.mp4, but distill.teacher is a server"):
+    with pytest.raises(DataError, match=r"sample '1': contains drive.mp4, but distill.teacher is a server"):
         check_no_media(displayed)

@@ -223,7 +223,7 @@ def time_sampling_phases(plan: Plan, rates: Rates, load: Load, model: FlopsModel
     prefill = model.forward(model.work(prompts * load.tokens_per_sample, load.tokens_per_sample, load))
     phases.append(Timed("rollout: prompts", prefill / plan.vllm.parallel / rates.inference, "arithmetic"))
     completions = prompts * config.grpo.num_generations
-    together = max(1.0, min(completions, plan.vllm.sequences, plan.vllm.cache_tokens / plan.vllm.longest * 2))
+    together = max(1.0, min(completions, plan.vllm.max_sequences, plan.vllm.cache_tokens / plan.vllm.longest * 2))
     length = config.rollout.max_completion_length
     cache = together * (load.tokens_per_sample + length / 2) * plan.vllm.token_bytes
     reading = (weights / plan.vllm.parallel + cache) / rates.memory

@@ -38,7 +38,7 @@ class Rates:
     """Host seconds per decoding step, which adds one token to all sequences."""
     wake_seconds: float = 0.3
     """Seconds to wake vLLM and put it to sleep again."""
-    source: str = "published peak and memory; the rest as " + MEASURED
+    source: str = "peak and memory bandwidth as published; the rest as " + MEASURED
 
     @property
     def peak(self) -> float:

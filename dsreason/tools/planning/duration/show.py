@@ -20,7 +20,7 @@ def time_table(duration: Duration) -> Table:
     for phase in duration.phases:
         table.add_row(phase.name, phase.limit, f"{phase.seconds:.2f}", f"{phase.seconds / duration.seconds:.0%}")
     table.add_section()
-    table.add_row("[bold]together[/bold]", "", f"[bold]{duration.seconds:.2f}[/bold]", "100%")
+    table.add_row("[bold]total[/bold]", "", f"[bold]{duration.seconds:.2f}[/bold]", "100%")
     return table
 
 
@@ -32,15 +32,15 @@ def describe_time(duration: Duration) -> list[str]:
         f"{slowest.name}, limited by {slowest.limit}"
     ]
     if duration.hours is None:
-        lines.append("length of the run: unknown; set train.max_steps, or give --rows")
+        lines.append("length of the run: unknown; set train.max_steps, or pass --rows")
     else:
         total = duration.hours * duration.gpus
         lines.append(f"length of the run: {duration.steps:,} steps, {duration.hours:,.1f} h, {total:,.1f} GPU hours")
     lines += [
         f"assumed: samples of {load.tokens_per_sample:,} tokens (--tokens-per-sample), {load.media_share:.0%} of them media "
         f"(--media-share), {8 * load.network / GB:g} Gbit/s per GPU between hosts (--network-gbit)",
-        f"rates of {rates.card}: {rates.source}; of the steps that they were fitted to, estimates are 1 to 22 % too long",
-        "not counted: start, rewards, a teacher, plain transformers' rollouts, validation, checkpoints, export",
+        f"rates of {rates.card}: {rates.source}; estimates are 1 to 22 % too long for the steps that the rates were fitted to",
+        "not counted: startup, rewards, a teacher, rollouts with plain transformers, validation, checkpoints, export",
     ]
     return lines
 

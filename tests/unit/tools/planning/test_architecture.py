@@ -32,16 +32,16 @@ def test_the_hub_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None
 def test_table_is_used_when_hub_is_unreachable() -> None:
     architecture = find_architecture("nvidia/cosmos-reason1-7b")
     assert architecture.config.text_config.hidden_size == 3584
-    assert "shipped table" in architecture.source
+    assert "built-in table" in architecture.source
 
 
 def test_unknown_model_is_rejected() -> None:
-    with pytest.raises(CheckpointError, match=r"model.path mine/own: .*give model.path a folder"):
+    with pytest.raises(CheckpointError, match=r"model.path mine/own: .*set model.path to a folder"):
         find_architecture("mine/own")
 
 
 def test_weights_in_s3_are_not_looked_at() -> None:
-    with pytest.raises(ConfigError, match="copy it to a folder"):
+    with pytest.raises(ConfigError, match="copy it to a local folder"):
         find_architecture("s3://bucket/model")
 
 

@@ -63,7 +63,7 @@ def test_suggested_change_fits_when_planned_again() -> None:
     for item in result:
         second = plan_run(apply_change(plan.request, item.change))
         assert second.fits
-        assert f"fits, {second.fullest.total / GIB:.1f} GiB a GPU" in item.text
+        assert f"fits, {second.fullest.total / GIB:.1f} GiB per GPU" in item.text
 
 
 def test_a_run_that_fits_needs_no_suggestion() -> None:
@@ -72,7 +72,7 @@ def test_a_run_that_fits_needs_no_suggestion() -> None:
 
 def test_too_small_cache_is_reported_with_suggestion() -> None:
     plan = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.22}))
-    assert any("less than one sequence" in text for text in plan.problems)
+    assert any("but one sequence has up to" in text for text in plan.problems)
     keys = [key for suggestion in list_suggestions(plan) for key in suggestion.change.sets]
     assert "rollout.gpu_memory_utilization" in keys
 
@@ -97,7 +97,7 @@ def test_sequence_parallel_rank_has_share_of_tokens() -> None:
 
 
 def test_kl_needs_host_copies_except_with_adapters() -> None:
-    name = "reference and policy while the other is in place, pinned"
+    name = "copies of reference and policy for swapping, pinned"
 
     def copies(request: PlanRequest) -> int:
         return sum(item.nbytes for item in plan_run(request).host.items if item.name == name)
@@ -119,9 +119,9 @@ def test_teacher_placement_follows_config(offload: bool, on_gpu: bool) -> None:
 
 def test_generating_validation_needs_whole_model_copy() -> None:
     plan = plan_run(sft(data={"validation": 100}))
-    assert item(plan, "answers by transformers", "a whole copy of the model") == 2 * 8_292_166_656
+    assert item(plan, "sampling with transformers", "full copy of the model") == 2 * 8_292_166_656
     silent = plan_run(sft(data={"validation": 100}, validation={"generate": False}))
-    assert item(silent, "answers by transformers", "a whole copy of the model") == 0
+    assert item(silent, "sampling with transformers", "full copy of the model") == 0
 
 
 def test_disk_estimate_uses_bytes_per_parameter() -> None:

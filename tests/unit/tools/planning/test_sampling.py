@@ -38,9 +38,9 @@ def test_cache_gets_remaining_share_in_blocks() -> None:
 
 
 def test_sequences_follow_rollout_share_per_engine() -> None:
-    assert engine(grpo(gpus=1, grpo={"prompts_per_step": 16, "num_generations": 8})).sequences == 128
-    assert engine(grpo(gpus=8, grpo={"prompts_per_step": 16, "num_generations": 8})).sequences == 64
-    assert engine(grpo(gpus=1, grpo={"prompts_per_step": 64, "num_generations": 8})).sequences == 256
+    assert engine(grpo(gpus=1, grpo={"prompts_per_step": 16, "num_generations": 8})).max_sequences == 128
+    assert engine(grpo(gpus=8, grpo={"prompts_per_step": 16, "num_generations": 8})).max_sequences == 64
+    assert engine(grpo(gpus=1, grpo={"prompts_per_step": 64, "num_generations": 8})).max_sequences == 256
 
 
 def test_sleep_level_1_keeps_weights_on_host() -> None:
@@ -54,8 +54,8 @@ def test_state_stays_beside_vllm_if_it_fits() -> None:
     awake = next(phase for phase in plan.phases if phase.name == "rollout: vLLM awake")
     sizes = {item.name: item.nbytes for item in awake.items}
     assert plan.offloaded == 0
-    assert sizes["optimizer that stays"] == pytest.approx(12 * 8_292_166_656 / 8, rel=1e-3)
-    assert "optimizer while completions are sampled, pinned" not in {item.name for item in plan.host.items}
+    assert sizes["optimizer state that stays"] == pytest.approx(12 * 8_292_166_656 / 8, rel=1e-3)
+    assert "optimizer state during rollouts, pinned" not in {item.name for item in plan.host.items}
     assert '"auto" 0.0 GiB, "always" 11.6 GiB, "never" 0.0 GiB' in plan.notes[-1]
 
 

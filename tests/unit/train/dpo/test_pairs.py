@@ -100,7 +100,7 @@ def test_earlier_answers_belong_to_the_prompt(encoder: PairEncoder) -> None:
     ("sample", "error"),
     [
         (Sample("7", [*ASKED, LEFT]), "field 'rejected' is missing"),
-        (preference(LEFT, rejected=[LEFT]), "fields 'chosen' and 'rejected' are the same answer"),
+        (preference(LEFT, rejected=[LEFT]), "fields 'chosen' and 'rejected' contain the same answer"),
         (preference(LEFT, rejected=[]), "field 'rejected' is only the beginning of the other"),
         (
             Sample("7", [*ASKED, LEFT], rejected=[says("user", "Which colour?"), RIGHT]),
@@ -121,7 +121,7 @@ def test_invalid_preference_is_rejected(encoder: PairEncoder, sample: Sample, er
 
 
 def test_answers_equal_after_templating_are_rejected() -> None:
-    with pytest.raises(DataError, match="sample '7': fields 'chosen' and 'rejected' are the same answer"):
+    with pytest.raises(DataError, match="sample '7': fields 'chosen' and 'rejected' contain the same answer"):
         check_differ(preference(LEFT, rejected=[RIGHT]), [1, 2], [1, 2])
 
 
@@ -138,7 +138,7 @@ def test_pair_length_counts_prompt_and_answers(encoder: PairEncoder) -> None:
 @pytest.mark.parametrize(
     ("meta", "error"),
     [
-        ({}, "no fields ref_chosen_logprob and ref_rejected_logprob"),
+        ({}, "fields ref_chosen_logprob and ref_rejected_logprob are missing"),
         ({"ref_chosen_logprob": -1.0}, "field 'ref_rejected_logprob' is None"),
         ({"ref_chosen_logprob": 0.5, "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is 0.5"),
         ({"ref_chosen_logprob": -(10**400), "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is -1000"),
@@ -216,6 +216,6 @@ def test_pairs_are_batched_whole_within_limits(settings: dict[str, Any], expecte
 def test_oversized_pair_is_named_in_error() -> None:
     config = DPOConfig.model_validate({"train": {"max_tokens_per_micro_batch": 29}})
     with pytest.raises(
-        DataError, match=r"sample 'b': its pair has 30 tokens, more than train.max_tokens_per_micro_batch \(29"
+        DataError, match=r"sample 'b': its pair has 30 tokens, but .* maximum is train.max_tokens_per_micro_batch \(29"
     ):
         cut_pairs(PAIRS, config)

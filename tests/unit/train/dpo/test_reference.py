@@ -51,11 +51,11 @@ def test_changed_row_is_rejected(run: Path, pair: PairFacts) -> None:
 
 def test_changed_model_is_remeasured_or_rejected(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = run / "checkpoints" / "step_3"
-    with pytest.raises(ConfigError, match=r"\(fingerprint model-2, in .*reference\.jsonl model-1\)"):
+    with pytest.raises(ConfigError, match=r"fingerprint model-2, but .* fingerprint model-1 \(.*reference\.jsonl\)"):
         open_stored(run, checkpoint, "model-2")
     with caplog.at_level(logging.WARNING):
         assert open_stored(run, None, "model-2").rows == {}
-    assert "measuring it again" in caplog.text
+    assert "measuring its rows again" in caplog.text
     assert (run / "reference.jsonl").read_text() == '{"model": "model-2"}\n'
 
 
@@ -100,7 +100,7 @@ def test_given_file_is_read_by_id(run: Path, tmp_path: Path) -> None:
 def test_changed_answers_in_given_file_are_rejected(run: Path) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
     with pytest.raises(
-        DataError, match=r"row 4 \(sample '7'\): the row has changed.*\(fingerprint xx, in the file ab\)"
+        DataError, match=r"row 4 \(sample '7'\): the row has changed.*\(its fingerprint is xx, but the file has ab\)"
     ):
         value.of(facts(fingerprint="xx"))
 
@@ -110,7 +110,7 @@ def test_given_file_of_another_model_warns(run: Path, caplog: pytest.LogCaptureF
     value.warn_of_other_model("model-1")
     assert not caplog.records
     value.warn_of_other_model("model-2")
-    assert "another model (fingerprint model-1) than training starts with (model-2)" in caplog.text
+    assert "a model with fingerprint model-1, but training starts with model-2" in caplog.text
 
 
 def test_unfinished_line_of_given_file_is_skipped(run: Path) -> None:
@@ -129,8 +129,8 @@ def test_unfinished_line_of_given_file_is_skipped(run: Path) -> None:
             (f'{{"id": "7", "chosen": {value}, "rejected": -2}}\n', "line 1: must have id, chosen and rejected")
             for value in ("5", "true", "-1e308", "-1" + 400 * "0")
         ),
-        ("[1]\n", "line 1: not an object"),
-        ("{}\n{\n", "line 2: not JSON"),
+        ("[1]\n", "line 1: is not a JSON object"),
+        ("{}\n{\n", "line 2: is not JSON"),
         (
             '{"id": "7", "chosen": -1, "rejected": -2}\n{"id": 7, "chosen": -1, "rejected": -3}\n',
             "line 2: the id '7' occurs twice with different values",
