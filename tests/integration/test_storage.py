@@ -228,7 +228,7 @@ def test_failed_upload_is_reported_without_a_marker(
         upload(open_package(folder), TARGET)
     assert str(caught.value).startswith("s3://bucket/run/config.json: ")
     assert message in str(caught.value)
-    assert caplog.text.count("trying again") == retries
+    assert caplog.text.count("retrying in") == retries
     assert "run/UPLOADED.json" not in objects(server)
     assert files_of(folder) == before
 
@@ -404,7 +404,7 @@ def failing_third_get(proxy: Proxy) -> Any:
     ("address", "message"),
     [
         ("s3://bucket/none.png", "s3://bucket/none.png: the object or the bucket bucket does not exist"),
-        ("s3://nowhere/a.png", "no bucket nowhere"),
+        ("s3://nowhere/a.png", "the bucket nowhere does not exist"),
         ("s3://bucket", "is a bucket, not a file"),
         ("s3://key:sentinel@bucket/a.png", "an S3 URI must not contain keys"),
         ("http://host/a.png", "media must be local files or s3:// URIs"),

@@ -204,7 +204,7 @@ def test_page_is_written_despite_irregular_files(put: Put, here: Path) -> None:
 def test_oversized_small_file_is_rejected(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_BYTES", 10)
     (here / "note").write_text("x" * 11)
-    with pytest.raises(OSError, match="is larger than 10 bytes"):
+    with pytest.raises(OSError, match="is larger than the maximum of 10 bytes"):
         read_small(here / "note")
 
 

@@ -181,7 +181,7 @@ def test_fifo_is_rejected_without_waiting(
 ) -> None:
     os.mkfifo(here / "rows")
     assert call(*arguments, monkeypatch=monkeypatch) in (2, 3)
-    assert "is not a file" in told(capsys)
+    assert "is not a regular file" in told(capsys)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

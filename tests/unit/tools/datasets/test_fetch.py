@@ -187,7 +187,7 @@ def test_bad_archive_leaves_no_clips(hub: Hub, tmp_path: Path, content: bytes, w
 
 def test_gated_repository_error_names_page_and_token(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
-    words = rf"{hub.repo}: is gated: accept its terms on {hub.address}/datasets/{hub.repo}, .*HF_TOKEN.*it is not set"
+    words = rf"{hub.repo}: is gated; accept its terms on {hub.address}/datasets/{hub.repo}, .*HF_TOKEN.*it is not set"
     with pytest.raises(DataError, match=words):
         fetch(plan(tmp_path))
 
