@@ -74,4 +74,4 @@ def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
 
 def describe_missing_file(place: Path) -> str:
     """Return what is wrong with a path that should be a file, for use in a message."""
-    return "is not a file" if place.exists() else "no such file"
+    return "is not a regular file" if place.exists() else "does not exist"

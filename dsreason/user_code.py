@@ -121,7 +121,7 @@ def import_file(path: Path, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script that calls sys.exit() would end this process with exit code 0
         del sys.modules[module_name]
-        raise ConfigError(f"{what}: {path} does not import: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -139,7 +139,7 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
         hint = f'; did you mean "{near}"?' if near else "."
         raise ConfigError(f"{what} was not found{hint} {advice}") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what}: {target} does not import: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what}: {target} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def restore_script_folders() -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on the GPUs of this machine:
 #   launch/torchrun.sh run.toml outputs/run [--set optim.lr=1e-6 ...]
-# On several, start it on each one (the output folder on storage that all of them share):
+# On several machines, start it on each one (with the output folder on storage that all of them share):
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node-0 launch/torchrun.sh run.toml outputs/run
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=node-0 launch/torchrun.sh run.toml outputs/run
 # Run it again after an interruption: it continues from the newest complete checkpoint.
@@ -16,18 +16,18 @@ shift 2
 
 nnodes=${NNODES:-1}
 if [[ $nnodes -gt 1 ]]; then
-  where=(--node_rank "${NODE_RANK:?0 on the first machine, 1 on the next}"
-         --master_addr "${MASTER_ADDR:?name or address of the first machine}"
+  where=(--node_rank "${NODE_RANK:?set it to 0 on the first machine, to 1 on the next}"
+         --master_addr "${MASTER_ADDR:?set it to the host name or IP address of the first machine}"
          --master_port "${MASTER_PORT:-29500}")
 else
   where=(--standalone)
 fi
 
-# After SIGTERM or Ctrl-C: seconds for the ranks to finish their step and save a checkpoint.
+# Seconds after SIGTERM or Ctrl-C for the ranks to finish their step and save a checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# No Python file of the current folder is imported, by the launcher either. The value tells dsreason that its own code, not
-# a person, set the variable.
+# Prevents imports of Python files in the current folder, also by the launcher. The value shows dsreason that its own code,
+# not a person, set the variable.
 export PYTHONSAFEPATH=${PYTHONSAFEPATH:-dsreason}
-# NPROC=2 where there is no GPU, or fewer ranks than GPUs.
+# Set NPROC, such as NPROC=2, if the machine has no GPU, or to start fewer ranks than GPUs.
 exec torchrun --nnodes "$nnodes" --nproc_per_node "${NPROC:-gpu}" "${where[@]}" \
   -m dsreason "${COMMAND:-sft}" --config "$config" --output-dir "$output_dir" --resume auto "$@"

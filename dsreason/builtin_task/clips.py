@@ -107,13 +107,13 @@ def write_builtin(
     """
     for name, count in (("num_train", num_train), ("num_validation", num_validation)):
         if count <= 0 or count % BLOCK:
-            raise ValueError(f"{name} ({count}) must be a multiple of {BLOCK}")
+            raise ValueError(f"{name} must be a positive multiple of {BLOCK}; got {count}")
     facts = {"version": VERSION, "seed": seed, "num_train": num_train, "num_validation": num_validation}
     build_once(folder, partial(draw_task, facts=facts))
     note = folder / "task.json"
     description = read_json_object(note) or "other files"
     if description != facts:
-        raise DataError(f"{folder} holds {description}, not the built-in task {facts}; choose another folder")
+        raise DataError(f"{folder}: contains {description}, not the built-in task {facts}; choose another folder")
     return folder
 
 

@@ -69,14 +69,16 @@ def parse_s3(text: str) -> S3Address:
     if BUCKET.fullmatch(bucket) is None:
         if "@" in text or ":" in text.removeprefix(S3):
             raise ValueError(
-                "s3://…@…: an address must not contain keys; write s3://bucket/prefix, and set AWS_ACCESS_KEY_ID and "
+                "s3://…@…: an S3 URI must not contain keys; write s3://bucket/prefix, and set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY"
             )
         raise ValueError(
-            f"{text}: {bucket!r} is not a bucket name (3 to 63 lowercase letters, digits, dots and hyphens); write s3://bucket/prefix"
+            f"{text}: {bucket!r} is not a valid bucket name (3 to 63 lowercase letters, digits, dots and hyphens); write s3://bucket/prefix"
         )
     if "?" in key:
-        raise ValueError(f"{S3}{bucket}/{key.partition('?')[0]}?…: an address has no query; remove ? and what follows")
+        raise ValueError(
+            f"{S3}{bucket}/{key.partition('?')[0]}?…: an S3 URI has no query; remove '?' and everything after it"
+        )
     return S3Address(bucket, _check_path(key.strip("/"), f"{S3}{bucket}/{key}"))
 
 
@@ -92,7 +94,7 @@ def parse_target(text: str) -> UploadAddress:
     if not text.startswith(HUB) or match is None:
         shown_text = TOKEN.sub("hf_…", mask_credentials(text))
         raise ValueError(
-            f"{shown_text!r} is not an upload target; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
+            f"{shown_text!r} is not a valid upload target; use s3://bucket/prefix or hub:user/name[/folder][@branch]"
         )
     if TOKEN.search(text):
         raise ValueError("hub:…: an upload target must not contain a token; set HF_TOKEN instead")
@@ -102,5 +104,5 @@ def parse_target(text: str) -> UploadAddress:
 def _check_path(path: str, text: str) -> str:
     """Return the path unchanged; raise ValueError if it is not safe to join to a local folder."""
     if path and (path != str(PurePosixPath(path)) or ".." in path.split("/")):
-        raise ValueError(f"{text}: has an empty part, '.' or '..' in its path; write it without")
+        raise ValueError(f"{text}: the path must not contain '.', '..' or an empty component; remove it")
     return path

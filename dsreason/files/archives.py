@@ -73,7 +73,7 @@ def write_embedded(content: bytes, suffix: str = "") -> Path:
         StorageError: the cache cannot be written, which is not a fault in the data.
     """
     if not isinstance(content, bytes):
-        raise DataError(f"the content of a media file must be bytes, but is {type(content).__name__}")
+        raise DataError(f"the content of a media file must be bytes; got {type(content).__name__}")
     suffix = suffix if re.fullmatch(r"\.\w{1,16}", suffix, re.ASCII) else ""
     name = hashlib.sha256(content).hexdigest()
     file = get_media_cache() / "media" / name[:2] / f"{name}{suffix}"
@@ -185,7 +185,8 @@ def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
         start = content.read(8)
     if start.startswith(PACKED_OTHERWISE):
         raise DataError(
-            f"{file}: is packed as zip, zst, lz4, rar or 7z, but a table may only be packed as gz, bz2 or xz; unpack it"
+            f"{file}: is compressed as zip, zst, lz4, rar or 7z, but tables are supported only uncompressed or as gz, bz2 or "
+            "xz; unpack it"
         )
     opener = next((opener for magic, opener in PACKED.items() if start.startswith(magic)), open)
     with convert_unpack_errors(file), opener(file, "rb") as content:
@@ -204,7 +205,7 @@ class Budget:
         self.spent += size
         if self.spent > self.most:
             raise DataError(
-                f"{self.archive}: unpacks to more than {self.most} bytes; unpack it yourself if you trust it"
+                f"{self.archive}: unpacks to more than the maximum of {self.most} bytes; unpack it yourself if you trust it"
             )
 
 
@@ -218,5 +219,5 @@ def convert_unpack_errors(archive: Path, member: str | None = None) -> Iterator[
         cause = " ".join(str(error).split()) or type(error).__name__  # tarfile lists all attempts, one per line
         text = f"{archive}{inside} cannot be unpacked: {cause}"
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            raise StorageError(f"{text}; make room, or unpack it elsewhere (COSMOS_CACHE)") from error
+            raise StorageError(f"{text}; free disk space, or set COSMOS_CACHE to another folder") from error
         raise DataError(text) from error

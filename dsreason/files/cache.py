@@ -34,5 +34,5 @@ def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
         if (cause := to_os_error(error)) is None:
             raise
         raise StorageError(
-            f"{path}: cannot be written: {cause}; make room, or set {variable} to another folder"
+            f"{path}: cannot be written: {cause}; free disk space, or set {variable} to another folder"
         ) from error

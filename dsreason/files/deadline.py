@@ -49,5 +49,5 @@ class Pace:
         if now - self.began < PACE_S:
             return
         if self.bytes < PACE_BYTES:
-            raise TimeoutError(f"only {self.bytes} bytes came in {now - self.began:.0f} s")
+            raise TimeoutError(f"only {self.bytes} bytes arrived in {now - self.began:.0f} s")
         self.began, self.bytes = now, 0

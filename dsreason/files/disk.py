@@ -60,14 +60,14 @@ def read_small(file: Path, most: int | None = None) -> bytes:
         check_regular(descriptor, file)
         content = opened.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"is larger than {most} bytes", str(file))
+        raise OSError(errno.EFBIG, f"is larger than the maximum of {most} bytes", str(file))
     return content
 
 
 def check_regular(opened: int | Path, file: Path) -> None:
     """Raise OSError unless `opened`, an open file descriptor or a path, is a regular file."""
     if not stat.S_ISREG(os.stat(opened).st_mode):
-        raise OSError(errno.EINVAL, "is not a file", str(file))
+        raise OSError(errno.EINVAL, "is not a regular file", str(file))
 
 
 def remove(path: Path) -> None:
@@ -102,7 +102,7 @@ def check_writable(folder: Path, option: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{folder}: {existing} cannot be written to ({error.strerror}); choose another {option}, or get write permission"
+            f"{folder}: {existing} is not writable ({error.strerror}); choose another {option}, or change the permissions"
         ) from None
 
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 PACKED = ("gzip", "x-gzip", "deflate")
 """Compressed encodings that are accepted in responses, although none is requested."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
-REDIRECTED = "redirects are not followed, since they would carry the request along; set the final address"
+REDIRECTED = "redirects are not followed, because they would forward the request; set the final URL"
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ async def send_request(
         ):
             body = await read(response, max_bytes)
     except TimeoutError:
-        raise NoAnswer(f"no answer within {limit:g} s", late=True) from None
+        raise NoAnswer(f"no response within {limit:g} s", late=True) from None
     except zlib.error as error:
-        raise BadAnswer(f"the response cannot be unpacked ({error})") from None
+        raise BadAnswer(f"the response cannot be decompressed ({error})") from None
     except (httpx2.RequestError, httpx2.InvalidURL, OSError, ValueError) as error:
         raise NoAnswer(f"{type(error).__name__}: {find_cause(error)}") from None
     return HttpResponse(response.status_code, response.reason_phrase, response.headers, body)
@@ -155,8 +155,8 @@ def open_client() -> httpx2.AsyncClient:
         return httpx2.AsyncClient(verify=get_tls_context(), timeout=None)
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
         raise ConfigError(
-            f"no request can be sent: {find_cause(error)}; correct the environment's proxies (HTTP_PROXY, HTTPS_PROXY, "
-            "ALL_PROXY, NO_PROXY) or certificates (SSL_CERT_FILE, SSL_CERT_DIR)"
+            f"requests cannot be sent: {find_cause(error)}; correct the environment variables for proxies (HTTP_PROXY, "
+            "HTTPS_PROXY, ALL_PROXY, NO_PROXY) or certificates (SSL_CERT_FILE, SSL_CERT_DIR)"
         ) from None
 
 
@@ -174,7 +174,7 @@ async def read(response: httpx2.Response, most: int) -> bytes:
     async for part in response.aiter_raw():
         content += unpack(part, most + 1 - len(content))
         if len(content) > most:
-            raise BadAnswer(f"the response is longer than {most} bytes")
+            raise BadAnswer(f"the response is longer than the maximum of {most} bytes")
     return bytes(content)
 
 

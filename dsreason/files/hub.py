@@ -25,10 +25,10 @@ HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError)
 """Errors that huggingface_hub raises; HTTPError comes from httpx or httpx2, depending on the version of huggingface_hub. A
 response from a server that is not a Hub raises KeyError, TypeError or RecursionError (a RuntimeError)."""
 ADVICE = {
-    401: "the token in HF_TOKEN is missing, wrong or expired: make one with write permission in the settings of your account",
-    403: "the token in HF_TOKEN has no write access there: give it write permission, and your account access",
-    404: "no such repository or branch that this token can access: correct the name",
-    429: "too many requests: try again later",
+    401: "the token in HF_TOKEN is missing, invalid or expired; create one with write permission in your account settings",
+    403: "the token in HF_TOKEN has no write access; grant it write permission, and grant your account access",
+    404: "the repository or branch does not exist, or the token in HF_TOKEN cannot access it; correct the name",
+    429: "there were too many requests; try again later",
 }
 
 
@@ -48,12 +48,12 @@ def convert_hub_error(error: Exception, where: str, *, page: str = "", revision:
     if isinstance(error, OfflineModeIsEnabled):
         return StorageError(f"{where}: HF_HUB_OFFLINE is set, so the Hub is not contacted; unset it")
     if isinstance(error, LocalEntryNotFoundError):
-        return StorageError(f"{where}: is not in the Hub's cache, and the Hub cannot be reached; check the connection")
+        return StorageError(f"{where}: is not in the Hub cache, and the Hub cannot be reached; check the connection")
     if isinstance(error, HFValidationError):
-        return StorageError(f"{where}: is not the name of a repository ({error}); write owner/name")
+        return StorageError(f"{where}: is not a valid repository name ({error}); use owner/name")
     if isinstance(error, (KeyError, TypeError, RecursionError)):
         text = get_first_line(f"{type(error).__name__}: {error}")
-        return StorageError(f"{where}: the response is not from a Hub ({text}); check HF_ENDPOINT")
+        return StorageError(f"{where}: the server does not respond like a Hub ({text}); check HF_ENDPOINT")
     if not isinstance(error, HfHubHTTPError):
         text = f"{where}: {get_first_line(str(error)) or type(error).__name__}; check the connection and the disk"
         return StorageError(text, transient=not isinstance(error, ValueError))
@@ -61,22 +61,24 @@ def convert_hub_error(error: Exception, where: str, *, page: str = "", revision:
     if page and (advice := get_reading_advice(error, page, revision)):
         return StorageError(f"{where}: {advice}", status=status)
     transient = status == 429 or status >= 500
-    advice = ADVICE.get(status, "a server error: try again later" if transient else "check the name")
-    answer = f"the Hub answers {status}" + (f" ({message})" if message else "")
-    return StorageError(f"{where}: {answer}; {advice}", status=status, transient=transient)
+    advice = ADVICE.get(
+        status, "the server failed; try again later" if transient else "the request was refused; check the name"
+    )
+    answer = f"the Hub responds with {status}" + (f" ({message})" if message else "")
+    return StorageError(f"{where}: {answer}: {advice}", status=status, transient=transient)
 
 
 def get_reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> str:
-    token = "the token in HF_TOKEN" if get_token() else "HF_TOKEN (it is not set)"
+    token = "the token in HF_TOKEN" if get_token() else "HF_TOKEN (currently not set)"
     if isinstance(error, GatedRepoError):
         state = "the current one has no access" if get_token() else "it is not set"
-        return f"is gated: accept its terms on {page}, and set HF_TOKEN to a token of that account ({state})"
+        return f"is gated; accept its terms on {page}, and set HF_TOKEN to a token of that account ({state})"
     if isinstance(error, RepositoryNotFoundError):
-        return f"no such repository on the Hub, or a private one; check the name and {token}"
+        return f"does not exist on the Hub, or is private; check the name and {token}"
     if isinstance(error, RevisionNotFoundError):
-        return f"no revision {revision!r}; look at {page}/tree/main for branches and commits"
+        return f"has no revision {revision!r}; see {page}/tree/main for branches and commits"
     status = error.response.status_code
-    return f"the Hub answers {status}; check {token}" if status in (401, 403) else ""
+    return f"the Hub responds with {status}; check {token}" if status in (401, 403) else ""
 
 
 def get_first_line(text: str) -> str:
@@ -90,5 +92,5 @@ def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
         yield
     except HUB_ERRORS as error:
         problem = convert_hub_error(error, repo, page=f"{get_hub_url()}/datasets/{repo}", revision=revision)
-        advice = ", and run the same command again: it continues" if problem.transient else ""
+        advice = ", then run the same command again to continue" if problem.transient else ""
         raise DataError(f"{problem}{advice}") from error

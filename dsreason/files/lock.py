@@ -106,7 +106,7 @@ def check_not_in_use(folder: Path) -> None:
 
 def make_in_use_error(folder: Path, content: str) -> ConfigError:
     return ConfigError(
-        f"{folder}: is in use by {parse(content) or 'another job'}; wait for it or end it, or choose another folder"
+        f"{folder}: is in use by {parse(content) or 'another job'}; wait until it ends, stop it, or choose another folder"
     )
 
 
@@ -115,12 +115,14 @@ def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool
     holder = parse(content)
     if holder is not None and holder.machine == read_machine_id():
         return read_start_time(holder.pid) == holder.started
-    log.warning("%s: waiting up to %g s to see whether %s is alive", file, STALE_AFTER_S, holder or "another job")
+    log.warning(
+        "%s: waiting up to %g s to see whether %s is still running", file, STALE_AFTER_S, holder or "another job"
+    )
     touched, alive, deadline = get_last_touch(file), False, time.monotonic() + STALE_AFTER_S
     while time.monotonic() < deadline:
         time.sleep(STALE_AFTER_S / 60)
         if name := asked_to_stop():
-            raise Stopped(f"stopped by {name} while it waited to see whether the holder of {file} is alive")
+            raise Stopped(f"stopped by {name} while waiting to see whether the holder of {file} is still running")
         now = get_last_touch(file)
         if now is None:
             return False
@@ -139,7 +141,7 @@ def create(file: Path, content: str) -> bool:
         with suppress(OSError):
             file.unlink()  # otherwise, a full disk would leave an empty file
         raise ConfigError(
-            f"{file}: cannot be written ({error.strerror}); make room, or choose another folder"
+            f"{file}: cannot be written ({error.strerror}); free disk space, or choose another folder"
         ) from None
     return True
 
@@ -174,7 +176,7 @@ def read(file: Path) -> str:
 
 
 def get_error_reason(error: OSError | UnicodeDecodeError) -> str:
-    return str(error.strerror) if isinstance(error, OSError) else "not UTF-8"
+    return str(error.strerror) if isinstance(error, OSError) else "is not UTF-8"
 
 
 def parse(content: str) -> Holder | None:

@@ -55,8 +55,8 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
         for key, text in _iter_named_files(file):
             if _is_local(text):
                 raise DataError(
-                    f"{repository}: {name}: {key}: {text} is a file of this machine, not of the data set; "
-                    "read a copy of the data set from which that entry is removed"
+                    f"{repository}: {name}: {key}: {text} is a file on this machine, not in the data set; "
+                    "remove the entry in a copy of the data set, and use the copy"
                 )
 
 
@@ -109,9 +109,9 @@ def _read_index(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not JSON ({error}); save the data set again") from error
+        raise DataError(f"{file}: is not valid JSON ({error}); save the data set again") from error
     if not isinstance(document, dict):
-        raise DataError(f"{file}: must hold a JSON object, but holds {document!r:.100}; save the data set again")
+        raise DataError(f"{file}: must contain a JSON object, but contains {document!r:.100}; save the data set again")
     return document
 
 
@@ -131,11 +131,11 @@ def _check(file: Path, key: str, path: str, base: Path, folder: Path) -> None:
     """Raise DataError unless `path`, relative to `base`, is inside `folder`."""
     if ADDRESS.match(path):
         raise DataError(
-            f"{file}: {key}: {mask_credentials(path)} is an address, but a local data set is read only from its folder; "
-            f"download the file into {folder} and name it there"
+            f"{file}: {key}: {mask_credentials(path)} is a URL, but a local data set may use only files in its folder; "
+            f"download the file into {folder}, and refer to it there"
         )
     if not is_inside(base.absolute() / path, folder.absolute()):
-        raise DataError(f"{file}: {key}: {path} leads out of {folder}; move the file there, or set data.path to it")
+        raise DataError(f"{file}: {key}: {path} is outside {folder}; move the file there, or set data.path to it")
 
 
 def is_saved(folder: Path) -> bool:

@@ -23,7 +23,7 @@ MAX_BYTES = 2 * 2**30
 FREE_SIZE, MAX_RATIO = 2**20, 64
 """Limits on the number of characters and bytes that a pickle may expand to: a fixed allowance, and a multiple of its size.
 They are needed because a pickle can repeat a list or an array with only two bytes per repetition."""
-ADVICE = "write it again with its program, as lists, dicts, texts, numbers and numpy arrays of numbers"
+ADVICE = "regenerate it from lists, dicts, strings, numbers and numpy arrays of numbers only"
 
 
 class Dtype:
@@ -48,7 +48,7 @@ class Array:
     def __setstate__(self, state: Any) -> None:
         shape, dtype, is_fortran, content = state[-4:]
         if dtype.code not in {f"{kind}{size}" for kind in "fiub" for size in (1, 2, 4, 8)}:
-            raise DataError(f"holds an array of type {dtype.code!r:.80}, which is not a type of plain numbers")
+            raise DataError(f"contains an array of type {dtype.code!r:.80}, which is not a plain numeric type")
         array = np.frombuffer(content, np.dtype(dtype.code).newbyteorder(dtype.order))
         self.content = array.reshape(shape, order="F" if is_fortran else "C")
 
@@ -70,7 +70,9 @@ class PlainUnpickler(pickle.Unpickler):
         }
         full_name = f"{module}.{name}".replace("numpy.core.", "numpy._core.")
         if full_name not in known_classes:
-            raise DataError(f"holds an object of {module}.{name}, which is not read".replace("\n", " ")[:300])
+            raise DataError(
+                f"contains an object of type {module}.{name}, which is not supported".replace("\n", " ")[:300]
+            )
         return known_classes[full_name]
 
 
@@ -83,7 +85,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         DataError: the pickle is damaged, or contains anything other than plain data; nothing is written.
     """
     if (size := file.stat().st_size) > MAX_BYTES:
-        raise DataError(f"{file}: has {size} bytes; at most {MAX_BYTES} are read")
+        raise DataError(f"{file}: has {size} bytes, but the maximum is {MAX_BYTES}")
     pickled, document = file.read_bytes(), io.StringIO()
     arrays: list[tuple[Path, NDArray[Any]]] = []
     remaining = FREE_SIZE + MAX_RATIO * size
@@ -92,11 +94,11 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         nonlocal remaining
         remaining -= count
         if remaining < 0:
-            raise DataError("repeats the same lists, texts or arrays so often that it would become too large")
+            raise DataError("repeats the same lists, strings or arrays so often that it would become too large")
 
     def name_array(value: Any) -> dict[str, str]:
         if not hasattr(value, "content"):
-            raise DataError(f"holds a value of type {type(value).__name__}, which is not read")
+            raise DataError(f"contains a value of type {type(value).__name__}, which is not supported")
         spend(value.content.nbytes)
         arrays.append((folder / f"{file.stem}-{len(arrays)}.npy", value.content))
         return {"npy": arrays[-1][0].name}
@@ -104,7 +106,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
     try:
         for opcode, argument, _ in pickletools.genops(pickled):  # genops raises if a length exceeds the file
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(pickled):
-                raise ValueError(f"counts its objects up to {argument}, with {len(pickled)} bytes")
+                raise ValueError(f"numbers its objects up to {argument}, but has only {len(pickled)} bytes")
         plain = PlainUnpickler(io.BytesIO(pickled)).load()
         for part in json.JSONEncoder(indent=1, ensure_ascii=False, default=name_array).iterencode(plain):
             spend(len(part))
@@ -113,7 +115,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
     except DataError as error:
         raise DataError(f"{file}: {error}; {ADVICE}") from None
     except Exception as error:  # noqa: BLE001  a damaged pickle may raise anything
-        raise DataError(f"{file}: is not a usable pickle: {str(error) or type(error).__name__}") from None
+        raise DataError(f"{file}: cannot be read as a pickle: {str(error) or type(error).__name__}") from None
     for target, array in arrays:
         with open_draft(target) as draft, draft.open("wb") as output:
             np.save(output, array.astype(array.dtype.newbyteorder("=")), allow_pickle=False)

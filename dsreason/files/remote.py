@@ -46,15 +46,15 @@ def check_place(key: str, text: str) -> None:
         read_address(text)
     elif "://" in text:
         raise DataError(
-            f"{key}: {mask_credentials(text)} is an address, but only local files, s3:// addresses and data sets of the Hub "
-            "are read; download it first"
+            f"{key}: {mask_credentials(text)} is a URL, but only local files, s3:// URIs and data sets on the Hub are "
+            "supported; download it first"
         )
 
 
 def join_address(folder: S3Address, relative: str) -> S3Address:
     """Return the URL of the object at `relative` below `folder`; raise DataError if the path leaves the folder."""
     if ".." in PurePosixPath(relative).parts:
-        raise DataError(f"{relative} leads out of {folder}; set data.media_path or use full addresses")
+        raise DataError(f"{relative} is outside {folder}; set data.media_path, or use full URIs")
     return folder / str(PurePosixPath(relative))
 
 
@@ -76,12 +76,14 @@ def fetch_file(text: str) -> Path:
 def _copy_of(text: str) -> Path:
     address = read_address(text)
     if not address.key:
-        raise DataError(f"{address}: names a bucket, not a file in it")
+        raise DataError(f"{address}: is a bucket, not a file; append the path of the file")
     try:
         source = find_object(address)
     except StorageError as error:
         if error.status == 404:
-            raise DataError(f"{address}: no such object, or no bucket {address.bucket}; correct the address") from None
+            raise DataError(
+                f"{address}: the object or the bucket {address.bucket} does not exist; correct the URI"
+            ) from None
         raise
     folder = _get_cache_folder(address, source.version)
     name = PurePosixPath(address.key).name
@@ -98,15 +100,15 @@ def fetch_folder(text: str, wanted: Callable[[str], bool]) -> Path:
     objects = list_objects(address)
     chosen_objects = {name: source for name, source in sorted(objects.items()) if wanted(name)}
     if not chosen_objects:
-        content = "no usable file" if objects else "nothing"
-        raise DataError(f"{address}: {content} is below this address; correct it")
+        content = "usable files" if objects else "objects"
+        raise DataError(f"{address}: no {content} exist below this URI; correct it")
     for name in chosen_objects:
         if (
             not PurePosixPath(name).parts
             or name != str(PurePosixPath(name))
             or {"..", "/"} & {*PurePosixPath(name).parts}
         ):
-            raise DataError(f"{address}: the object {name!r} would leave its folder; rename it")
+            raise DataError(f"{address}: the object {name!r} would be written outside its folder; rename it")
     folder = _get_cache_folder(
         address, "\n".join(f"{name} {source.version}" for name, source in chosen_objects.items())
     )
@@ -123,13 +125,13 @@ def check_room(place: str, sources: Iterable[S3Object]) -> None:
         free = shutil.disk_usage(folder).free
     if missing > free:
         raise StorageError(
-            f"{place}: {missing / 1e9:.1f} GB must be fetched, {free / 1e9:.1f} GB are free below {folder}; make room, set "
-            "DSREASON_CACHE to another folder, or name a folder with fewer files"
+            f"{place}: {missing / 1e9:.1f} GB must be fetched, but only {free / 1e9:.1f} GB are free in {folder}; free disk "
+            "space, set DSREASON_CACHE to another folder, or choose a folder with fewer files"
         )
 
 
 def _fetch_all(address: S3Address, objects: Mapping[str, S3Object], partial: Path) -> None:
-    log.info("fetching %d files of %s", len(objects), address)
+    log.info("fetching %d files from %s", len(objects), address)
     with ThreadPool(PARALLEL) as threads:
         for _ in threads.imap(lambda item: _fetch(item[1], partial / item[0]), objects.items()):
             pass
@@ -146,7 +148,7 @@ def _fetch(source: S3Object, file: Path) -> None:
     remaining = source.size - (file.stat().st_size if file.exists() else 0)
     free = shutil.disk_usage(file.parent).free
     if remaining > free:
-        raise OSError(f"{source.address} needs {remaining} bytes, {free} are free")
+        raise OSError(f"{source.address} needs {remaining} bytes, but only {free} are free")
     if source.size >= SHOWN_BYTES:
         log.info("fetching %s (%.1f GB)", source.address, source.size / 1e9)
     read_into(source, file)

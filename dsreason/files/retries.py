@@ -36,6 +36,6 @@ def run_with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
             if not error.transient:
                 raise
             wait = min(FIRST_WAIT_S * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1)
-            log.warning("%s; trying again in %.1f s (%d of %d)", error, wait, attempt, attempts - 1)
+            log.warning("%s; retrying in %.1f s (retry %d of %d)", error, wait, attempt, attempts - 1)
         time.sleep(wait)
     return action()

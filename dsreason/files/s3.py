@@ -77,10 +77,11 @@ def connect() -> Any:
     if mask_credentials(endpoint) != endpoint:
         keys = COSMOS if endpoints[0].startswith(COSMOS) else "AWS_"
         raise StorageError(
-            f"{endpoints[0]} holds a user and a password; remove them, and set {keys}ACCESS_KEY_ID and {keys}SECRET_ACCESS_KEY"
+            f"{endpoints[0]} contains a user name and a password; remove them, and set {keys}ACCESS_KEY_ID and "
+            f"{keys}SECRET_ACCESS_KEY"
         )
     if (key is None) != (secret is None):
-        raise StorageError(f"{COSMOS}ACCESS_KEY_ID and {COSMOS}SECRET_ACCESS_KEY belong together; set both")
+        raise StorageError(f"only one of {COSMOS}ACCESS_KEY_ID and {COSMOS}SECRET_ACCESS_KEY is set; set both")
     # botocore itself reads only AWS_DEFAULT_REGION.
     region = next((variables[name] for name in REGIONS if name in variables), None)
     return _create_client(os.getpid(), endpoint, region, READ_LIMIT_S, key, secret)
@@ -159,7 +160,9 @@ def list_objects(address: S3Address) -> dict[str, S3Object]:
         if not page.get("IsTruncated"):
             return objects
         following = {"ContinuationToken": page.get("NextContinuationToken", "")}
-    raise StorageError(f"{address}: the list of objects below it does not end; name a folder with fewer files")
+    raise StorageError(
+        f"{address}: the list of objects exceeds the maximum of {MOST_PAGES} pages; choose a folder with fewer files"
+    )
 
 
 def read_into(source: S3Object, file: Path) -> None:
@@ -189,7 +192,8 @@ def _read(source: S3Object, start: int) -> bytes:
         )
     if len(content) != last - start + 1:
         raise StorageError(
-            f"{source.address}: the server sent only {len(content)} bytes from byte {start} on", transient=True
+            f"{source.address}: the server sent only {len(content)} of {last - start + 1} bytes, starting at byte {start}",
+            transient=True,
         )
     return content
 
@@ -198,7 +202,7 @@ def _parse_object(address: S3Address, size: int | None, facts: Answer) -> S3Obje
     etag, time = facts.get("ETag"), facts.get("LastModified")
     if size is None or size < 0 or etag is None or time is None:
         raise StorageError(
-            f"{address}: the response has no size, ETag or time; check that AWS_ENDPOINT_URL is an S3 server"
+            f"{address}: the response has no size, ETag or time; check that AWS_ENDPOINT_URL points to an S3 server"
         )
     return S3Object(address, size, etag, f"{etag} {size} {int(time.timestamp())}")
 
@@ -215,13 +219,13 @@ def convert_s3_errors(address: S3Address) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise StorageError(f"{address}: {error}: the server sends too slowly, or without end") from None
+        raise StorageError(f"{address}: {error} (the server is too slow, or its response does not end)") from None
     except RecursionError:  # boto3 calls itself for each redirect
-        raise StorageError(f"{address}: the server redirects without end; check AWS_ENDPOINT_URL") from None
+        raise StorageError(f"{address}: the server redirects endlessly; check AWS_ENDPOINT_URL") from None
     except ClientError as error:
         raise build_refusal(address, error.response) from None
     except (OSError, ValueError, BotoCoreError, ResponseParserError) as error:
-        raise build_unreached(address, error) from None
+        raise build_unreachable_error(address, error) from None
 
 
 def build_refusal(address: S3Address, response: Answer) -> StorageError:
@@ -229,7 +233,7 @@ def build_refusal(address: S3Address, response: Answer) -> StorageError:
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
     answer = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
-    text = f"{address}: the server answers {to_one_line(hide_secrets(answer))}{get_advice(status, code, address)}"
+    text = f"{address}: the server responds with {to_one_line(hide_secrets(answer))}{get_advice(status, code, address)}"
     transient = (status >= 500 and status != 501) or status in (408, 429) or code in TRANSIENT_CODES
     return StorageError(text, status=status, transient=transient)
 
@@ -242,17 +246,19 @@ def get_advice(status: int, code: str, address: S3Address) -> str:
     if code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status == 301:
         return "; set AWS_REGION to the region of the bucket"
     if status == 412:
-        return "; it was changed while it was being read: start again"
+        return "; the object changed while it was being read: start again"
     if status in (401, 403):
-        return "; these keys lack permission for that: check them and the bucket's policy"
+        return "; these keys do not permit the request: check them and the bucket's policy"
     return ""
 
 
-def build_unreached(address: S3Address, error: Exception) -> StorageError:
+def build_unreachable_error(address: S3Address, error: Exception) -> StorageError:
     """Build the error for a request that got no response."""
     from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
-        return StorageError(f"{address}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", status=401)
-    text = hide_secrets((str(error).strip() or f"no answer ({type(error).__name__})").splitlines()[0])
+        return StorageError(
+            f"{address}: no credentials are set; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", status=401
+        )
+    text = hide_secrets((str(error).strip() or f"no response ({type(error).__name__})").splitlines()[0])
     return StorageError(f"{address}: {text}", transient=not isinstance(error, ValueError))

@@ -108,13 +108,15 @@ def convert_disk_error(error: E) -> E | SaveError:
     if cause.errno == errno.EFBIG:
         max_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = (
-            f"files are limited to {max_bytes} bytes here"
+            f"the maximum file size is {max_bytes} bytes"
             if max_bytes != resource.RLIM_INFINITY
-            else "the disk takes no file this large"
+            else "the disk does not support files this large"
         )
-        return SaveError(f"{file}{cause.strerror}: {limit} (ulimit -f); raise that, and continue with --resume auto")
+        return SaveError(
+            f"{file}{cause.strerror}: {limit} (ulimit -f); raise the limit, and continue with --resume auto"
+        )
     return SaveError(
-        f"{file}{cause.strerror}; make room there, or make it writable. Complete files are unchanged, and a run continues "
+        f"{file}{cause.strerror}; free disk space, or make the disk writable. Complete files are unchanged; continue a run "
         "with --resume auto"
     )
 
@@ -124,7 +126,7 @@ def describe_small_shared_memory() -> str:
     with suppress(OSError):
         usage = shutil.disk_usage(SHARED_MEMORY)
         if usage.total < SMALL_SHARED_MEMORY:
-            return f"{SHARED_MEMORY} has {usage.total >> 20} MiB in total (--shm-size=16g gives a container more)"
+            return f"{SHARED_MEMORY} has only {usage.total >> 20} MiB (start the container with --shm-size=16g)"
     return ""
 
 
@@ -132,8 +134,11 @@ def describe_dead_worker() -> str:
     """Return a message with possible reasons for the death of a data worker."""
     limits = f"; {describe_small_shared_memory()}" if describe_small_shared_memory() else ""
     if (max_bytes := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
-        limits += f"; files, and what a worker hands over, are limited to {max_bytes} bytes here (ulimit -f)"
-    return f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch{limits}"
+        limits += f"; files, and the data that a worker passes on, are limited to {max_bytes} bytes (ulimit -f)"
+    return (
+        "a data worker died (often because memory ran out; see the kernel log); lower data.workers or data.prefetch"
+        f"{limits}"
+    )
 
 
 def convert_dead_worker_error(error: E) -> E | DsReasonError:
@@ -155,7 +160,7 @@ def convert_limit_error(error: E) -> E | ConfigError:
     if isinstance(error, OSError | RuntimeError) and os.strerror(errno.EMFILE) in str(error):
         return ConfigError("too many open files; raise the limit (ulimit -n), or use fewer workers")
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return ConfigError(f"out of memory ({error}); end other processes, or use fewer workers")
+        return ConfigError(f"out of memory ({error}); stop other processes, or use fewer workers")
     return error
 
 
@@ -261,7 +266,7 @@ def find_first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]
     if late and not user_fixable:
         # List what every rank was doing when the watchdog ended it; the rank that exceeded its limit first comes last.
         unheard = sorted(exit_codes.keys() - {failure.rank for failure in late})
-        texts = [f"rank {rank} did not report where it was; its log may show it\n" for rank in unheard]
+        texts = [f"rank {rank} did not report what it was doing; its log may show it\n" for rank in unheard]
         texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
         return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
     # The peers of a killed rank fail too, with less informative messages (a lost connection, an unreachable host).
@@ -273,10 +278,10 @@ def find_first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]
 def _build_silent_failure(rank: int, exit_code: int) -> Failure:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        hint = " (often: out of memory; see the kernel log)" if name == "SIGKILL" else ""
+        hint = " (often because memory ran out; see the kernel log)" if name == "SIGKILL" else ""
         text = f"rank {rank} was killed by {name}{hint}"
     else:
-        text = f"rank {rank} ended with exit code {exit_code} and left no traceback"
+        text = f"rank {rank} ended with exit code {exit_code} but without a traceback"
     return Failure(rank, text, exit_code=1, user_fixable=False, time=0.0, signal=max(0, -exit_code), silent=True)
 
 

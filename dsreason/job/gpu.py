@@ -26,21 +26,23 @@ DRIVERS = {"12": 525, "13": 580}
 """Oldest supported NVIDIA driver version for each major version of CUDA."""
 CAUSES = {
     r"Duplicate GPU detected": "two ranks use the same GPU; start one rank per GPU, and check whether "
-    "CUDA_VISIBLE_DEVICES ({visible}) names a GPU twice, or lets every rank see only the same one",
-    r"invalid device ordinal": "this host has no GPU {local_rank}: {gpus} visible (CUDA_VISIBLE_DEVICES: {visible}), and each "
-    "rank needs its own, counted from 0; start at most {gpus} ranks on this host (--nproc, --nproc-per-node, --num_gpus)",
+    "CUDA_VISIBLE_DEVICES ({visible}) lists a GPU twice, or shows the same single GPU to every rank",
+    r"invalid device ordinal": "this host has no GPU {local_rank}: the number of visible GPUs, counted from 0, is {gpus} "
+    "(CUDA_VISIBLE_DEVICES: {visible}), and each rank needs its own; start at most {gpus} ranks on this host (--nproc, "
+    "--nproc-per-node, --num_gpus)",
     r"CUDA out of memory|C(uda|UDA) (failure|error).*out of memory": "GPU {local_rank} is full before the model is loaded; "
-    "`nvidia-smi` shows what holds its memory; end that, or choose other GPUs with CUDA_VISIBLE_DEVICES ({visible})",
+    "stop the processes that use its memory (see `nvidia-smi`), or choose other GPUs with CUDA_VISIBLE_DEVICES ({visible})",
     r"driver (on your system is too old|version is insufficient)": "the NVIDIA driver is too old for this torch ({torch}, "
-    "built for CUDA {cuda}); update the driver (CUDA 13 needs 580 or newer), or install a torch for the driver's CUDA",
-    r"unsupported display driver": "parts of different NVIDIA drivers are installed; install one driver, and restart this host "
-    "(or its container)",
+    "built for CUDA {cuda}); update the driver (CUDA 13 needs 580 or newer), or install a build of torch for the "
+    "driver's CUDA version",
+    r"unsupported display driver": "parts of different NVIDIA driver versions are installed; install one version, and "
+    "restart this host (or its container)",
     r"no CUDA-capable device": "no GPU is visible; check `nvidia-smi`, CUDA_VISIBLE_DEVICES ({visible}), and that the "
     "container was started with GPUs",
-    r"busy or unavailable": "another process uses GPU {local_rank}, and its compute mode allows only one; end that "
+    r"busy or unavailable": "another process uses GPU {local_rank}, and its compute mode allows only one; stop that "
     "process, or set the mode to default (`nvidia-smi --compute-mode=0`)",
-    r"no kernel image": "this torch ({torch}, built for CUDA {cuda}) has no code for GPU {local_rank}; install one that has",
-    r"CUDA unknown error": "the NVIDIA driver does not answer; restart this host (or its container)",
+    r"no kernel image": "this torch ({torch}, built for CUDA {cuda}) does not support GPU {local_rank}; install one that does",
+    r"CUDA unknown error": "the NVIDIA driver does not respond; restart this host (or its container)",
     r"ncclUnhandledCudaError": "a CUDA call failed inside NCCL; set NCCL_DEBUG=INFO to see which",
 }
 """Explanations of CUDA and NCCL errors at startup: regular expression for the error message → explanation."""
@@ -63,7 +65,7 @@ def find_cuda_fault() -> str | None:
         (text for text in (str(caught_warning.message) for caught_warning in caught) if text.startswith(WARNING)), None
     )
     if warning is None:
-        return f"the driver names {count}, and torch sees none" if count else None
+        return f"the driver reports {count}, but torch detects none" if count else None
     if count == 0 and not has_gpu():  # some container images include a driver, even on machines without a GPU
         return None
     return warning.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
@@ -84,8 +86,8 @@ def check_gpus() -> None:
     driver = DRIVERS.get(version.partition(".")[0])
     needed = f", which needs an NVIDIA driver of version {driver} or newer" if driver else ""
     raise ConfigError(
-        f"torch {torch.__version__} cannot use the GPUs of this machine: {fault}; it is built for CUDA {version}{needed}: "
-        "look at nvidia-smi and update the driver, or set DS_ACCELERATOR=cpu to run on the CPU"
+        f"torch {torch.__version__} cannot use the GPUs of this machine: {fault} (torch is built for CUDA {version}{needed}); "
+        "update the driver (`nvidia-smi` shows its version), or set DS_ACCELERATOR=cpu to run on the CPU"
     )
 
 

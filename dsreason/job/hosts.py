@@ -73,7 +73,7 @@ def join() -> dist.Store:
     global _store
     if _store is None:
         try:
-            with end_after(JOIN_TIMEOUT + GRACE, build_rendezvous_error("the listening process does not answer")):
+            with end_after(JOIN_TIMEOUT + GRACE, build_rendezvous_error("the listening process does not respond")):
                 store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
         except dist.DistError as error:
             raise build_rendezvous_error(str(error)) from error
@@ -82,7 +82,7 @@ def join() -> dist.Store:
         rank = os.environ["RANK"]
         if launch.RESTARTS not in os.environ and _store.add(f"joined/{rank}", 1) > 1:  # torchrun assigns ranks itself
             raise ConfigError(
-                f"{describe_rank()}: another process of this job has RANK={rank} as well; give each its own"
+                f"{describe_rank()}: another process of this job also has RANK={rank}; set a different RANK for each"
             )
         if has_several_hosts():
             share_environment()
@@ -93,16 +93,16 @@ def join() -> dist.Store:
 def build_rendezvous_error(cause: str) -> DsReasonError:
     if "EADDRINUSE" in cause:
         return DsReasonError(
-            f"{describe_rank()}: port {os.environ['MASTER_PORT']} is taken by another process of this host, perhaps another job; "
-            "choose another MASTER_PORT for all ranks (torchrun --master-port, deepspeed --master_port)"
+            f"{describe_rank()}: port {os.environ['MASTER_PORT']} is used by another process on this host, perhaps of another "
+            "job; choose another MASTER_PORT for all ranks (torchrun --master-port, deepspeed --master_port)"
         )
     unknown_host = (
-        "" if can_resolve(os.environ["MASTER_ADDR"]) else f": {socket.gethostname()} knows no host of that name"
+        "" if can_resolve(os.environ["MASTER_ADDR"]) else f", because {socket.gethostname()} cannot resolve that name"
     )
     return DsReasonError(
         f"{describe_rank()}: the ranks did not all connect to {get_master_address()} within "
         f"{format_join_timeout()}{unknown_host} ({cause}); check that all "
-        "hosts have started, that no firewall between them closes that port, and that no other program uses it"
+        "hosts have started, that no firewall between them blocks that port, and that no other program uses it"
     )
 
 
@@ -134,12 +134,12 @@ def exchange(name: str, value: Any) -> list[Any]:
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
             f"{describe_rank()}: rank {missing} did not connect to {get_master_address()} within "
-            f"{format_join_timeout()}; look at the output of "
-            "their hosts, and check that no firewall closes that port"
+            f"{format_join_timeout()}; check the output "
+            "on their hosts, and that no firewall blocks that port"
         ) from error
     except dist.DistError as error:
         raise DsReasonError(
-            f"{describe_rank()}: lost the connection to {get_master_address()} ({error}); look at the output of rank 0"
+            f"{describe_rank()}: lost the connection to {get_master_address()} ({error}); check the output of rank 0"
         ) from error
 
 
@@ -165,10 +165,10 @@ def build_connection_error(cause: str) -> DsReasonError:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     used = " and ".join(f"{name} ({os.environ.get(name, 'not set')})" for name in names)
     return DsReasonError(
-        f"{describe_rank()}: the ranks met at {get_master_address()}, but then could not connect to each other "
+        f"{describe_rank()}: the ranks reached {get_master_address()}, but then could not connect to each other "
         f"({cause}); hosts must reach "
-        f"each other on every port of the interface that {used} name; check firewalls, or name the interface that leads "
-        "to the other hosts"
+        f"each other on every port of the interface set in {used}; check firewalls, or set both variables to the "
+        "interface that leads to the other hosts"
     )
 
 
@@ -235,7 +235,7 @@ def share_environment() -> None:
     os.environ.update({name: values[name] for name in requested_names[rank]})
     if requested_names[rank] and os.environ["LOCAL_RANK"] == "0":
         print_message(
-            f"{describe_rank()} takes these variables from where the job was started: {', '.join(requested_names[rank])}",
+            f"{describe_rank()}: these variables were copied from where the job was started: {', '.join(requested_names[rank])}",
             err=True,
         )
     exchange("taken", None)
@@ -304,7 +304,7 @@ def compare(facts: Mapping[str, Any]) -> None:
     lines = join_first(differing, SHOWN, separator="\n  ")
     raise ConfigError(
         f"the hosts of this job differ:\n  {lines}\n"
-        "give all of them the same environment, code, files and options, and start again"
+        "use the same environment, code, files and options on all hosts, and start again"
     )
 
 
@@ -319,8 +319,8 @@ def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str
         if differing:
             host, value = differing[0]
             count = len(differing) - 1
-            more = f", and {count} more of the hosts differ{'s' * (count == 1)}" if count else ""
-            texts.append(f"{name}: {facts.get(name)!r} on {first}, {value!r} on {host}{more}")
+            more = f", and {count} more {'host differs' if count == 1 else 'hosts differ'}" if count else ""
+            texts.append(f"{name}: {facts.get(name)!r} on {first}, but {value!r} on {host}{more}")
     return texts
 
 

@@ -106,7 +106,7 @@ def check_rank_variables() -> None:
     texts = {name: os.environ[name] for name in NUMBERS if name in os.environ}
     if is_rank() and (odd := [f"{name}={text!r:.60}" for name, text in texts.items() if not is_number(text)]):
         raise ConfigError(
-            f"environment: {', '.join(odd)}: must be whole numbers; start with torchrun or deepspeed, or unset them"
+            f"environment: {', '.join(odd)}: each must be a whole number; start with torchrun or deepspeed, or unset them"
         )
 
 
@@ -242,7 +242,7 @@ def get_shared_path(word: str) -> Path:
         folder.mkdir(mode=0o700)
     if (status := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise ConfigError(
-            f"{folder}: must be a folder that only you can write to; remove it, or set TMPDIR to a folder that you own"
+            f"{folder}: must be a folder that you own and only you can access; remove it, or set TMPDIR to a folder that you own"
         )
     return folder / key
 
@@ -261,7 +261,9 @@ def count_gpus() -> int:
 def count_ranks(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
     """Return the number of ranks to start on this machine: `nproc` if set, otherwise one per GPU, or `on_cpu` without GPUs."""
     if gpus and nproc is not None and nproc > gpus:
-        raise ConfigError(f"--nproc ({nproc}) is more than the GPUs of this machine ({gpus}); give at most {gpus}")
+        raise ConfigError(
+            f"--nproc {nproc} exceeds the number of GPUs of this machine ({gpus}); set it to at most {gpus}"
+        )
     return nproc or gpus or on_cpu
 
 
@@ -343,7 +345,10 @@ def _convert_stopped_failure(failure: Failure, received: Sequence[str]) -> Failu
     if failure.signal == signal.SIGUSR1:  # the ranks did not yet handle SIGUSR1, so nothing could be saved
         return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, user_fixable=True)
     if failure.signal == signal.SIGTERM and len(received) > 1:
-        text, code = f"ended at once by a second {received[1]}; what was saved before it stays", 128 + signal.SIGTERM
+        text, code = (
+            f"ended immediately by a second {received[1]}; everything saved before is kept",
+            128 + signal.SIGTERM,
+        )
         return replace(failure, text=text, exit_code=code, user_fixable=True)
     return failure
 

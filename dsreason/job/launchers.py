@@ -62,7 +62,7 @@ def _is_part_of_job(process: psutil.Process, job: Sequence[str]) -> bool:
 def _watch(processes: Sequence[psutil.Process]) -> None:
     while all(_is_alive(process) for process in processes):
         time.sleep(TICK)
-    logging.getLogger(CRASH_LOG).critical("a launcher of this rank is gone; ending")
+    logging.getLogger(CRASH_LOG).critical("a launcher of this rank has ended; ending this rank")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -45,7 +45,7 @@ SETTLING = 0.5
 VERDICT_TIME = 5.0
 """Seconds that a failing rank waits for rank 0 to send the first failure of the job."""
 HELLO_BYTES = 4096
-AT_START = "at its start"
+AT_START = "during startup"
 
 Message = dict[str, Any]
 
@@ -88,7 +88,7 @@ class Peer:
 
     def build_death_failure(self) -> Failure:
         """Build the failure of a rank whose connection was closed without a report."""
-        text = f"rank {self.rank} on {self.host} died {self.activity} (killed, or its host is gone)"
+        text = f"rank {self.rank} on {self.host} died {self.activity} (it was killed, or its host is down)"
         if line := read_last_line(Path(self.log)):
             text += f"; its last log line: {line}"
         if self.log:
@@ -130,7 +130,7 @@ class Lifeline:
         missing = [text for text in hosts.exchange("lifeline", why) if text]
         if missing and self.rank == 0:
             log.warning(
-                "these ranks cannot connect to rank 0, so their death would be noticed late: %s", "; ".join(missing)
+                "these ranks cannot connect to rank 0, so their death would be detected late: %s", "; ".join(missing)
             )
 
     def _connect(self, address: Message) -> None:
@@ -327,7 +327,7 @@ class LifelineServer:
 
     def _accept_peer(self, peer: Peer, hello: Message) -> None:
         if not secrets.compare_digest(str(hello["token"]), self._token):
-            raise ValueError("token")
+            raise ValueError("the token does not match")
         peer.rank, peer.host = int(hello["rank"]), str(hello["host"])
         self._peers.append(peer)
         for other in self._peers:

@@ -113,7 +113,7 @@ def log_crashes(handler: logging.FileHandler) -> None:
     def log_thread_exception(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread else "?"
         exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
-        logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
+        logging.getLogger(CRASH_LOG).critical("uncaught exception in thread %s", name, exc_info=exception)
         # An OSError in a library's thread also reaches the code that waits for the thread, which reports it to the user.
         text = f"{exception[1]}\n" if isinstance(exception[1], OSError) else format_crash(exception[1])
         write(f"Exception in thread {name}:\n{text}", file=sys.stderr, end="")

@@ -107,7 +107,7 @@ def _describe_single_process() -> None:
     missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing:
         raise ConfigError(
-            f"environment: {', '.join(sorted(set_names))} set but {', '.join(sorted(missing))} not; "
+            f"environment: contains {', '.join(sorted(set_names))}, but not {', '.join(sorted(missing))}; "
             "start with torchrun or deepspeed, or unset them to start without a launcher"
         )
 
@@ -131,7 +131,7 @@ def build_row_groups(world: World, ranks_per_row: int) -> World:
             raise ConfigError(
                 f"train.sequence_parallel_size ({ranks_per_row}) does not divide the number of ranks on {socket.gethostname()} "
                 f"({hosts.count_local_ranks()}), and ranks that compute a row together must be on one host; lower it, or start "
-                "another number of ranks there"
+                "a different number of ranks there"
             )
     starts = range(0, world.size, ranks_per_row)
     groups = [dist.new_group(list(range(first, first + ranks_per_row)), timeout=COLLECTIVE_TIMEOUT) for first in starts]

@@ -69,7 +69,7 @@ def end_at_signals() -> None:
             raise Interrupted(name)
         if should_end_at_once(number, noted[0]):
             with suppress(OSError):
-                os.write(2, f"ended at once by a second {name}\n".encode())
+                os.write(2, f"ended immediately by a second {name}\n".encode())
             os._exit(128 + number)
 
     numbers = select_heeded(ASK_TO_STOP)

@@ -175,7 +175,7 @@ class Watchdog:
             situation = f'in phase "{phase.name}" for {seconds:.0f} s'
             if seconds > limit:
                 key = "monitor.phase_time_limits" if phase.name in self.time_limits else "monitor.phase_time_limit"
-                self._end(f"{situation}, time limit exceeded; raise {key} ({limit:g}) if it may take longer")
+                self._end(f"{situation}, but the time limit is {limit:g} s; raise {key} if it needs more time")
             asking = self._find_requesting_rank()
             if asking is not None:
                 self._end(f"{situation} when rank {asking} exceeded its time limit")
@@ -194,7 +194,7 @@ class Watchdog:
             self._store_lost = True
             if not self._over.wait(TICK) and not self._lifeline.rank_0_has_ended:
                 log.warning(
-                    "lost the connection to the job's store (%s): ranks can no longer report an exceeded time limit",
+                    "lost the connection to the job's store (%s), so ranks can no longer report an exceeded time limit",
                     error,
                 )
             return None
@@ -225,7 +225,7 @@ class Watchdog:
             if time.monotonic() - started > ANSWER_TIME:
                 silent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
                 self._write(
-                    f"no answer from rank {silent}: it is stopped, or in code that holds the interpreter lock (GIL)\n"
+                    f"no response from rank {silent}: it is stopped, or runs code that holds the interpreter lock (GIL)\n"
                 )
                 return
             time.sleep(0.2)

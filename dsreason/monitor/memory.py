@@ -90,9 +90,9 @@ class MemoryLedger:
 
     def report(self) -> str:
         """Render a table for the log, with phases in the order in which they first ran; the GiB columns hold maxima."""
-        table = Table("phase", title="seconds and GiB of each phase")
+        table = Table("phase", title="seconds and GiB per phase")
         kinds = next(iter(self.totals.values())).gib if self.totals else ()
-        for column in ("times", "seconds", "mean", *kinds):
+        for column in ("runs", "seconds", "mean", *kinds):
             table.add_column(column, justify="right")
         for name, total in self.totals.items():
             times = (str(total.times), f"{total.seconds:.1f}", f"{total.seconds / total.times:.3f}")

@@ -73,7 +73,9 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         write_file(table, report + "\n")
         size = trace.stat().st_size / 2**20
         summary = report.partition("\n")[0]
-        log.info("profile of %s; %s, and %s (%.1f MiB) for https://ui.perfetto.dev", summary, table, trace, size)
+        log.info(
+            "profile of %s; tables: %s; trace for https://ui.perfetto.dev: %s (%.1f MiB)", summary, table, trace, size
+        )
 
     def _drop(self) -> None:
         self._recording.close()
@@ -88,6 +90,6 @@ def check_profiled_steps(steps: Sequence[int], total_steps: int) -> None:
     """Raise ConfigError if the run ends before one of the steps to profile."""
     if late := [step for step in steps if step > total_steps]:
         raise ConfigError(
-            f"monitor.profile: step {late[0]} does not exist, as the run ends with step {total_steps}; choose steps from 1 "
+            f"monitor.profile: step {late[0]} does not exist, because the run ends with step {total_steps}; choose steps from 1 "
             f"to {total_steps}"
         )

@@ -151,7 +151,7 @@ def render_report(events: Sequence[TraceEvent]) -> str:
             render_top("GPU kernels and copies", kernels),
             render_top("waits for the GPU, by operator", sum_waits(events)),
         ]
-    tables.append(render_top("CPU operators, without the operators inside them", sum_operators(events)))
+    tables.append(render_top("CPU operators, excluding nested operators", sum_operators(events)))
     return "\n\n".join([title, *tables])
 
 
@@ -238,8 +238,8 @@ def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
 
 def render_phases(totals: dict[str, PhaseTotals], step_seconds: float, *, whole: str) -> str:
     """Render a table with a row per phase, in order of first occurrence. `whole` names the phase that is the step itself."""
-    table = Table("phase", title="phases, each without the phases inside it", title_justify="left")
-    for column in ("host s", "share", "GPU busy s", "waits", "waits s"):
+    table = Table("phase", title="phases, excluding nested phases", title_justify="left")
+    for column in ("host s", "share", "GPU busy s", "waits", "wait s"):
         table.add_column(column, justify="right")
     for name, phase in totals.items():
         values = (
@@ -247,7 +247,7 @@ def render_phases(totals: dict[str, PhaseTotals], step_seconds: float, *, whole:
             f"{phase.host_seconds / step_seconds:.0%}",
             f"{sum_union(phase.gpu):.3f}",
         )
-        label = "outside of phases" if name == whole else name.removeprefix(PREFIX)
+        label = "outside all phases" if name == whole else name.removeprefix(PREFIX)
         table.add_row(label, *values, f"{phase.waits:,}", f"{phase.wait_seconds:.3f}")
     return render(table)
 

@@ -126,12 +126,12 @@ class Rate:
         return f"{values}  {speed}"
 
     def left(self) -> str:
-        """Format the remaining time as `left 0:03:20` or, in a longer command, as `left 0:03:20, in all 0:05:10`."""
+        """Format the remaining time as `0:03:20 left` or, in a longer command, as `0:03:20 left, 0:05:10 in total`."""
         seconds = (self.total_steps - self.step) * self.seconds
         if self.part is None:
-            return f"left {format_duration(seconds)}"
-        in_all = seconds + self.part.after * self.total_steps * self.seconds
-        return f"left {format_duration(seconds)}, in all {format_duration(in_all)}"
+            return f"{format_duration(seconds)} left"
+        total = seconds + self.part.after * self.total_steps * self.seconds
+        return f"{format_duration(seconds)} left, {format_duration(total)} in total"
 
 
 class LineProgress(Progress):

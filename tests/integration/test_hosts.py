@@ -85,7 +85,7 @@ def test_host_inherits_missing_variables_without_revealing_values(script: str, t
     assert ended[0].stdout == f"{first}\n"
     assert ended[1].stdout == f"{first | {'HF_HOME': '/of/second', 'CUDA_VISIBLE_DEVICES': None}}\n"
     assert ended[0].stderr == ""
-    assert ended[1].stderr.endswith(" takes these variables from where the job was started: HF_TOKEN\n")
+    assert ended[1].stderr.endswith(": these variables were copied from where the job was started: HF_TOKEN\n")
     assert "hf_secret" not in ended[1].stderr
 
 
@@ -104,13 +104,13 @@ def test_hosts_differing_in_code_or_config_fail(tmp_path: Path) -> None:
     host = socket.gethostname()
     for line in (
         "error: the hosts of this job differ:",
-        f"  code of other.py: None on {host} (rank 0), 'e3b0c44298fc' on {host} (rank 1)",
-        f"  model.path: 'model' on {host} (rank 0), 'other.py' on {host} (rank 1)",
-        f"  optim.lr: 1e-06 on {host} (rank 0), 2e-06 on {host} (rank 1)",
-        f"  train.seed: 0 on {host} (rank 0), 7 on {host} (rank 1)",
+        f"  code of other.py: None on {host} (rank 0), but 'e3b0c44298fc' on {host} (rank 1)",
+        f"  model.path: 'model' on {host} (rank 0), but 'other.py' on {host} (rank 1)",
+        f"  optim.lr: 1e-06 on {host} (rank 0), but 2e-06 on {host} (rank 1)",
+        f"  train.seed: 0 on {host} (rank 0), but 7 on {host} (rank 1)",
     ):
         assert line in message.splitlines()
-    assert message.endswith("give all of them the same environment, code, files and options, and start again\n")
+    assert message.endswith("use the same environment, code, files and options on all hosts, and start again\n")
 
 
 @pytest.mark.long
@@ -120,7 +120,7 @@ def test_rank_without_peers_reports_the_rendezvous_address(script: str, tmp_path
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: rank 1 on ")
     assert ": the ranks did not all connect to 127.0.0.1:29411 within 3 s (" in line
-    assert line.endswith("that no firewall between them closes that port, and that no other program uses it")
+    assert line.endswith("that no firewall between them blocks that port, and that no other program uses it")
 
 
 @pytest.mark.long

@@ -104,10 +104,10 @@ def test_failed_rank_traceback_is_printed_last(launch: Launch, tmp_path: Path) -
     [
         (
             "kill-1",
-            "rank 1 was killed by SIGKILL (often: out of memory; see the kernel log) "
+            "rank 1 was killed by SIGKILL (often because memory ran out; see the kernel log) "
             'in phase "step" after step 3\nits last log line: the last words',
         ),
-        ("exit-on-1", "rank 1 ended with exit code 7 and left no traceback"),
+        ("exit-on-1", "rank 1 ended with exit code 7 but without a traceback"),
     ],
 )
 def test_silent_rank_death_is_reported(launch: Launch, mode: str, text: str) -> None:

@@ -51,7 +51,7 @@ def test_table_has_a_row_per_phase(profiled: Path) -> None:
     lines = (profiled / "profile" / "step_2.txt").read_text().splitlines()
     assert lines[0].startswith("step 2: ")
     rows = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
-    assert {"data", "forward", "backward", "optimizer", "outside of phases"} <= set(rows)
+    assert {"data", "forward", "backward", "optimizer", "outside all phases"} <= set(rows)
 
 
 @pytest.mark.long
@@ -70,4 +70,4 @@ def test_profile_beyond_last_step_is_rejected(tmp_path: Path) -> None:
     options = [f"--set={setting}" for setting in (*SETTINGS, "monitor.profile=[2, 4]")]
     ended = dsreason("sft", "--dry-run", *options, cwd=tmp_path)
     assert ended.returncode == 2
-    assert "monitor.profile: step 4 does not exist, as the run ends with step 3" in ended.stderr
+    assert "monitor.profile: step 4 does not exist, because the run ends with step 3" in ended.stderr

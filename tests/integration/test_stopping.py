@@ -232,7 +232,7 @@ except signals.Interrupted:
     signal.raise_signal({int(number)})
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (128 + number, f"ended at once by a second {number.name}\n")
+    assert (done.returncode, done.stderr) == (128 + number, f"ended immediately by a second {number.name}\n")
 
 
 @each

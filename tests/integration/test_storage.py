@@ -201,12 +201,12 @@ def test_unresponsive_server_times_out(
     [
         (
             ServerFault("PUT", "403 AccessDenied"),
-            "the server answers 403 AccessDenied (said the test); these keys lack permission",
+            "the server responds with 403 AccessDenied (said the test); these keys do not permit the request",
             0,
         ),
         (ServerFault("PUT", "403 SignatureDoesNotMatch"), "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", 0),
         (ServerFault("PUT", "400 AuthorizationHeaderMalformed"), "set AWS_REGION to the region of the bucket", 0),
-        (ServerFault("PUT", "503 SlowDown"), "the server answers 503 SlowDown (said the test)", 5),
+        (ServerFault("PUT", "503 SlowDown"), "the server responds with 503 SlowDown (said the test)", 5),
         (ServerFault("PUT", "cut"), "Connection was closed", 5),
         (ServerFault("PUT", "damage"), "corrupted in transit", 5),
     ],
@@ -228,7 +228,7 @@ def test_failed_upload_is_reported_without_a_marker(
         upload(open_package(folder), TARGET)
     assert str(caught.value).startswith("s3://bucket/run/config.json: ")
     assert message in str(caught.value)
-    assert caplog.text.count("trying again") == retries
+    assert caplog.text.count("retrying in") == retries
     assert "run/UPLOADED.json" not in objects(server)
     assert files_of(folder) == before
 
@@ -285,7 +285,7 @@ def test_unwritable_target_is_config_error(proxy: Proxy, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="Could not connect"):
         check_target("s3://bucket/run")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:sentinel@127.0.0.1")
-    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL holds a user and a password") as caught:
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL contains a user name and a password") as caught:
         check_target("s3://bucket/run")
     assert "sentinel" not in str(caught.value)
 
@@ -305,7 +305,7 @@ def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, t
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+    with pytest.raises(ConfigError, match="no credentials are set; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         check_target("s3://bucket/run")
     s3._create_client.cache_clear()
 
@@ -382,7 +382,7 @@ def test_interrupted_download_resumes_under_partial_name(
     put(server, "other.mp4", content)
     proxy.faults = [ServerFault("GET", "403 AccessDenied", "other.mp4")]
     monkeypatch.setattr(proxy, "take", failing_third_get(proxy))
-    with pytest.raises(StorageError, match=r"^s3://bucket/other\.mp4: the server answers 403"):
+    with pytest.raises(StorageError, match=r"^s3://bucket/other\.mp4: the server responds with 403"):
         fetch_file("s3://bucket/other.mp4")
     (begun,) = [path for path in cached(tmp_path) if path.name == "other.mp4"]
     assert begun.parent.suffix == ".partial"
@@ -403,10 +403,10 @@ def failing_third_get(proxy: Proxy) -> Any:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("s3://bucket/none.png", "s3://bucket/none.png: no such object"),
-        ("s3://nowhere/a.png", "no bucket nowhere"),
-        ("s3://bucket", "names a bucket, not a file"),
-        ("s3://key:sentinel@bucket/a.png", "an address must not contain keys"),
+        ("s3://bucket/none.png", "s3://bucket/none.png: the object or the bucket bucket does not exist"),
+        ("s3://nowhere/a.png", "the bucket nowhere does not exist"),
+        ("s3://bucket", "is a bucket, not a file"),
+        ("s3://key:sentinel@bucket/a.png", "an S3 URI must not contain keys"),
         ("http://host/a.png", "media must be local files or s3:// URIs"),
         ("https://host/a.png", "media must be local files or s3:// URIs"),
     ],
@@ -467,17 +467,17 @@ def test_local_rows_use_s3_media_path(server: Any, proxy: Proxy, tmp_path: Path)
 def test_media_cannot_leave_media_path_in_s3(proxy: Proxy, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "1", "image": "../a.png", "question": "?", "answer": "x"}))
     config = DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl"), media_path="s3://bucket/media")
-    with pytest.raises(DataError, match=r"row 1 .*\.\./a\.png leads out of s3://bucket/media"):
+    with pytest.raises(DataError, match=r"row 1 .*\.\./a\.png is outside s3://bucket/media"):
         _ = open_datasets(config)[0][0]
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("s3://bucket/none.jsonl", "no such object"),
-        ("s3://bucket/none", "nothing is below this address"),
-        ("s3://key:sentinel@bucket/rows.jsonl", "an address must not contain keys"),
-        ("https://me:sentinel@host/rows.jsonl", "https://…@host/rows.jsonl is an address"),
+        ("s3://bucket/none.jsonl", "the object or the bucket bucket does not exist"),
+        ("s3://bucket/none", "no objects exist below this URI"),
+        ("s3://key:sentinel@bucket/rows.jsonl", "an S3 URI must not contain keys"),
+        ("https://me:sentinel@host/rows.jsonl", "https://…@host/rows.jsonl is a URL"),
     ],
 )
 def test_missing_data_set_is_reported(proxy: Proxy, path: str, message: str) -> None:
@@ -489,7 +489,7 @@ def test_missing_data_set_is_reported(proxy: Proxy, path: str, message: str) -> 
 
 def test_object_name_leaving_folder_is_rejected(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "set/../../evil.json", b"[]")
-    with pytest.raises(DataError, match="would leave its folder"):
+    with pytest.raises(DataError, match="would be written outside its folder"):
         fetch_folder("s3://bucket/set", lambda name: True)
     assert cached(tmp_path) == []
 
@@ -510,9 +510,9 @@ def test_s3_model_omits_pickles_and_subfolders(
 def test_missing_model_is_reported(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "models/other/readme.txt", b"x")
     for path, message in {
-        "s3://bucket/none": "nothing is below this address",
+        "s3://bucket/none": "no objects exist below this URI",
         "s3://bucket/models/other": "has no config.json",
-        "https://me:sentinel@host/model": "https://…@host/model: is an address",
+        "https://me:sentinel@host/model": "https://…@host/model: URLs are not supported",
     }.items():
         with pytest.raises(CheckpointError, match="^model.path") as caught:
             resolve_model(ModelConfig(path=path), tmp_path)
@@ -587,15 +587,15 @@ def test_temporary_hub_refusal_is_retried(hub: LocalHub, tmp_path: Path, refused
 @pytest.mark.parametrize(
     ("refused", "status", "message"),
     [
-        ("create", 401, "the token in HF_TOKEN is missing, wrong or expired"),
-        ("create", 403, "the token in HF_TOKEN has no write access there"),
-        ("create", 429, "too many requests: try again later"),
-        ("preupload", 401, "the token in HF_TOKEN is missing, wrong or expired"),
-        ("preupload", 404, "no such repository or branch"),
-        ("preupload", 500, "a server error: try again later"),
-        ("commit", 403, "the token in HF_TOKEN has no write access there"),
-        ("commit", 429, "too many requests: try again later"),
-        ("commit", 500, "a server error: try again later"),
+        ("create", 401, "the token in HF_TOKEN is missing, invalid or expired"),
+        ("create", 403, "the token in HF_TOKEN has no write access"),
+        ("create", 429, "there were too many requests; try again later"),
+        ("preupload", 401, "the token in HF_TOKEN is missing, invalid or expired"),
+        ("preupload", 404, "the repository or branch does not exist"),
+        ("preupload", 500, "the server failed; try again later"),
+        ("commit", 403, "the token in HF_TOKEN has no write access"),
+        ("commit", 429, "there were too many requests; try again later"),
+        ("commit", 500, "the server failed; try again later"),
     ],
 )
 def test_hub_refusal_is_reported(hub: LocalHub, tmp_path: Path, refused: str, status: int, message: str) -> None:
@@ -604,7 +604,7 @@ def test_hub_refusal_is_reported(hub: LocalHub, tmp_path: Path, refused: str, st
     hub.refuse, hub.refused = status, refused
     with pytest.raises(StorageError) as caught:
         upload(open_package(folder), parse_target("hub:user/name"))
-    assert str(caught.value).startswith(f"hub:user/name: the Hub answers {status} (said the test); {message}")
+    assert str(caught.value).startswith(f"hub:user/name: the Hub responds with {status} (said the test): {message}")
     assert hub.commits == []
     assert files_of(folder) == before
 
@@ -629,7 +629,7 @@ def test_hub_target_check_makes_no_commit(hub: LocalHub, monkeypatch: pytest.Mon
     assert hub.commits == []
     assert any("preupload" in line for line in hub.seen)
     hub.refuse, hub.refused = 403, "preupload"
-    with pytest.raises(ConfigError, match="^checkpoint.upload: hub:user/name: the Hub answers 403"):
+    with pytest.raises(ConfigError, match="^checkpoint.upload: hub:user/name: the Hub responds with 403"):
         check_target("hub:user/name")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "none")
@@ -687,11 +687,11 @@ def test_push_command_hides_secrets(server: Any, proxy: Proxy, tmp_path: Path, m
     proxy.faults = [ServerFault("PUT", "503 SlowDown", "config.json")]
     done = run_push(folder, "--to", "s3://bucket/run")
     assert (done.returncode, f"done: {EXPORT_BYTES} bytes sent" in done.stderr) == (0, True), done.stderr
-    assert "503 SlowDown (said the test); trying again in" in done.stderr
+    assert "503 SlowDown (said the test); retrying in" in done.stderr
     proxy.faults = [ServerFault("PUT", "403 AccessDenied")] * 5
     refused = run_push(folder, "--to", "s3://bucket/other")
     assert refused.returncode == 1
-    assert "error: s3://bucket/other/config.json: the server answers 403 AccessDenied" in refused.stderr
+    assert "error: s3://bucket/other/config.json: the server responds with 403 AccessDenied" in refused.stderr
     for displayed in (done.stdout, done.stderr, refused.stdout, refused.stderr):
         assert "Traceback" not in displayed
         for secret in (KEY, SECRET, "Signature="):

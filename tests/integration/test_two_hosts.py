@@ -208,7 +208,7 @@ def ranks(folder: Path) -> str:
     [
         pytest.param("torchrun", "die", 'in phase "train"', marks=pytest.mark.nightly),
         pytest.param("deepspeed", "die", 'in phase "train"', marks=needs_ssh),
-        ("torchrun", "early", "at its start"),
+        ("torchrun", "early", "during startup"),
     ],
 )
 def test_killed_rank_stops_both_hosts(
@@ -227,7 +227,9 @@ def test_killed_rank_stops_both_hosts(
         # The shell's variables have come to ranks that pdsh started, and on no command line: `deepspeed` tells those.
         assert [(folder / f"token_{rank}").read_text() for rank in (0, 1)] == ["hf_secret", "hf_secret"]
         lines = [
-            line for line in stdout.splitlines() if "takes these variables from where the job was started: " in line
+            line
+            for line in stdout.splitlines()
+            if ": these variables were copied from where the job was started: " in line
         ]
         assert len(lines) == 2
         assert all("HF_TOKEN" in line for line in lines)
@@ -236,7 +238,7 @@ def test_killed_rank_stops_both_hosts(
     while [host.processes() for host in hosts] != before:
         assert time.time() < deadline, stdout
         time.sleep(0.2)
-    assert f"rank 1 on node-1 died {place} (killed, or its host is gone)" in stdout
+    assert f"rank 1 on node-1 died {place} (it was killed, or its host is down)" in stdout
 
 
 @pytest.mark.parametrize(
@@ -306,10 +308,10 @@ def test_torchrun_continues_after_losing_a_host(
 @pytest.mark.parametrize(
     ("lost", "told", "advice"),
     [
-        ([PORT_OF_STORE], "the ranks did not all connect to 10.77.0.1:29500 within 15 s", "closes that port"),
+        ([PORT_OF_STORE], "the ranks did not all connect to 10.77.0.1:29500 within 15 s", "blocks that port"),
         (
             OTHER_PORTS,
-            "the ranks met at 10.77.0.1:29500, but then could not connect to each other",
+            "the ranks reached 10.77.0.1:29500, but then could not connect to each other",
             "check firewalls",
         ),
     ],

@@ -142,7 +142,7 @@ def test_killed_rank_ends_job_and_is_named(folder: Path) -> None:
     ended = train(folder, "kill_rank_1")
     *_, log, empty, killed, last = ended.stderr.splitlines()
     assert (log, empty) == ("error: rank 1 failed; its log: kill_rank_1/logs/rank_1.log", "")
-    assert killed == 'rank 1 was killed by SIGKILL (often: out of memory; see the kernel log) in phase "reward"'
+    assert killed == 'rank 1 was killed by SIGKILL (often because memory ran out; see the kernel log) in phase "reward"'
     assert last.startswith("its last log line: 20")
 
 
@@ -181,7 +181,7 @@ def assert_both_ranks_said_where_they_were(text: str) -> None:
     asleep = next(line for line in lines if line.startswith('rank 1 step 7: in phase "rollout" for '))
     waiting = next(line for line in lines if line.startswith('rank 0 step 7: in phase "train" for '))
     assert asleep.endswith(" when rank 0 exceeded its time limit")
-    assert "time limit exceeded; raise monitor.phase_time_limit (1)" in waiting
+    assert "but the time limit is 1 s; raise monitor.phase_time_limit if" in waiting
     assert lines.index("rank 1, thread MainThread (most recent call last):") < lines.index(asleep)
     assert lines.index("rank 0, thread MainThread (most recent call last):") < lines.index(waiting)
     assert "in fall_asleep" in text
@@ -221,7 +221,7 @@ def test_surviving_rank_reports_the_killed_one(launcher: list[str], how: str, pl
     done = run_ranks(tmp_path, [*launcher, "ranks.py", how])
     assert done.returncode != 0
     rank = how[-1]
-    text = f"rank {rank} on {socket.gethostname()} died {place} after step 7 (killed, or its host is gone); "
+    text = f"rank {rank} on {socket.gethostname()} died {place} after step 7 (it was killed, or its host is down); "
     text += "its last log line: "
     stderr = done.stderr[done.stderr.index(f"error: {text}") :]
     assert f"INFO dsreason: the last words of rank {rank}; its log: {tmp_path}/logs/rank_{rank}.log\n" in stderr

@@ -137,7 +137,7 @@ def test_the_import_path_stays_as_it_is(write: Write) -> None:
 def test_a_missing_module_is_missed_as_ever(write: Write) -> None:
     file = write("own.py", "import nothing_of_the_kind")
     with pytest.raises(
-        ConfigError, match="does not import: ModuleNotFoundError: No module named 'nothing_of_the_kind'"
+        ConfigError, match="cannot be imported: ModuleNotFoundError: No module named 'nothing_of_the_kind'"
     ):
         import_file(file, "reward")
 
@@ -168,5 +168,5 @@ def test_files_with_dotted_names_are_separate_modules(write: Write, tmp_path: Pa
 def test_exit_during_import_is_reported(write: Write) -> None:
     file = write("script.py", "import sys; sys.exit(0)")
     for load in (lambda: import_file(file, "reward"), lambda: import_module("script", "reward", [], "")):
-        with pytest.raises(ConfigError, match=r"reward: \S* does not import: SystemExit: 0"):
+        with pytest.raises(ConfigError, match=r"reward: \S* cannot be imported: SystemExit: 0"):
             load()

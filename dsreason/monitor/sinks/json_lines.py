@@ -36,7 +36,7 @@ class JSONLines(Sink):
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if step < self.current["step"]:
-            raise ValueError(f"metrics of step {step} come after those of step {self.current['step']}")
+            raise ValueError(f"metrics of step {step} were logged after those of step {self.current['step']}")
         if step > self.current["step"]:
             self.offset = self.file.seek(0, os.SEEK_END)
             self.current = {"step": step}
@@ -73,7 +73,9 @@ def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
         check_regular(path, path)
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be continued ({error.strerror}); remove it") from None
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}), so the metrics cannot be continued; remove it"
+        ) from None
     entries = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -83,5 +85,5 @@ def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             entries.append(entry)
         else:
-            log.warning("%s:%d: the line is not a step and is dropped: %r", path, number, line[:80])
+            log.warning("%s:%d: the line is dropped, because it is not a record of a step: %r", path, number, line[:80])
     return [entry for entry in entries if entry["step"] <= last_step]

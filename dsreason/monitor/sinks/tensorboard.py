@@ -36,8 +36,8 @@ class TensorBoard(Sink):
         except OSError as error:  # errors in the writer's thread are raised by any later call
             reason = error.strerror or str(error)
             raise SaveError(
-                f"{self.folder}: the curves cannot be written ({reason}); the folder must exist and be writable while the run "
-                "continues"
+                f"{self.folder}: the curves cannot be written ({reason}); the folder must exist and be writable during the "
+                "entire run"
             ) from error
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:

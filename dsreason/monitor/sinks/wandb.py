@@ -77,7 +77,7 @@ def check_wandb(config: MonitorConfig) -> None:
     if mode != "online":
         return
     login = shlex.join([sys.executable, "-m", "wandb", "login"])
-    advice = f"run `{login}`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"
+    advice = f"run `{login}`, set WANDB_API_KEY, or keep the metrics on this machine with WANDB_MODE=offline"
     try:
         logged_in = wandb.login(prompt=False)
     except wandb.Error as error:
@@ -85,7 +85,7 @@ def check_wandb(config: MonitorConfig) -> None:
             f"monitor.wandb is true, but the login to Weights & Biases failed ({error}); {advice}"
         ) from error
     if not logged_in:
-        raise ConfigError(f"monitor.wandb is true, but no key for Weights & Biases is set; {advice}")
+        raise ConfigError(f"monitor.wandb is true, but no API key for Weights & Biases is set; {advice}")
 
 
 def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool) -> wandb.Run:

@@ -187,7 +187,7 @@ def test_full_disk_is_reported_without_traceback(
     monkeypatch.setattr(job, "check_job", check)
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 1
     text = capsys.readouterr().err
-    assert "error: out/metrics.jsonl: No space left on device; make room there" in text
+    assert "error: out/metrics.jsonl: No space left on device; free disk space" in text
     assert "Traceback" not in text
 
 
@@ -295,7 +295,7 @@ def test_more_ranks_than_gpus_are_refused(
 ) -> None:
     monkeypatch.setattr(launch, "count_gpus", lambda: 2)
     assert call("sft", "--config", "run.toml", "--nproc", "3", monkeypatch=monkeypatch) == 2
-    assert "--nproc (3) is more than the GPUs of this machine (2); give at most 2" in capsys.readouterr().err
+    assert "--nproc 3 exceeds the number of GPUs of this machine (2); set it to at most 2" in capsys.readouterr().err
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 0
     assert started[0]["ranks"] == 2
 

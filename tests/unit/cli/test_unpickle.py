@@ -43,7 +43,9 @@ class Hostile:
 
 def test_hostile_pickle_is_rejected_without_running(tmp_path: Path) -> None:
     (tmp_path / "x.pickle").write_bytes(pickle.dumps(Hostile(tmp_path / "mark")))
-    with pytest.raises(DataError, match=r"x.pickle: holds an object of posix.mkdir, which is not read") as error:
+    with pytest.raises(
+        DataError, match=r"x.pickle: contains an object of type posix.mkdir, which is not supported"
+    ) as error:
         run("data", "unpickle", tmp_path / "x.pickle", "--output", tmp_path / "out")
     assert error.value.exit_code == 2
     assert not (tmp_path / "mark").exists()

@@ -214,17 +214,17 @@ def test_misspelt_world_key_is_rejected(key: str, near: str) -> None:
         ),
         (
             "[checkpoint]\nupload = ['s3://bucket/a', 'bad']",
-            "checkpoint.upload.1: 'bad' is not an upload target; write s3://bucket/prefix or "
+            "checkpoint.upload.1: 'bad' is not a valid upload target; use s3://bucket/prefix or "
             "hub:user/name[/folder][@branch]",
         ),
         (
             "[checkpoint]\nupload = ['']",
-            "checkpoint.upload.0: '' is not an upload target; write s3://bucket/prefix or "
+            "checkpoint.upload.0: '' is not a valid upload target; use s3://bucket/prefix or "
             "hub:user/name[/folder][@branch]",
         ),
         (
             "[[checkpoint.upload]]\nto = ''",
-            "checkpoint.upload.0.to: '' is not an upload target; write s3://bucket/prefix or "
+            "checkpoint.upload.0.to: '' is not a valid upload target; use s3://bucket/prefix or "
             "hub:user/name[/folder][@branch]",
         ),
         (

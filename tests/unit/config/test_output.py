@@ -123,9 +123,7 @@ def test_file_in_place_of_folder_is_rejected(tmp_path: Path) -> None:
 
 def test_unwritable_folder_is_rejected() -> None:
     # /proc refuses new files for everyone, root included.
-    with pytest.raises(
-        ConfigError, match=r"^/proc/run: /proc cannot be written to \(.+\); choose another --output-dir"
-    ):
+    with pytest.raises(ConfigError, match=r"^/proc/run: /proc is not writable \(.+\); choose another --output-dir"):
         check_output_dir(Path("/proc/run"), SFTConfig(), None)
 
 

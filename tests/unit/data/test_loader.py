@@ -281,7 +281,7 @@ def test_dead_worker_message_mentions_small_shared_memory(monkeypatch: pytest.Mo
     assert "shm" not in failures.describe_dead_worker()
     monkeypatch.setattr(failures, "SMALL_SHARED_MEMORY", 2**60)
     assert re.search(
-        r"; /dev/shm has \d+ MiB in total \(--shm-size=16g gives a container more", failures.describe_dead_worker()
+        r"; /dev/shm has only \d+ MiB \(start the container with --shm-size=16g\)", failures.describe_dead_worker()
     )
     full = failures.convert_disk_error(OSError(errno.ENOSPC, "No space left on device"))
     assert str(full).startswith("perhaps /dev/shm has ")

@@ -186,7 +186,7 @@ def test_malformed_messages_are_reported_with_row(folder, messages, words):
 
 def test_unimportable_adapter_is_reported(folder):
     (folder / "own.py").write_text("x = y")
-    with pytest.raises(ConfigError, match=r"own\.py does not import.*'y' is not defined"):
+    with pytest.raises(ConfigError, match=r"own\.py cannot be imported.*'y' is not defined"):
         open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))
 
 

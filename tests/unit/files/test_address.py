@@ -39,16 +39,16 @@ def test_names_are_joined_below_an_address() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("s3://", "is not a bucket name"),
-        ("s3://My_Bucket/a", "'My_Bucket' is not a bucket name"),
-        ("s3://bucket/a//b", "has an empty part"),
-        ("s3://bucket/../other", "has an empty part, '.' or '..'"),
+        ("s3://", "is not a valid bucket name"),
+        ("s3://My_Bucket/a", "'My_Bucket' is not a valid bucket name"),
+        ("s3://bucket/a//b", "must not contain '.', '..' or an empty component"),
+        ("s3://bucket/../other", "must not contain '.', '..' or an empty component"),
         ("s3://bucket/a?versionId=1", "has no query"),
-        ("hub:name", "write s3://bucket/prefix or hub:user/name"),
-        ("hub:user/name/../other", "has an empty part, '.' or '..'"),
-        ("user/name", "write s3://bucket/prefix or hub:user/name"),
-        ("https://bucket/a", "write s3://bucket/prefix or hub:user/name"),
-        ("gs://bucket/a", "write s3://bucket/prefix or hub:user/name"),
+        ("hub:name", "use s3://bucket/prefix or hub:user/name"),
+        ("hub:user/name/../other", "must not contain '.', '..' or an empty component"),
+        ("user/name", "use s3://bucket/prefix or hub:user/name"),
+        ("https://bucket/a", "use s3://bucket/prefix or hub:user/name"),
+        ("gs://bucket/a", "use s3://bucket/prefix or hub:user/name"),
     ],
 )
 def test_invalid_target_error_explains_expected_form(text: str, message: str) -> None:
@@ -76,7 +76,7 @@ def test_keys_in_target_are_rejected_and_hidden(text: str) -> None:
 
 
 def test_keys_in_s3_uri_rejected_and_hidden() -> None:
-    with pytest.raises(ValueError, match="an address must not contain keys") as caught:
+    with pytest.raises(ValueError, match="an S3 URI must not contain keys") as caught:
         parse_s3("s3://AKIAKEY:sentinel@bucket/a")
     assert "sentinel" not in str(caught.value)
 
@@ -128,7 +128,7 @@ def test_only_credentials_are_hidden_in_urls(text: str, shown: str) -> None:
 
 def test_config_checks_upload_targets() -> None:
     assert CheckpointConfig(upload="s3://bucket/run/").upload == "s3://bucket/run"
-    with pytest.raises(ValueError, match="is not an upload target"):
+    with pytest.raises(ValueError, match="is not a valid upload target"):
         CheckpointConfig(upload="bucket/run/x")
     with pytest.raises(ValueError, match="export = none.* selects nothing to upload"):
         CheckpointConfig(upload="s3://bucket", upload_include=("export",), export="none")
@@ -194,12 +194,12 @@ def test_upload_of_unwritten_checkpoints_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("upload=['s3://bucket/a', 'bucket/b']", "checkpoint.upload.1: 'bucket/b' is not an upload target"),
+        ("upload=['s3://bucket/a', 'bucket/b']", "checkpoint.upload.1: 'bucket/b' is not a valid upload target"),
         ("upload=[{to = 's3://bucket/a', inclde = ['logs']}]", "did you mean checkpoint.upload.0.include?"),
         ("upload=[{to = 's3://bucket/a', include = ['log']}]", "did you mean logs?"),
         ("upload=[{what = 'all'}]", "checkpoint.upload.0: {'what': 'all'} has no 'to'; add it"),
         ("upload={what = 'all'}", "checkpoint.upload: {'what': 'all'} has no 'to'; add it"),
-        ("upload={to = 'bucket/b'}", "checkpoint.upload.to: 'bucket/b' is not an upload target"),
+        ("upload={to = 'bucket/b'}", "checkpoint.upload.to: 'bucket/b' is not a valid upload target"),
         ("upload=[{to = ''}]", "checkpoint.upload.0.to"),
         ("export_keep=0", "checkpoint.export_keep: 0 would delete each folder as soon as it is written"),
     ],
@@ -219,6 +219,6 @@ def test_a_refused_set_option_shows_no_key(where: str) -> None:
 
 @pytest.mark.parametrize("key", ["path", "media_path"])
 def test_data_url_outside_s3_is_rejected(key: str) -> None:
-    with pytest.raises(DataError, match=rf"^data\.{key}: https://…@host/x is an address") as caught:
+    with pytest.raises(DataError, match=rf"^data\.{key}: https://…@host/x is a URL") as caught:
         open_source(SourceConfig(adapter="local_labels", **{key: "https://me:sentinel@host/x"}))
     assert "sentinel" not in str(caught.value)

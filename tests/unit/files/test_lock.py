@@ -117,7 +117,7 @@ def test_stopped_job_does_not_wait_for_lock(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(lock, "STALE_AFTER_S", 60)
     write_lock(tmp_path, replace(describe_process(), machine="another"))
     stopped = pytest.raises(
-        Stopped, match=r"stopped by SIGTERM while it waited to see whether the holder of .*\.lock is alive"
+        Stopped, match=r"stopped by SIGTERM while waiting to see whether the holder of .*\.lock is still running"
     )
     with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as folder_lock:
         folder_lock.take(tmp_path)

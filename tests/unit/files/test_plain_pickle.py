@@ -65,7 +65,8 @@ def test_hostile_pickle_is_rejected_without_execution(tmp_path: Path, function: 
     mark = tmp_path / "ran"
     file = write(tmp_path, pickle.dumps([EMBEDDING, Hostile(function, f"touch {mark}")], protocol=protocol))
     with pytest.raises(
-        DataError, match=rf"x.pickle: holds an object of \w+.*{function.__name__}, which is not read; write it again"
+        DataError,
+        match=rf"x.pickle: contains an object of type \w+.*{function.__name__}, which is not supported; regenerate it",
     ):
         convert_pickle(file, tmp_path)
     assert not mark.exists()
@@ -154,6 +155,6 @@ def test_small_pickle_that_expands_is_rejected(tmp_path: Path, value: object) ->
     """A pickle holds a list, text or array once, however often it is used."""
     content = pickle.dumps(value)
     assert len(content) < 10_000
-    with pytest.raises(DataError, match="repeats the same lists, texts or arrays so often"):
+    with pytest.raises(DataError, match="repeats the same lists, strings or arrays so often"):
         convert_pickle(write(tmp_path, content), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["x.pickle"]

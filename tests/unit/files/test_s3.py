@@ -87,5 +87,5 @@ def test_short_part_is_requested_again(client: Client, tmp_path: Path) -> None:
 def test_object_replaced_during_read_is_rejected(client: Client, tmp_path: Path) -> None:
     source = s3.find_object(S3Address("bucket", "a"))
     client.etag = '"b"'
-    with pytest.raises(StorageError, match="it was changed while it was being read"):
+    with pytest.raises(StorageError, match="the object changed while it was being read"):
         s3.read_into(source, tmp_path / "a")

@@ -59,7 +59,7 @@ def test_half_of_the_keys_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "key")
-    with pytest.raises(StorageError, match="PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY belong together"):
+    with pytest.raises(StorageError, match="PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY is set; set both"):
         s3.connect()
 
 
@@ -78,7 +78,7 @@ def test_password_in_endpoint_url_is_rejected(monkeypatch: pytest.MonkeyPatch, v
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "https://user:hush@store")
-    with pytest.raises(StorageError, match=rf"^{variable} holds a user and a password; .* {keys}$") as raised:
+    with pytest.raises(StorageError, match=rf"^{variable} contains a user name and a password; .* {keys}$") as raised:
         s3.connect()
     assert "hush" not in str(raised.value)
 

@@ -182,7 +182,7 @@ def test_embedded_media_accept_any_suffix(here: Path, suffix: str) -> None:
 
 
 def test_embedded_media_must_be_bytes() -> None:
-    refused(lambda: write_embedded("text"), DataError, "must be bytes, but is str")  # type: ignore[arg-type]
+    refused(lambda: write_embedded("text"), DataError, "must be bytes; got str")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])

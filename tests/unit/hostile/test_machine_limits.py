@@ -52,8 +52,8 @@ TORCH_FILES = RuntimeError("Too many open files. Communication with the workers 
         (OSError(errno.EMFILE, "Too many open files", "a"), {}, ConfigError, ["too many open files", "ulimit -n"]),
         (TORCH_FILES, {}, ConfigError, ["too many open files", "ulimit -n"]),
         (TOO_LARGE, {"FSIZE": 4096}, SaveError, ["run/rows.bin: File too large", "4096 bytes", "ulimit -f"]),
-        (TOO_LARGE, {}, SaveError, ["run/rows.bin", "the disk takes no file this large"]),
-        (FULL_IN_RUST, {}, SaveError, ["No space left on device; make room"]),
+        (TOO_LARGE, {}, SaveError, ["run/rows.bin", "the disk does not support files this large"]),
+        (FULL_IN_RUST, {}, SaveError, ["No space left on device; free disk space"]),
     ],
     ids=str,
 )
@@ -82,7 +82,9 @@ def test_other_errors_stay_as_they_are(error: Exception) -> None:
 
 def test_dead_worker_message_names_file_limit(limits: Callable[..., None]) -> None:
     limits(FSIZE=10240)
-    assert "files, and what a worker hands over, are limited to 10240 bytes here (ulimit -f)" in describe_dead_worker()
+    assert (
+        "files, and the data that a worker passes on, are limited to 10240 bytes (ulimit -f)" in describe_dead_worker()
+    )
 
 
 def test_a_template_gets_what_the_shell_leaves(limits: Callable[..., None]) -> None:

@@ -87,7 +87,7 @@ OUTSIDE = ("/etc/passwd", "../secret.jsonl", "train/../../secret.jsonl", "../*.j
 @pytest.mark.parametrize("given", [*ADDRESSES, *OUTSIDE])
 def test_readme_cannot_name_files_outside_folder(folder: Path, given: str) -> None:
     name_files(folder, given)
-    message = f"{given} is an address" if given in ADDRESSES else f"{given} leads out of {folder}"
+    message = f"{given} is a URL" if given in ADDRESSES else f"{given} is outside {folder}"
     refused(lambda: ids(folder), DataError, f"{folder}/README.md: configs[1].data_files: {message}")
 
 
@@ -101,7 +101,7 @@ def test_readme_cannot_name_files_outside_folder(folder: Path, given: str) -> No
 )
 def test_each_file_of_split_is_checked(folder: Path, files: Any) -> None:
     name_files(folder, files)
-    refused(lambda: ids(folder), DataError, f"configs[1].data_files: ../secret.jsonl leads out of {folder}")
+    refused(lambda: ids(folder), DataError, f"configs[1].data_files: ../secret.jsonl is outside {folder}")
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("given", [*OUTSIDE, "file:///etc/passwd", "local:///etc/passwd", "zip://rows.jsonl::rows.zip"])
 def test_hub_data_set_cannot_name_local_files(folder: Path, given: str) -> None:
     name_files(folder, given)
-    message = f"somebody/data: README.md: configs[1].data_files: {given} is a file of this machine"
+    message = f"somebody/data: README.md: configs[1].data_files: {given} is a file on this machine"
     refused(lambda: own_files.check_hub_configs("somebody/data", "v2"), DataError, message)
 
 
@@ -140,18 +140,18 @@ def test_endless_lists_in_header_are_rejected(folder: Path, files: str) -> None:
     before, _, more = files.partition("\n")
     configs = f"configs:\n- config_name: default\n{more}\n  data_files: {before}\n"
     (folder / "README.md").write_text(f"---\n{configs}---\n")
-    refused(lambda: ids(folder), DataError, f"../secret.jsonl leads out of {folder}")
+    refused(lambda: ids(folder), DataError, f"../secret.jsonl is outside {folder}")
 
 
 def test_a_data_dir_stays_in_the_folder(folder: Path) -> None:
     name_files(folder, "..", key="data_dir")
-    refused(lambda: ids(folder), DataError, f"README.md: configs[1].data_dir: .. leads out of {folder}")
+    refused(lambda: ids(folder), DataError, f"README.md: configs[1].data_dir: .. is outside {folder}")
 
 
 def test_the_standalone_header_is_looked_at_too(folder: Path) -> None:
     name_files(folder, "train.jsonl")
     (folder / ".huggingface.yaml").write_text("configs:\n- config_name: default\n  data_files: ../secret.jsonl\n")
-    refused(lambda: ids(folder), DataError, ".huggingface.yaml: configs[0].data_files: ../secret.jsonl leads out of")
+    refused(lambda: ids(folder), DataError, ".huggingface.yaml: configs[0].data_files: ../secret.jsonl is outside")
 
 
 @pytest.mark.parametrize("kind", known(["hdf5", "xml", "lance", "vortex", "eval", "pdffolder", "niftifolder", "fasta"]))
@@ -204,7 +204,7 @@ def test_rows_reflect_current_folder_contents(folder: Path, here: Path) -> None:
 def test_relative_folder_is_distinct_from_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     name_files(folder, "../secret.jsonl")
-    refused(lambda: ids(Path(".")), DataError, "../secret.jsonl leads out of")
+    refused(lambda: ids(Path(".")), DataError, "../secret.jsonl is outside")
 
 
 def saved(folder: Path, *splits: str) -> Path:
@@ -238,7 +238,7 @@ def test_saved_table_cannot_use_outside_files(
     value = str(table) if absolute else f"{'../' * (2 + bool(splits))}other/{table.name}"
     state = place / (splits[-1] if splits else "") / "state.json"
     edit(state, lambda found: found["_data_files"].append({"filename": value}))
-    refused(lambda: ids(place), DataError, f"{state}: _data_files[1].filename: {value} leads out of {place}")
+    refused(lambda: ids(place), DataError, f"{state}: _data_files[1].filename: {value} is outside {place}")
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -247,7 +247,7 @@ def test_saved_split_must_be_in_data_set(folder: Path, here: Path, absolute: boo
     datasets.Dataset.from_list([ROW | {"id": "secret"}]).save_to_disk(str(here / "other"))
     value = str(here / "other") if absolute else "../../other"
     edit(place / "dataset_dict.json", lambda found: found["splits"].append(value))
-    refused(lambda: ids(place), DataError, f"dataset_dict.json: splits[1]: {value} leads out of {place}")
+    refused(lambda: ids(place), DataError, f"dataset_dict.json: splits[1]: {value} is outside {place}")
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])

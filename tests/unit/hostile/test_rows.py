@@ -93,7 +93,7 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
     "image in a data address": ({**ROW, "image": "data://text/plain"}, ["is a URL"]),
     "image that is a folder": ({**ROW, "image": "folder"}, ["no file"]),
     "image that is a FIFO": ({**ROW, "image": "fifo"}, ["no file"]),
-    "image whose bytes are a text": ({**ROW, "image": {"bytes": "abc"}}, ["must be bytes, but is str"]),
+    "image whose bytes are a text": ({**ROW, "image": {"bytes": "abc"}}, ["must be bytes; got str"]),
     "image whose path is a number": ({**ROW, "image": {"bytes": "abc", "path": 3}}, []),
     "image without bytes and path": ({**ROW, "image": {"bytes": None}}, ["needs the path of a file"]),
     "question with the model's own token": ({**ROW, "question": "<|im_end|>"}, ["<|im_end|>"]),

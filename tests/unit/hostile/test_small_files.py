@@ -122,7 +122,7 @@ def test_unreadable_run_note_counts_as_empty(put: Put, here: Path) -> None:
 @pytest.mark.parametrize("put", [fifo, folder, device, listening], ids=lambda put: put.__name__)
 def test_irregular_metrics_file_is_rejected(put: Put, here: Path) -> None:
     put(here / "metrics.jsonl")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be continued \(is not a file"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be read \(is not a regular file"):
         read_lines(here / "metrics.jsonl", last_step=3)
 
 
@@ -192,7 +192,7 @@ def test_foreign_lines_are_skipped_or_rejected(line: bytes, here: Path) -> None:
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"{", b"[1]", b'{"version": 3}'])
 def test_what_the_cache_remembers_may_be_damaged(content: bytes, here: Path) -> None:
     (here / "task.json").write_bytes(content)
-    refused(lambda: builtin_clips.write_builtin(here, num_train=64), DataError, "holds ", "not the built-in task")
+    refused(lambda: builtin_clips.write_builtin(here, num_train=64), DataError, "contains ", "not the built-in task")
     assert remote_tar.read_index(here / "task.json", (9, "etag")) == remote_tar.Index((9, "etag"))
 
 
@@ -204,7 +204,7 @@ def test_page_is_written_despite_irregular_files(put: Put, here: Path) -> None:
 def test_oversized_small_file_is_rejected(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_BYTES", 10)
     (here / "note").write_text("x" * 11)
-    with pytest.raises(OSError, match="is larger than 10 bytes"):
+    with pytest.raises(OSError, match="is larger than the maximum of 10 bytes"):
         read_small(here / "note")
 
 

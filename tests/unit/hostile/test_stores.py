@@ -187,7 +187,7 @@ def test_a_download_that_drips_is_given_up(client: str, here: Path, monkeypatch:
     large = RemoteFile("clips.tar", 100_000, "0" * 40)
     monkeypatch.setitem(CLIENTS, "part", lambda url, folder: fetch(url, folder))
     monkeypatch.setitem(CLIENTS, "hub download", lambda url, folder: fetch_hub(large, folder))
-    assert "bytes came in" in error_of(client, dripping, here, monkeypatch)
+    assert "bytes arrived in" in error_of(client, dripping, here, monkeypatch)
 
 
 def fetch(url: str, folder: Path) -> None:

@@ -71,7 +71,7 @@ def test_non_numeric_launcher_variable_is_reported(
 ) -> None:
     settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert call_as_rank(settings | {name: value}, monkeypatch) == 2
-    assert f"environment: {name}={value!r:.60}: must be whole numbers" in told(capsys)
+    assert f"environment: {name}={value!r:.60}: each must be a whole number" in told(capsys)
 
 
 def test_signal_wrapped_in_library_error_is_recognized(
@@ -119,7 +119,11 @@ def test_shared_folder_writable_by_others_is_rejected(here: Path, monkeypatch: p
     if kind == "open to all":
         folder.chmod(0o777)
     monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(here))
-    refused(lambda: launch.get_shared_path("x"), ConfigError, f"{folder}: must be a folder that only you can write to")
+    refused(
+        lambda: launch.get_shared_path("x"),
+        ConfigError,
+        f"{folder}: must be a folder that you own and only you can access",
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_fifo_is_rejected_without_waiting(
 ) -> None:
     os.mkfifo(here / "rows")
     assert call(*arguments, monkeypatch=monkeypatch) in (2, 3)
-    assert "is not a file" in told(capsys)
+    assert "is not a regular file" in told(capsys)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -46,16 +46,20 @@ def late(rank: int, time: float) -> Failure:
         ([crash(0, 8.0), crash(1, 5.0)], {0: 1, 1: 1}, "crash of 1"),  # the earliest
         ([crash(0, 5.0), crash(1, 5.0)], {0: 1, 1: 1}, "crash of 0"),
         ([crash(0, 5.0), told(1, 8.0)], {0: 1, 1: 2}, "error of 1"),  # what a person can mend explains the rest
-        ([crash(0, 5.0)], {0: 1, 1: KILL}, "rank 1 was killed by SIGKILL (often: out of memory; see the kernel log)"),
+        (
+            [crash(0, 5.0)],
+            {0: 1, 1: KILL},
+            "rank 1 was killed by SIGKILL (often because memory ran out; see the kernel log)",
+        ),
         ([crash(0, 5.0)], {0: 1, 1: TERM}, "crash of 0"),  # the agent ends the others so
         ([told(0, 5.0)], {0: 2, 1: PEER_EXIT_CODE, 2: ABORT}, "error of 0"),
-        ([crash(0, 5.0)], {0: 1, 1: 7}, "rank 1 ended with exit code 7 and left no traceback"),
+        ([crash(0, 5.0)], {0: 1, 1: 7}, "rank 1 ended with exit code 7 but without a traceback"),
         ([], {0: TERM, 1: TERM}, "rank 0 was killed by SIGTERM"),
         ([stopped(0, 5.0)], {0: 75, 1: -signal.SIGUSR1}, "stopped, and saved"),  # the request came late to rank 1
         (
             [stopped(0, 5.0)],
             {0: 75, 1: KILL},
-            "rank 1 was killed by SIGKILL (often: out of memory; see the kernel log)",
+            "rank 1 was killed by SIGKILL (often because memory ran out; see the kernel log)",
         ),
     ],
 )
@@ -65,7 +69,7 @@ def test_causing_failure_is_reported(left: list[Failure], codes: dict[int, int],
 
 def test_timeout_reports_all_stacks_with_earliest_last() -> None:
     result = find_first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
-    assert result.text == "rank 1 did not report where it was; its log may show it\n\nstacks of 0\nstacks of 2"
+    assert result.text == "rank 1 did not report what it was doing; its log may show it\n\nstacks of 0\nstacks of 2"
     assert (result.rank, result.exit_code) == (2, TIME_LIMIT_EXIT_CODE)
     assert find_first_failure([late(0, 3.0), told(1, 5.0)], {0: 124, 1: 2}).text == "error of 1"
 
@@ -112,7 +116,8 @@ def test_last_line_of_long_log_is_found(tmp_path: Path) -> None:
 def test_dead_data_worker_error_explains_usual_cause(text: str) -> None:
     failure = build_failure(RuntimeError(text))
     assert failure.text == (
-        f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch ({text.strip()})"
+        "a data worker died (often because memory ran out; see the kernel log); lower data.workers or data.prefetch "
+        f"({text.strip()})"
     )
     assert failure.user_fixable
     assert failure.restarts

@@ -118,7 +118,8 @@ def test_more_ranks_than_gpus_reports_both_numbers(taken: list[torch.device], mo
     monkeypatch.setattr(torch.cuda, "set_device", failing(torch.AcceleratorError(ORDINAL)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(
-        DsReasonError, match=r"rank 2 on .*: this host has no GPU 2: 2 visible .*0,1.*at most 2 ranks on this"
+        DsReasonError,
+        match=r"rank 2 on .*: this host has no GPU 2: the number of visible GPUs.* is 2 .*0,1.*at most 2 ranks on this",
     ):
         init_world()
 
@@ -147,7 +148,7 @@ def connect_fails(taken: list[torch.device], monkeypatch: pytest.MonkeyPatch) ->
         ),
         (
             torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
-            "has no code for GPU 2",
+            "does not support GPU 2",
         ),
     ],
 )

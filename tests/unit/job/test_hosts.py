@@ -33,9 +33,9 @@ def test_each_difference_names_host_and_both_values() -> None:
     first = {"torch": "2.13.0", "vllm": "0.24.0", "optim.lr": 1e-6}
     second = {"torch": "2.12.1", "optim.lr": 1e-6, "optim.eps": 1e-8}
     assert find_differences([("node-0", first), ("node-1", second), ("node-2", second), ("node-3", first)]) == [
-        "torch: '2.13.0' on node-0, '2.12.1' on node-1, and 1 more of the hosts differs",
-        "vllm: '0.24.0' on node-0, None on node-1, and 1 more of the hosts differs",
-        "optim.eps: None on node-0, 1e-08 on node-1, and 1 more of the hosts differs",
+        "torch: '2.13.0' on node-0, but '2.12.1' on node-1, and 1 more host differs",
+        "vllm: '0.24.0' on node-0, but None on node-1, and 1 more host differs",
+        "optim.eps: None on node-0, but 1e-08 on node-1, and 1 more host differs",
     ]
 
 
@@ -112,7 +112,7 @@ def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_taken_port_is_reported(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(DsReasonError, match=rf"port {taken_port} is taken by another process of this host"):
+    with pytest.raises(DsReasonError, match=rf"port {taken_port} is used by another process on this host"):
         hosts.join()
 
 
@@ -128,14 +128,14 @@ def test_unresponsive_program_at_port_is_not_awaited(
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     err = capfd.readouterr().err
-    assert f"did not all connect to 127.0.0.1:{taken_port} within 0 s (the listening process does not answer)" in err
+    assert f"did not all connect to 127.0.0.1:{taken_port} within 0 s (the listening process does not respond)" in err
 
 
 @pytest.mark.parametrize("name", ["no.such.host.invalid", "a b\x1b[31m", "x" * 300])
 def test_unknown_master_host_is_reported(name: str, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", name)
-    assert " knows no host of that name (timed out)" in str(hosts.build_rendezvous_error("timed out"))
+    assert " cannot resolve that name (timed out)" in str(hosts.build_rendezvous_error("timed out"))
 
 
 def test_duplicate_rank_is_rejected(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +145,6 @@ def test_duplicate_rank_is_rejected(taken_port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hosts, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
     hosts.join()
     hosts.release_store()
-    with pytest.raises(ConfigError, match="another process of this job has RANK=1 as well"):
+    with pytest.raises(ConfigError, match="another process of this job also has RANK=1"):
         hosts.join()
     hosts.release_store()

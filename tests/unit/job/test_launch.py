@@ -66,7 +66,12 @@ def test_user_fixable_failure_is_not_restarted(monkeypatch: pytest.MonkeyPatch) 
     [
         (Stopped.exit_code, 0, ["SIGINT"], ("stopped by SIGINT, saved", Stopped.exit_code)),
         (1, 10, ["SIGTERM"], ("stopped by SIGTERM", Stopped.exit_code)),
-        (1, 15, ["SIGTERM", "SIGTERM"], ("ended at once by a second SIGTERM; what was saved before it stays", 143)),
+        (
+            1,
+            15,
+            ["SIGTERM", "SIGTERM"],
+            ("ended immediately by a second SIGTERM; everything saved before is kept", 143),
+        ),
         (1, 15, ["SIGTERM"], ("stopped by SIGUSR1, saved", 1)),
         (7, 0, ["SIGTERM"], ("stopped by SIGUSR1, saved", 7)),
     ],

@@ -83,7 +83,7 @@ def test_lost_connection_is_reported_with_last_activity(ranks: Ranks, end: str) 
     ranks.lines[2].report_activity('in phase "step" after step 11')
     ranks.kill(2)
     hear = ranks.all_hear(0, 1)
-    place = f'rank 2 on {HOST} died in phase "step" after step 11 (killed, or its host is gone)'
+    place = f'rank 2 on {HOST} died in phase "step" after step 11 (it was killed, or its host is down)'
     assert hear.text == f"{place}{end}; its log: {ranks.logs[2]}"
     assert (hear.rank, hear.exit_code, hear.silent) == (2, PEER_EXIT_CODE, True)
 
@@ -136,7 +136,7 @@ def test_killed_rank_wins_over_earlier_traceback(ranks: Ranks) -> None:
 def test_death_before_log_is_reported_without_log(ranks: Ranks) -> None:
     ranks.lines[2].report_log("")
     ranks.kill(2)
-    assert ranks.all_hear(0, 1).text == f"rank 2 on {HOST} died at its start (killed, or its host is gone)"
+    assert ranks.all_hear(0, 1).text == f"rank 2 on {HOST} died during startup (it was killed, or its host is down)"
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "guessed", "rank": 1}\n', b"x" * 10_000])

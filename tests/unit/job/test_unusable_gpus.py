@@ -63,7 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         (2, {"warning": TOO_OLD}, "The NVIDIA driver on your system is too old (found version 12040)"),
         (0, {"warning": NOT_UP}, "Unexpected error. Error 802: system not yet initialized"),
         (0, {"warning": NOT_UP, "node": False}, None),
-        (2, {}, "the driver names 2, and torch sees none"),
+        (2, {}, "the driver reports 2, but torch detects none"),
         (0, {"cuda": None}, None),
     ],
 )
@@ -76,7 +76,7 @@ def test_unusable_gpus_are_detected_with_reason(
 
 def test_gpu_error_names_required_driver_and_workaround(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(1, warning=TOO_OLD)
-    text = r"too old \(found version 12040\); it is built for CUDA 13.0, which needs .* version 580 or newer: .*DS_ACCELERATOR"
+    text = r"too old \(found version 12040\) \(torch is built for CUDA 13.0, which needs .* 580 or newer\); .*DS_ACCELERATOR"
     with pytest.raises(ConfigError, match=text):
         gpu.check_gpus()
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

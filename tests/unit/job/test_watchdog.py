@@ -88,7 +88,7 @@ def test_late_phase_ends_rank_with_all_stacks(tmp_path: Path) -> None:
         assert "rank 0, thread MainThread (most recent call last):" in text
         last = text.splitlines()[-1]
         assert last.startswith('rank 0 step 7: in phase "outer" for ')
-        assert "monitor.phase_time_limit (0.5)" in last
+        assert "the time limit is 0.5 s; raise monitor.phase_time_limit if" in last
 
 
 def test_rank_holding_interpreter_lock_leaves_its_stack(tmp_path: Path) -> None:
@@ -164,15 +164,15 @@ def test_timer_is_reset_at_every_check(
     [
         (
             "step",
-            'in phase "step" for 80 s, time limit exceeded; raise monitor.phase_time_limit (60) if it may take longer',
+            'in phase "step" for 80 s, but the time limit is 60 s; raise monitor.phase_time_limit if it needs more time',
         ),
         (
             "export",
-            'in phase "export" for 120 s, time limit exceeded; raise monitor.phase_time_limits (100) if it may take longer',
+            'in phase "export" for 120 s, but the time limit is 100 s; raise monitor.phase_time_limits if it needs more time',
         ),
         (
             "",
-            'in phase "other" for 80 s, time limit exceeded; raise monitor.phase_time_limit (60) if it may take longer',
+            'in phase "other" for 80 s, but the time limit is 60 s; raise monitor.phase_time_limit if it needs more time',
         ),
     ],
 )
@@ -209,7 +209,7 @@ def test_parent_shows_first_late_rank_last() -> None:
     failure = find_first_failure([late(0, 3.0), late(1, 1.0), late(2, 2.0)], codes)
     assert failure.rank == 1
     assert failure.exit_code == TIME_LIMIT_EXIT_CODE
-    silent = "rank 3 did not report where it was; its log may show it\n"
+    silent = "rank 3 did not report what it was doing; its log may show it\n"
     assert failure.text == "\n".join([silent, "stack of 0\n", "stack of 2\n", "stack of 1\n"])
 
 

@@ -107,7 +107,7 @@ def test_fresh_start_discards_run_without_checkpoint(tmp_path: Path) -> None:
 def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
         metrics.log_scalars(2, {"train/loss": 1})
-        with pytest.raises(ValueError, match="step 1 come after those of step 2"):
+        with pytest.raises(ValueError, match="step 1 were logged after those of step 2"):
             metrics.log_scalars(1, {"train/loss": 1})
 
 

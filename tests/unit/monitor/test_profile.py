@@ -63,6 +63,6 @@ def test_unwritable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptur
 def test_steps_after_the_last_are_rejected():
     check_profiled_steps([1, 10], total_steps=10)
     with pytest.raises(
-        ConfigError, match="step 11 does not exist, as the run ends with step 10; choose steps from 1 to 10"
+        ConfigError, match="step 11 does not exist, because the run ends with step 10; choose steps from 1 to 10"
     ):
         check_profiled_steps([1, 11], total_steps=10)

@@ -143,7 +143,7 @@ def test_report_states_busy_time_and_lists_kernels():
     assert lines[0] == ("step 3: 10.000 s, GPU busy 4.500 s (45%), 2 waits for the GPU (0.750 s), 3 kernels and copies")
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert ["forward", "3.000", "30%", "4.000", "0", "0.000"] in cells
-    assert ["outside of phases", "2.000", "20%", "0.000", "1", "0.250"] in cells
+    assert ["outside all phases", "2.000", "20%", "0.000", "1", "0.250"] in cells
     assert ["5.0000", "2", "gemm"] in cells
 
 

@@ -46,7 +46,7 @@ def lines_after(clock: Clock, seconds: list[float], total: int, interval: float 
 
 def test_line_shows_step_loss_rates_and_eta(clock: Clock) -> None:
     assert lines_after(clock, [2.0], total=101) == [
-        "step 1/101  loss 1.5000  4.0 samples/s  500 tokens/s  left 0:03:20"
+        "step 1/101  loss 1.5000  4.0 samples/s  500 tokens/s  0:03:20 left"
     ]
 
 
@@ -57,7 +57,7 @@ def test_lines_come_first_last_and_every_interval(clock: Clock) -> None:
 
 def test_slow_first_step_does_not_distort_eta(clock: Clock) -> None:
     displayed = lines_after(clock, [60.0, 1.0], total=11, interval=0)
-    assert displayed[1].endswith("left 0:00:09")
+    assert displayed[1].endswith("0:00:09 left")
 
 
 def test_phase_time_is_not_step_time(clock: Clock) -> None:
@@ -74,7 +74,7 @@ def test_phase_time_is_not_step_time(clock: Clock) -> None:
         "validating: 4 samples",
         "validating: 4/4 samples",
         "validating: done in 0:01:40",
-        "step 2/10  loss 1.0000  1.0 samples/s  1 tokens/s  left 0:00:08",
+        "step 2/10  loss 1.0000  1.0 samples/s  1 tokens/s  0:00:08 left",
     ]
 
 
@@ -88,7 +88,7 @@ def test_part_line_shows_number_and_total_eta(clock: Clock) -> None:
     lines = stream.getvalue().splitlines()
     # 10 steps of 2 seconds are left, then one and a half times the 22 seconds of all steps.
     assert lines[0].startswith("2/4 step 1/11 ")
-    assert lines[0].endswith("left 0:00:20, in all 0:00:53")
+    assert lines[0].endswith("0:00:20 left, 0:00:53 in total")
     assert lines[1:] == ["2/4 validating: 4 samples", "2/4 validating: done in 0:01:40"]
 
 
@@ -117,7 +117,7 @@ def test_bar_stays_on_one_line_when_narrow(clock: Clock, monkeypatch: pytest.Mon
         progress.step(1, {"loss": 0.25}, samples=32, tokens=1000)
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).strip().splitlines()[-1]
     assert lines.startswith("1/4 step ")
-    assert "1/640 left 0:10:39, in all 0:31:59 " in lines
+    assert "1/640 0:10:39 left, 0:31:59 in total " in lines
     assert len(lines.rstrip()) <= 80
 
 

@@ -78,7 +78,7 @@ def test_sympy_is_imported_when_reward_is_found(name, needed):
         ("single_choise", 'did you mean "single_choice"'),
         ("nothing", "Built in: format, single_choice"),
         ("no.such.package:f", "was not found"),
-        ("/no/such/file.py", "/no/such/file.py: no such file"),
+        ("/no/such/file.py", "/no/such/file.py: does not exist"),
         ("{file}", "long, judge"),
         ("{file}:lonk", 'did you mean "long"'),
         ("{file}:NUMBER", "not a function but of type int"),
@@ -103,7 +103,7 @@ def test_an_unknown_option_is_an_error():
 )
 def test_import_failure_is_reported_with_cause(tmp_path, source, text):
     (tmp_path / "bad.py").write_text(source)
-    with pytest.raises(ConfigError, match=f"bad.py does not import: .*{text}"):
+    with pytest.raises(ConfigError, match=f"bad.py cannot be imported: .*{text}"):
         find_reward(str(tmp_path / "bad.py"))
 
 

@@ -123,7 +123,7 @@ def test_request_has_deadline_and_hides_the_key(server: StandIn, monkeypatch: py
         return chat("very-secret")
 
     server.respond = slow
-    with pytest.raises(RewardError, match=r"no answer within 0\.2 s \(1 attempts\)"):
+    with pytest.raises(RewardError, match=r"no response within 0\.2 s \(1 attempts\)"):
         ask(server, time_limit=0.2, retries=0)
     server.respond = lambda path, body: chat("very-secret")
     with pytest.raises(RewardError) as error:

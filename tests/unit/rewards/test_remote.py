@@ -150,13 +150,13 @@ def test_unreachable_server_is_named(server):
 
 def test_a_slow_server_is_given_up(server):
     server.answer = lambda body: (time.sleep(1), (200, {}))[1]
-    with pytest.raises(RewardError, match=r"no answer within 0.2 s \(2 attempts\)"):
+    with pytest.raises(RewardError, match=r"no response within 0.2 s \(2 attempts\)"):
         remote(server, time_limit=0.2, retries=1).score(["x"], SAMPLES[:1])
 
 
 def test_slowly_dripping_response_is_given_up(server):
     server.drip = 0.05
-    with pytest.raises(RewardError, match=r"no answer within 0.2 s \(1 attempts\)"):
+    with pytest.raises(RewardError, match=r"no response within 0.2 s \(1 attempts\)"):
         remote(server, time_limit=0.2, retries=0).score(["x"], SAMPLES[:1])
 
 

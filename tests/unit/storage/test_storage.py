@@ -209,7 +209,7 @@ def test_final_export_goes_to_repository_root() -> None:
 
 
 def test_a_wrong_target_names_the_option() -> None:
-    with pytest.raises(ConfigError, match="^--to: 'folder' is not an upload target"):
+    with pytest.raises(ConfigError, match="^--to: 'folder' is not a valid upload target"):
         read_target("folder", "--to")
 
 
@@ -350,13 +350,13 @@ def test_pending_folders_are_in_use_without_blocking(run: Path, storage: FakeSto
 def test_failed_upload_is_logged_and_retried_later(
     run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage.errors = [StorageError("s3://bucket: the server answers 503")]
+    storage.errors = [StorageError("s3://bucket: the server responds with 503")]
     uploader = Uploader(TARGET, what="all", include=EVERYTHING)
     uploader.add(run / "checkpoints" / "step_1", last=False)
     uploader.add(run / "checkpoints" / "step_2", last=False)
     uploader.finish()
     assert storage.sent == [f"{TARGET}/checkpoints/step_2", f"{TARGET}/checkpoints/step_1"]
-    assert "step_1: not uploaded: s3://bucket: the server answers 503; it will be retried" in caplog.text
+    assert "step_1: not uploaded: s3://bucket: the server responds with 503; it will be retried" in caplog.text
 
 
 def test_failed_upload_is_retried_with_next(run: Path, storage: FakeStorage) -> None:
@@ -510,7 +510,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     def upload(package: Package, target: UploadAddress, advance: Advance) -> Sent:
         kind = "hub" if isinstance(target, HubAddress) else "s3"
         if "refuses" in str(target):
-            raise StorageError(f"{target}: the server answers 403")
+            raise StorageError(f"{target}: the server responds with 403")
         result[kind].append(str(target))
         return Sent(len(package.files), package.num_bytes)
 

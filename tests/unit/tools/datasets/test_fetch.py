@@ -126,7 +126,7 @@ def test_a_connection_that_breaks_is_continued(hub: Hub, tmp_path: Path) -> None
 
 def test_interrupted_download_is_continued(hub: Hub, tmp_path: Path) -> None:
     hub.cut_at, hub.refuse = 5000, 403
-    with pytest.raises(DataError, match="the Hub answers 403"):
+    with pytest.raises(DataError, match="the Hub responds with 403"):
         fetch(plan(tmp_path, patterns=["*.tar.gz"]))
     assert not (tmp_path / "benchmark/robovqa").exists()
     hub.refuse = None
@@ -187,7 +187,7 @@ def test_bad_archive_leaves_no_clips(hub: Hub, tmp_path: Path, content: bytes, w
 
 def test_gated_repository_error_names_page_and_token(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
-    words = rf"{hub.repo}: is gated: accept its terms on {hub.address}/datasets/{hub.repo}, .*HF_TOKEN.*it is not set"
+    words = rf"{hub.repo}: is gated; accept its terms on {hub.address}/datasets/{hub.repo}, .*HF_TOKEN.*it is not set"
     with pytest.raises(DataError, match=words):
         fetch(plan(tmp_path))
 
@@ -206,9 +206,9 @@ def test_the_token_opens_a_gated_repository(hub: Hub, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"repo": "nvidia/Cosmos-Reason1-Bench"}, "no such repository on the Hub, or a private one"),
-        ({"repo": "a/b/c"}, "is not the name of a repository"),
-        ({"revision": "v9"}, "no revision 'v9'"),
+        ({"repo": "nvidia/Cosmos-Reason1-Bench"}, "does not exist on the Hub, or is private"),
+        ({"repo": "a/b/c"}, "is not a valid repository name"),
+        ({"revision": "v9"}, "has no revision 'v9'"),
         ({"datasets": ["robovqa", "av"]}, "has no data set av; it has agibot, robovqa"),
         ({"patterns": ["READNE.md"]}, r"matches none of the 4 files.*did you mean README\.md"),
         ({"datasets": ["agibot"], "patterns": ["*.tar"]}, r"--file \*\.tar: matches none of the 1 files"),

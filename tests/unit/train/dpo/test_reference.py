@@ -144,7 +144,7 @@ def test_invalid_given_file_is_rejected(tmp_path: Path, text: str, error: str) -
 
 
 def test_missing_given_file_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="dpo.reference_file .*: no such file"):
+    with pytest.raises(ConfigError, match="dpo.reference_file .*: does not exist"):
         read_reference_file("nowhere.jsonl")
 
 

@@ -116,10 +116,10 @@ def test_bad_rows_are_reported_or_skipped(tmp_path: Path, caplog: pytest.LogCapt
     ("settings", "said"),
     [
         ({"format": "prompts"}, "data.path: is empty"),
-        ({"format": "prompts", "path": "/nowhere/p.txt"}, "data.path: /nowhere/p.txt: no such file"),
+        ({"format": "prompts", "path": "/nowhere/p.txt"}, "data.path: /nowhere/p.txt: does not exist"),
         ({"validation": "wrong"}, "data.validation: wrong: of the format builtin"),
-        ({"validation": "https://host/p.txt"}, "data.validation: https://host/p.txt is an address"),
-        ({"format": "prompts", "path": "https://host/p.txt"}, "is an address"),
+        ({"validation": "https://host/p.txt"}, "data.validation: https://host/p.txt is a URL"),
+        ({"format": "prompts", "path": "https://host/p.txt"}, "is a URL"),
         ({"path": "wrong"}, 'must be empty or "mislabelled"'),
         ({"limit": 5, "validation": 5}, r"data.validation \(5\) leaves nothing of the 5 rows"),
     ],

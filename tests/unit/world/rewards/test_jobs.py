@@ -34,7 +34,7 @@ def test_public_and_builtin_functions_are_served(tmp_path: Path) -> None:
     file.with_name("none.py").write_text("def helper(clip): ...")
     with pytest.raises(ConfigError, match="no function there can be called"):
         find_functions(str(file.with_name("none.py")))
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         find_functions(str(file.with_name("absent.py")))
 
 

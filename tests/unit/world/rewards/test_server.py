@@ -281,14 +281,14 @@ np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
         (body(VIDEO, media_type="video", reward_fn={"level": float("inf")}), "the first line is not JSON"),
         (body(VIDEO, media_type="video", video_infos=[{"video_fps": float("nan")}] * 2), "the first line is not JSON"),
         (body(VIDEO, media_type="video", fps=1).replace(b'"fps": 1', b'"fps": 1e999'), "the first line is not JSON"),
-        (body(VIDEO, media_type="video")[:-1], "should have 48 bytes, but 47 were sent"),
+        (body(VIDEO, media_type="video")[:-1], "needs 48 bytes, but 47 were sent"),
         (b"{}\n" + b"x" * 200, "what follows the JSON: not a .npy array"),
         (b"{}\n\x93NUMPY\x01\x00\x0b\x00{'descr': (", "what follows the JSON: not a .npy array"),
-        (b"{}\n" + PICKLED.getvalue(), "only integer and floating-point types are supported"),
-        (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(2, 3, 2, 2, 9)"), "should have 216"),
+        (b"{}\n" + PICKLED.getvalue(), "must have an integer or floating-point dtype"),
+        (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(2, 3, 2, 2, 9)"), "needs 216"),
         (
             b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(-2, 3, -2,2,2)"),
-            "impossible shape: .-2, 3,",
+            "invalid shape: .-2, 3,",
         ),
     ],
 )

@@ -205,7 +205,9 @@ def test_dropped_job_error_states_time_and_url(service: Service) -> None:
 
 def test_unresponsive_service_is_abandoned_in_time(service: Service) -> None:
     service.answer = lambda *request: (time.sleep(2), (200, {}))[1]
-    with pytest.raises(RewardError, match=r"enqueue, clips of X: no answer within 0.\d+ s \(1 attempts within 0.4 s\)"):
+    with pytest.raises(
+        RewardError, match=r"enqueue, clips of X: no response within 0.\d+ s \(1 attempts within 0.4 s\)"
+    ):
         ask(config(service, time_limit=0.4))
 
 
