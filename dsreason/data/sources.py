@@ -209,8 +209,8 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
     """Check the messages and options, locate the media, and add the source's system prompt and vision settings.
 
     If a row has an answer but does not end with an assistant message, the answer becomes that message. A row without both can
-    be used as a prompt, but not for supervised training. A sample without an id gets the path of its first media file as its id, and a
-    sample without options gets those that its question lists.
+    be used as a prompt, but not for supervised training. A sample without an id gets the path of its first media file as its
+    id, and a sample without options gets those that its question lists.
     """
     check_messages(sample.messages)
     check_options(sample.options)
