@@ -51,7 +51,7 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
             f'sample {sample.id!r}: every reply has "loss": false or is part of the prompt, so nothing is trained'
         )
     rendered = _render(processor, sample, messages, generate=False)
-    ends = tuple(end for end in (processor.tokenizer.eos_token, tokens.turn_end) if end)
+    ends = list_turn_ends(processor, tokens)
     spans = []
     for number in turns:
         prompt = _render(processor, sample, messages[:number], generate=True)
@@ -73,11 +73,16 @@ def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> 
     """Render the complete conversation and the generation prompt for the next assistant turn; no token is trained."""
     messages = clean_messages(processor, tokens, sample)
     rendered = _render(processor, sample, messages, generate=True)
-    ends = tuple(end for end in (processor.tokenizer.eos_token, tokens.turn_end) if end)
+    ends = list_turn_ends(processor, tokens)
     prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _find_assistant_turns(messages)}
     spans = [_find_assistant_span(rendered, prompt, messages[n], ends) for n, prompt in prompts.items()]
     # A turn that the template shortens is not trained here, so it does not need separate token boundaries.
     return _tokenize_segments(processor, rendered, [(span, False) for span in spans if span is not None])
+
+
+def list_turn_ends(processor: ProcessorMixin, tokens: Tokens) -> tuple[str, ...]:
+    """Return the tokens that may end a turn: the family's and the tokenizer's, which differ for many base models."""
+    return tuple(dict.fromkeys((tokens.turn_end, processor.tokenizer.eos_token)))
 
 
 def _find_assistant_turns(messages: list[Message]) -> list[int]:
@@ -170,7 +175,8 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
     cleaned = []
     for number, message in enumerate(sample.messages):
         location = f"sample {sample.id!r}, message {number}"
-        text = get_text(message) + json.dumps(message.get("tool_calls", ""), ensure_ascii=False)
+        calls = message.get("tool_calls")
+        text = get_text(message) + (json.dumps(calls, ensure_ascii=False) if calls else "")
         try:
             check_characters(text)
         except DataError as error:

@@ -243,13 +243,15 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
 
     names = ["--set", "server.model=m"]
     return {
-        "no such model": Mistake(["--model", "./nowhere", *rows], ["./nowhere: no such folder"]),
+        "no such model": Mistake(["--model", "./nowhere", *rows], ["./nowhere: the folder does not exist"]),
         "no config.json": Mistake(["--model", "no_config", *rows], ["no_config: has no config.json"]),
         "config.json is no JSON": Mistake(["--model", "no_json", *rows], ["no_json: config.json cannot be read"]),
         "truncated weights": Mistake(
             ["--model", "truncated", *rows], ["truncated/model.safetensors is truncated or damaged"]
         ),
-        "weights of another model": Mistake(["--model", "other", *rows], ["other: the weights do not fit config.json"]),
+        "weights of another model": Mistake(
+            ["--model", "other", *rows], ["other: the weights do not match config.json"]
+        ),
         "a run without weights": Mistake(["--model", "run", *rows], ["run has neither export/final nor a complete"]),
         "unknown data set": Mistake(
             [*model, "--data", "data", "--dataset", "robts"], ["dataset robts", "did you mean robots? (there: robots)"]

@@ -212,7 +212,7 @@ def test_reasoning_opened_by_prompt_is_not_trained(encoder):
 
 def test_template_without_end_of_turn_is_rejected(encoder):
     changed = with_template(encoder, TURNS.replace("%s", TEXT).replace("<|im_end|>", "") + PROMPT)
-    with pytest.raises(DataError, match=r"does not end the assistant's turn with '<\|im_end\|>' but with '\\n'"):
+    with pytest.raises(DataError, match=r"must end the assistant's turn with '<\|im_end\|>', but ends it with '\\n'"):
         changed.encode(Sample("1", [user("a"), assistant("b")]))
 
 

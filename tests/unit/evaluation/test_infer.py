@@ -267,8 +267,8 @@ def test_a_run_means_its_final_export(tmp_path) -> None:
     ("name", "text"),
     [
         ("empty", r"^--model .*empty: has no config\.json"),
-        ("tiny:gpt", "^--model tiny:gpt: no such tiny model"),
-        ("./no/such/folder", r"^--model \./no/such/folder: no such folder"),
+        ("tiny:gpt", "^--model tiny:gpt: the tiny model must be one of"),
+        ("./no/such/folder", r"^--model \./no/such/folder: the folder does not exist"),
     ],
 )
 def test_unavailable_model_is_named_as_specified(name, text, tmp_path, monkeypatch) -> None:

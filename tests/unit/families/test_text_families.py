@@ -91,5 +91,5 @@ def test_folder_without_chat_template_is_rejected(folder: Path, tmp_path: Path) 
     for file in folder.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(CheckpointError, match="no chat template"):
+    with pytest.raises(CheckpointError, match="the chat template is missing"):
         load_processor(tmp_path)

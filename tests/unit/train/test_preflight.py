@@ -80,7 +80,7 @@ def test_sft_warmup_of_whole_run_is_reported(warmup, told):
     notes = list_step_notes(
         StepOrder([WeightedRows(np.arange(6))], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings
     )
-    assert any("longer than the run (3) and is clipped to it" in note for note in notes) == told
+    assert any("longer than the run (3 steps) and is clipped to it" in note for note in notes) == told
 
 
 ASKED = [{"id": str(i), "question": f"{i}?"} for i in range(6)]

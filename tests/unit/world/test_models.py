@@ -64,9 +64,9 @@ def test_a_folder_is_itself(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("tiny:flux", "no such tiny model; choose one of tiny:cosmos_predict2_5, tiny:wan"),
+        ("tiny:flux", "the tiny model must be one of tiny:cosmos_predict2_5, tiny:wan"),
         ("https://me:secret@example.org/model", r"https://\S*example\.org/model: URLs are not supported"),
-        ("./nowhere", "no such folder"),
+        ("./nowhere", "the folder does not exist"),
     ],
 )
 def test_paths_that_name_no_model(tmp_path: Path, path: str, message: str) -> None:
@@ -185,7 +185,7 @@ def test_shards_are_loaded_as_diffusers_loads_them(
 
 def test_missing_weights_are_listed(folder: Path) -> None:
     change(folder / "transformer" / "config.json", num_layers=3)
-    with pytest.raises(CheckpointError, match=r"do not fit config.json(.|\n)*missing: transformer_blocks\.2\."):
+    with pytest.raises(CheckpointError, match=r"do not match config.json(.|\n)*missing: transformer_blocks\.2\."):
         load_transformer(folder, torch.float32)
 
 
