@@ -21,8 +21,9 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from data_adapters.conversations import get_last_reply, get_text, parse_messages
 from dsreason.config.schema import SourceConfig
+from dsreason.data.formats.read import get_last_reply
+from dsreason.data.formats.turns import join_parts, read_messages
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -38,10 +39,8 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if "qa_pairs" in row and "conversations" not in row:
         raise DataError("field 'qa_pairs': this row is a question; set data.adapter = \"cosmos_reason1_rl\"")
     clip = find_clip(text_field(row, "video"), data)
-    messages: list[Message] = [
-        {"role": turn["role"], "content": get_text(turn["content"])}
-        for turn in parse_messages(row["conversations"], "conversations")
-    ]
+    turns = read_messages(row["conversations"], "conversations")
+    messages: list[Message] = [{**turn, "content": join_parts(turn["content"])} for turn in turns]
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
         raise DataError("field 'conversations': no user turn to show the video in; add one")

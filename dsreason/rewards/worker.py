@@ -33,7 +33,7 @@ ERROR_CHARACTERS = 4000
 """Maximum length of the message, and of each traceback line, of a reported error, in characters."""
 LARGEST = 1e12
 """Maximum absolute value of a reward; its square, and the sum of many such squares, are still finite in float32."""
-BOUND = f"a reward must be from {-LARGEST:g} to {LARGEST:g}; scale it"
+BOUND = f"a reward must be between {-LARGEST:g} and {LARGEST:g}; scale it"
 
 
 Function = Callable[..., Any]
@@ -194,7 +194,7 @@ async def _answer(
 
 
 def describe_timeout(time_limit: float) -> str:
-    return f"no result within the time limit of {time_limit:g} s"
+    return f"returned no result within the time limit of {time_limit:g} s"
 
 
 def describe_error(error: BaseException) -> str:
@@ -221,18 +221,17 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
     score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(score):
         raise ValueError(
-            f"returned {describe_value(result)}; a reward is a finite number, or (number, dict of metrics)"
+            f"returned {describe_value(result)}; it must return a finite number, or (number, dict of metrics)"
         )
     if abs(score) > LARGEST:
         raise ValueError(f"returned {describe_value(result)}; {BOUND}")
     if not isinstance(metrics, Mapping):
-        raise ValueError(
-            f"returned {describe_value(metrics)} beside the number; metrics are a dict of names and numbers"
-        )
+        raise ValueError(f"returned {describe_value(metrics)} as metrics; they must be a dict of names and numbers")
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_number(value):
             raise ValueError(
-                f"returned the metric {name!r}: {describe_value(value)}; metrics have names and finite numbers"
+                f"returned the metric {name!r} = {describe_value(value)}; metrics must have strings as names and finite "
+                "values"
             )
     return float(score), {str(name): float(value) for name, value in metrics.items()}
 

@@ -90,7 +90,10 @@ def read_conversation(row: Row) -> Conversation:
                 f"the columns {column!r} and {other!r} both hold a conversation; remove one of them, or choose one with "
                 f'data.columns, such as {{messages = "{other}"}}'
             )
-    return Conversation(read_messages(row[column], column), set(present))
+    messages = read_messages(row[column], column)
+    if not messages:
+        raise DataError(f"field {column!r} has no messages; add some, or remove the row")
+    return Conversation(messages, set(present))
 
 
 def read_question(row: Row) -> Conversation:
@@ -233,6 +236,8 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     if conversation.rejected is not None:
         rejected, _ = media_columns.place_media(conversation.rejected, row)
     accepted, answer_column = answers.read_answers(row)
+    if accepted and messages and messages[-1]["role"] != "assistant":
+        messages = [*messages, {"role": "assistant", "content": accepted[0]}]
     used = (
         conversation.columns
         | columns

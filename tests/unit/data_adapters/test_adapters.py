@@ -58,7 +58,7 @@ def test_jsonl_row_becomes_question_with_lettered_options():
 @pytest.mark.parametrize("answer", [None, "", " \n"])
 def test_jsonl_row_needs_no_answer(answer):
     sample = jsonl.to_sample({"question": "q", "options": ["left", "right"], "answer": answer})
-    assert sample.messages == [{"role": "user", "content": parts("q\n(A) left\n(B) right")}]
+    assert sample.messages == [{"role": "user", "content": "q\n(A) left\n(B) right"}]
     assert sample.answer is None
 
 
@@ -102,9 +102,8 @@ def test_llava_keeps_all_turns_and_media():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"image": "a", "conversations": turns("<image><image>q", "a")}, "2 <image> tags for 1 images"),
-        ({"video": "v", "conversations": turns("q", "a")}, "0 <video> tags for 1 videos"),
-        ({"image": "a", "conversations": turns("<video>q", "a")}, "0 <image> tags for 1 images"),
+        ({"image": "a", "conversations": turns("<image><image>q", "a")}, "2 <image> tags or empty parts, but the row has 1 images"),
+        ({"image": "a", "conversations": turns("<video>q", "a")}, "0 <image> tags or empty parts, but the row has 1 images"),
         ({"conversations": [{"from": "robot", "value": "q"}]}, "'robot'"),
         ({"conversations": []}, "conversations"),
     ],
@@ -147,10 +146,10 @@ def test_media_part_count_must_match_columns(images):
         conversations.to_sample({"messages": MESSAGES, "images": images})
 
 
-def test_unused_row_media_are_rejected():
+def test_media_without_tags_come_first():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(DataError, match="2 of the row's images are not shown"):
-        conversations.to_sample({"messages": messages, "images": ["1.png", "2.png"]})
+    sample = conversations.to_sample({"messages": messages, "images": ["1.png"], "video": "v.mp4"})
+    assert sample.messages[0]["content"] == parts("image:1.png", "video:v.mp4", "q")
 
 
 @pytest.mark.parametrize("adapter", ["conversations", "jsonl"])

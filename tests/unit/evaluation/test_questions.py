@@ -209,7 +209,7 @@ def test_missing_clip_affects_only_its_question(folder: Path) -> None:
     rows = [item("1"), item("9"), item("2")]
     questions = load(folder, rows)
     clip = folder / "robovqa" / "clips" / "9.mp4"
-    assert [question.problem for question in questions] == [None, f"video: no file {clip}", None]
+    assert [question.problem for question in questions] == [None, f"video: {clip} does not exist", None]
     assert (text_asked(questions[1]), questions[1].answer) == (CHOICE_TEXT, "B")
     assert [questions[0], questions[2]] == load(folder, [rows[0], rows[2]])
 
@@ -232,7 +232,7 @@ def test_packed_clips_are_reported_with_advice(folder: Path) -> None:
     (folder / "robovqa" / "clips.tar.gz").write_bytes(b"")
     [question] = load(folder, [item("9")])
     assert question.problem is not None
-    assert question.problem.endswith("; clips.tar.gz there is not unpacked: `dsreason data fetch` does that")
+    assert question.problem.endswith("; clips.tar.gz in its folder is not unpacked: run `dsreason data fetch`")
 
 
 @pytest.mark.parametrize("video", ["../../secret.mp4", "/etc/secret.mp4", "", ".", "clips/../.."])
@@ -244,16 +244,16 @@ def test_clip_outside_its_folder_is_rejected(folder: Path, video: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"answer": "C"}, "the answer is 'C'; it must be one of the options A, B"),
-        ({"answer": "left"}, "the answer is 'left'; it must be one of the options A, B"),
-        ({"answer": None}, "field 'answer' is None; it must be a text"),
-        ({"answer": True}, "field 'answer' is True; it must be a text"),
-        ({"answer": " "}, "field 'answer' is ' '; it must be a text"),
+        ({"answer": "C"}, "the answer must be one of the options A, B; got 'C'"),
+        ({"answer": "left"}, "the answer must be one of the options A, B; got 'left'"),
+        ({"answer": None}, "field 'answer' must be a non-empty string or a number; got None"),
+        ({"answer": True}, "field 'answer' must be a non-empty string or a number; got True"),
+        ({"answer": " "}, "field 'answer' must be a non-empty string or a number; got ' '"),
         ({"question": 3}, "field 'question' is 3; it must be a string"),
         ({"index2ans": ["left"]}, "field 'index2ans' is ['left']; it must have a string for each letter"),
-        ({"index2ans": {}}, "field 'index2ans' is {}; it must have a string for each letter"),
+        ({"index2ans": {}}, "field 'index2ans' must have a string for each letter; got {}"),
         ({"question": "<|video_pad|>"}, "the text contains the model's special token <|video_pad|>"),
-        ({"question_kind": "essay"}, "question_kind is 'essay'; it must be one of multiple_choice, yes_no, open"),
+        ({"question_kind": "essay"}, "question_kind must be one of multiple_choice, yes_no, open"),
     ],
 )
 def test_malformed_question_error_names_its_row(folder: Path, changes: Any, text: str) -> None:
@@ -271,11 +271,11 @@ def test_malformed_question_among_several_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("items", "text"),
     [
-        ([], "holds no questions"),
+        ([], "contains no questions"),
         ([item("1") | {"qa_pairs": []}], r"row 1 \(clips/1.mp4\): qa_pairs is empty"),
         ([{"video": "clips/1.mp4"}], "row 1: must have video and qa_pairs"),
-        ([3], "row 1: must have video and qa_pairs, is 3"),
-        ([{"video": "clips/1.mp4", "qa_pairs": "x"}], "qa_pairs is 'x'; it must have question, index2ans and answer"),
+        ([3], "row 1: must have video and qa_pairs; got 3"),
+        ([{"video": "clips/1.mp4", "qa_pairs": "x"}], "qa_pairs must have question, index2ans and answer; got 'x'"),
         ("[{", "not valid JSON|cannot be|Expecting"),
     ],
 )
@@ -287,13 +287,15 @@ def test_a_malformed_file_is_an_error(folder: Path, items: Any, text: str) -> No
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("robovqua", r"did you mean robovqa\? \(there: robovqa\)"),
-        ("holoassist", r"`dsreason data fetch` downloads it \(there: robovqa\)"),
-        ("xyz", r"check datasets and data_dir \(there: robovqa\)"),
+        ("robovqua", r"did you mean robovqa\? \(available: robovqa\)"),
+        ("holoassist", r"run `dsreason data fetch` to download it \(available: robovqa\)"),
+        ("xyz", r"check datasets and data_dir \(available: robovqa\)"),
     ],
 )
 def test_unknown_dataset_error_lists_available_datasets(folder: Path, name: str, advice: str) -> None:
-    with pytest.raises(DataError, match=rf"^dataset {name}: no {name}/{name}_benchmark_qa_pairs.json in .*; {advice}"):
+    with pytest.raises(
+        DataError, match=rf"^dataset {name}: {name}/{name}_benchmark_qa_pairs.json was not found in .*; {advice}"
+    ):
         load(folder, [item("1")], datasets=[name])
 
 
@@ -488,7 +490,7 @@ def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"answer": "C"}, "row 2 (sample 'x'): the answer is 'C'; it must be one of the options A, B"),
+        ({"answer": "C"}, "row 2 (sample 'x'): the answer must be one of the options A, B; got 'C'"),
         ({"question": 3}, "row 2: field 'question' is 3; it must be a string"),
         ({"options": [["left"], ["right"]]}, "row 2: field 'options' is {'A': ['left'], 'B': ['right']}; it must have"),
         ({"options": "AB"}, "row 2: field 'options' is 'AB'; it must have a string for each letter"),
@@ -513,7 +515,7 @@ def test_non_text_options_of_adapter_are_rejected(folder: Path) -> None:
 
 def test_row_without_answer_is_rejected(folder: Path) -> None:
     messages = [{"role": "user", "content": "Which way?"}, {"role": "assistant", "content": " "}]
-    with pytest.raises(DataError, match=r"row 1 \(sample '1'\): the row has no answer to grade by"):
+    with pytest.raises(DataError, match=r"row 1 \(sample '1'\): the row has no reference answer"):
         load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")
 
 

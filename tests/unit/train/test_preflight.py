@@ -149,7 +149,7 @@ def test_answer_outside_options_is_reported_with_row(tmp_path, tiny_qwen3_vl, ca
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        ({"data": {"system_prompt": ""}}, "asks for no format"),
+        ({"data": {"system_prompt": ""}}, "requests no format"),
         ({"reward": {"options": {"format": {"pattern": "<box>.*</box>"}}}}, "<box>"),
         ({"reward": {"options": {"single_choice": {"strict": True}}}}, "strict"),
         ({"reward": {"functions": {"remote:a": 1.0}, "remote": {"url": "ftp://host"}}}, "http://"),

@@ -289,10 +289,10 @@ def test_urls_come_from_either_environment_prefix(
     [
         ({"REMOTE_REWARD_URL": "http://host/texts"}, "set REMOTE_REWARD_ENQUEUE_URL"),
         ({"REMOTE_REWARD_ENQUEUE_URL": "http://host/e"}, r"set REMOTE_REWARD_FETCH_URL .*or reward.fetch_url"),
-        ({"REMOTE_REWARD_ENQUEUE_URL": "http://a/e", "WFM_REWARD_ENQUEUE_URL": "http://b/e"}, "are set and differ"),
+        ({"REMOTE_REWARD_ENQUEUE_URL": "http://a/e", "WFM_REWARD_ENQUEUE_URL": "http://b/e"}, "have different values"),
         (
             {"REMOTE_REWARD_ENQUEUE_URL": f"http://me:{TOKEN}@h/e", "WFM_REWARD_FETCH_URL": "http://h/f"},
-            "must not contain user and",
+            "must not contain a user name or",
         ),
     ],
 )
