@@ -315,7 +315,7 @@ def test_no_form_of_metadata_leads_out(folder: Path, here: Path, name: str, fiel
 def test_prompt_video_cannot_leave_folder(folder: Path, given: str) -> None:
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a red ball", "video": given}))
     data = WorldDataConfig(format="prompts", path=str(folder / "prompts.jsonl"), validation=0)
-    message = "is an address" if "://" in given else "is not below the folder of"
+    message = "is a URL, but" if "://" in given else "is outside the folder of"
     refused(lambda: open_world_data(data, 0), DataError, f"prompts.jsonl:1: its video {given} {message}")
 
 
