@@ -229,6 +229,11 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         if row.get(column):
             raise DataError(f"field {column!r}: {reason}")
     form = find_format(row) if name is None else next(form for form in FORMATS if form.name == name)
+    if not form.fits(row):
+        raise DataError(
+            f"the columns {', '.join(map(str, row))} do not make a row of the format {form.name} ({form.description}); rename "
+            'them with data.columns, or set data.adapter = "auto"'
+        )
     conversation = form.read(row)
     add_system(conversation, row)
     messages, columns = media_columns.place_media(conversation.messages, row)
