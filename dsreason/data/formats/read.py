@@ -249,7 +249,8 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         | {"id", "system", "tools"}
         | ({answer_column} if answer_column == "answer" else set())
     )
-    meta = {column: value for column, value in row.items() if column not in used}
+    unused = {column: value for column, value in row.items() if column not in used}
+    meta = {column: value for column, value in unused.items() if value or column not in CONVERSATION_COLUMNS}
     if name is None:
         check_unused(meta, conversation)
     return Sample(
