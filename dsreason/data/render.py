@@ -41,7 +41,9 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
     messages = clean_messages(processor, tokens, sample)
     turns = _find_assistant_turns(messages)
     if not turns:
-        raise DataError(f"sample {sample.id!r}: no assistant message and no answer, so there is nothing to train on")
+        raise DataError(
+            f"sample {sample.id!r} has neither an assistant message nor an answer, so it has nothing to train on"
+        )
     rendered = _render(processor, sample, messages, generate=False)
     spans = []
     for number in turns:
@@ -52,8 +54,8 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
         end_of_turn = processor.tokenizer.eos_token
         if not rendered.startswith(end_of_turn, span[1]):
             raise DataError(
-                f"sample {sample.id!r}, message {number}: the chat template does not end the assistant's turn with "
-                f"{end_of_turn!r} but with {rendered[span[1] : span[1] + 20]!r}"
+                f"sample {sample.id!r}, message {number}: the chat template must end the assistant's turn with "
+                f"{end_of_turn!r}, but continues with {rendered[span[1] : span[1] + 20]!r}; change the template"
             )
         spans.append(span)
     return _tokenize_segments(processor, rendered, spans)
@@ -99,11 +101,13 @@ def _find_assistant_span(rendered: str, prompt: str, content: str) -> tuple[int,
 
 
 def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: str, content: str) -> str:
-    difference = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
+    difference = (
+        repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "different text before this turn"
+    )
     return (
         f"sample {sample.id!r}, message {number}: the chat template changes the conversation (some drop the reasoning "
-        f"of earlier turns): the assistant's text begins with {content[:80]!r}, but the template shows {difference}; split "
-        "the conversation so that this is its last turn, or change the template"
+        f"of earlier turns): the assistant's text begins with {content[:80]!r}, but the template renders {difference}; "
+        "split the conversation so that this is its last turn, or change the template"
     )
 
 
@@ -115,7 +119,7 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"sample {sample.id!r}: the chat template rejects the roles {roles}: {error}") from error
     except Exception as error:  # the template is a program that comes with the model
-        raise DataError(f"sample {sample.id!r}: the chat template fails: {type(error).__name__}: {error}") from error
+        raise DataError(f"sample {sample.id!r}: the chat template failed: {type(error).__name__}: {error}") from error
 
 
 # ---------------------------------------------------------------- message checks
@@ -127,7 +131,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
     Raise DataError if a message cannot be used.
     """
     if not sample.messages or sample.messages[0]["role"] == "assistant":
-        raise DataError(f"sample {sample.id!r}: the first message must be the user's (or the system's)")
+        raise DataError(f"sample {sample.id!r}: the first message must be from the user or the system")
     template_tokens = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
     reserved = template_tokens | {tokens.image, tokens.video, processor.tokenizer.eos_token}
     cleaned = []
@@ -137,7 +141,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
         try:
             check_characters(text)
         except DataError as error:
-            raise DataError(f"{location}: {error}; correct it") from None
+            raise DataError(f"{location}: {error}; remove it") from None
         for token in reserved:
             if token in text:
                 raise DataError(f"{location}: the text contains the model's special token {token!r}; remove it")
@@ -153,7 +157,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
 def _join_assistant_text(location: str, content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, list):
         if any(part["type"] != "text" for part in content):
-            raise DataError(f"{location}: an assistant message may hold text only, no image or video")
+            raise DataError(f"{location}: an assistant message may contain only text; remove its images and videos")
         content = "".join(part["text"] for part in content)
     if not content.strip():
         raise DataError(f"{location}: the assistant's text is empty")
