@@ -28,7 +28,8 @@ def to_sample(row: dict[str, Any]) -> Sample:
         has_part = any(part.get("type") == kind for message in messages for part in get_dict_parts(message))
         if unused and (not has_part or len(unused) < len(collect_media(row, kind))):
             raise DataError(
-                f"field {column!r}: {len(unused)} of the row's {kind}s are not shown; give each a part of type {kind!r}"
+                f"field {column!r}: {len(unused)} of the row's {kind}s are not shown; add a part of type {kind!r} for "
+                "each"
             )
     return Sample(str(row.get("id", "")), messages, answer=row.get("answer") or get_last_reply(messages))
 
@@ -38,9 +39,9 @@ def parse_messages(value: Any, column: str) -> list[Message]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"field {column!r}: not valid JSON: {describe_parse_error(error)}") from error
+            raise DataError(f"field {column!r} is not valid JSON: {describe_parse_error(error)}") from error
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise DataError(f"field {column!r}: must be a list of messages with role and content")
+        raise DataError(f"field {column!r} must be a list of messages with role and content")
     return value
 
 
@@ -69,7 +70,8 @@ def fill_part(part: dict[str, Any], waiting: dict[str, list[Any]]) -> dict[str, 
         return part
     if not waiting[kind]:
         raise DataError(
-            f"a part of type {kind!r} has no {kind}, and the row's columns have no further {kind}; add one or remove the part"
+            f"a part of type {kind!r} has no {kind}, and the row's columns have no {kind} left for it; add one or "
+            "remove the part"
         )
     return {**part, kind: waiting[kind].pop(0)}
 

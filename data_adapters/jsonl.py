@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsreason.data.options import option_lines, options_field
+from dsreason.data.options import format_options, options_field
 from dsreason.data.rows import get_optional_text, text_field, to_list
 from dsreason.data.types import Message, Sample
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
     options = options_field(add_letters(row.get("options")), "options")
-    question = "\n".join([text_field(row, "question"), *option_lines(options)])
+    question = "\n".join([text_field(row, "question"), *format_options(options)])
     preferred, rejected = read_preference(row)
     answer = get_optional_text(row, "answer") or preferred
     media = [{"type": kind, kind: path} for kind in ("image", "video") for path in to_list(row.get(kind))]

@@ -25,14 +25,14 @@ TAG = re.compile(r"\n?<(image|video)>\n?")
 def to_sample(row: dict[str, Any]) -> Sample:
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise DataError("field 'conversations': must be a list of turns with 'from' and 'value'")
+        raise DataError("field 'conversations' must be a non-empty list of turns with 'from' and 'value'")
     waiting = {kind: collect_media(row, kind) for kind in ("image", "video")}
     for kind, paths in waiting.items():
         num_tags = sum(count_tags(turn, kind) for turn in turns)
         if len(paths) != num_tags:
             raise DataError(
-                f"field 'conversations': {num_tags} <{kind}> tags for {len(paths)} {kind}s; put one tag for each "
-                "into the text where it is to be shown"
+                f"field 'conversations' has {num_tags} <{kind}> tags, but the row has {len(paths)} {kind}s; put one "
+                f"tag per {kind} at the position in the text at which to show it"
             )
     messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
     meta = {"kind": row["kind"]} if "kind" in row else {}
@@ -46,7 +46,7 @@ def count_tags(turn: dict[str, Any], kind: str) -> int:
 def to_message(number: int, turn: dict[str, Any], waiting: dict[str, list[str]]) -> Message:
     role = ROLES.get(turn.get("from", ""))
     if role is None:
-        raise DataError(f"conversations[{number}].from: {turn.get('from')!r} is not one of {', '.join(ROLES)}")
+        raise DataError(f"conversations[{number}].from must be one of {', '.join(ROLES)}; got {turn.get('from')!r}")
     text = text_field(turn, "value")
     if role != "user" or not TAG.search(text):
         return {"role": role, "content": text}

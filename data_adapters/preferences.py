@@ -82,7 +82,8 @@ def parse_listed_messages(text: str) -> list[Message] | None:
         return messages
     if faulty := next((message for message in messages if MESSAGE_KEYS & {str(key).lower() for key in message}), None):
         raise DataError(
-            f"a JSON text lists messages, but not all have a role: {faulty!r:.200}; give each role and content"
+            f"the JSON list of messages has a message without a role: {faulty!r:.200}; add role and content to every "
+            "message"
         )
     return None
 
@@ -90,17 +91,17 @@ def parse_listed_messages(text: str) -> list[Message] | None:
 def read_conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list[Message]:
     """Return the prompt followed by the answer in this column, or the column's complete conversation."""
     if row[field] is None:
-        raise DataError(f"field {field!r} is null; it must be a text or messages")
+        raise DataError(f"field {field!r} must be a string or a list of messages; got null")
     messages = to_messages(row[field], field)
     if isinstance(messages, str):
         messages = [{"role": "assistant", "content": text_field(row, field)}]
     if not messages:
-        raise DataError(f"field {field!r}: the list is empty; it must have an answer")
+        raise DataError(f"field {field!r} is an empty list, but must contain an answer")
     if messages[0].get("role") != "assistant":
         return merge_prompt(messages, field, prompt)
     if not prompt:
         raise DataError(
-            f"field {field!r} has an answer only, and the row has no prompt; add the column 'prompt', or put whole "
+            f"field {field!r} has only an answer, and the row has no prompt; add the column 'prompt', or put complete "
             "conversations into 'chosen' and 'rejected'"
         )
     return [*prompt, *messages]
@@ -119,8 +120,8 @@ def merge_prompt(messages: list[Message], field: str, prompt: list[Message]) -> 
     for required in map(get_role_and_text, prompt):
         if required[1] and required not in present:
             raise DataError(
-                f"field {field!r} is a whole conversation without the {required[0]} message beside it, {required[1]!r:.200}; "
-                "remove one of the two, or make them the same"
+                f"field {field!r} is a complete conversation, but it lacks the row's {required[0]} message "
+                f"{required[1]!r:.200}; add the message to the conversation, or remove it from the row"
             )
     return messages
 
@@ -140,8 +141,8 @@ def place_media(messages: list[Message], row: dict[str, Any], field: str) -> lis
     for kind, unused in waiting.items():
         if unused:
             raise DataError(
-                f"field {field!r}: {len(unused)} of the row's {kind}s are not shown; give each a part of type {kind!r} in the "
-                "prompt, or remove all such parts"
+                f"field {field!r}: {len(unused)} of the row's {kind}s are not shown; add a part of type {kind!r} for "
+                "each to the prompt, or remove all image and video parts"
             )
     return messages
 

@@ -80,15 +80,15 @@ def test_prompt_and_system_may_accompany_conversations(beside: Any, begin: Any, 
 @pytest.mark.parametrize(
     ("beside", "missing"),
     [
-        ({"prompt": "Which colour?"}, "user message beside it, 'Which colour"),
-        ({"prompt": "Which way?", "system": "Be long."}, "system message beside it, 'Be long"),
-        ({"system": "Be long."}, "system message beside it, 'Be long"),
-        ({"prompt": [*ASKED, {"role": "assistant", "content": "Up."}, *ASKED]}, "assistant message beside it, 'Up"),
+        ({"prompt": "Which colour?"}, "user message 'Which colour"),
+        ({"prompt": "Which way?", "system": "Be long."}, "system message 'Be long"),
+        ({"system": "Be long."}, "system message 'Be long"),
+        ({"prompt": [*ASKED, {"role": "assistant", "content": "Up."}, *ASKED]}, "assistant message 'Up"),
     ],
 )
 def test_another_prompt_beside_whole_conversations_is_refused(beside: Any, missing: str) -> None:
     begin = [SYSTEM, *ASKED]
-    with pytest.raises(DataError, match=f"field 'chosen' is a whole conversation without the {missing}"):
+    with pytest.raises(DataError, match=f"field 'chosen' is a complete conversation, but it lacks the row's {missing}"):
         preferences.to_sample(beside | {"chosen": begin + LEFT, "rejected": begin + RIGHT})
 
 
@@ -106,7 +106,7 @@ def test_redundant_or_empty_prompt_is_accepted(prompt: Any) -> None:
 @pytest.mark.parametrize("key", ["from", "Role", "content"])
 def test_messages_without_roles_are_rejected_as_answers(key: str) -> None:
     text = json.dumps([{key: "gpt", "value": "hello"}])
-    with pytest.raises(DataError, match="a JSON text lists messages, but not all have a role"):
+    with pytest.raises(DataError, match="the JSON list of messages has a message without a role"):
         preferences.to_sample({"prompt": "Which way?", "chosen": text, "rejected": "left"})
 
 
@@ -143,19 +143,22 @@ def test_system_text_and_reference_values_stand_beside() -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"chosen": "left", "rejected": "right"}, "field 'chosen' has an answer only, and the row has no prompt"),
+        ({"chosen": "left", "rejected": "right"}, "field 'chosen' has only an answer, and the row has no prompt"),
         ({"prompt": "Which?", "chosen": "left"}, "field 'rejected' is missing"),
-        ({"prompt": "Which?", "chosen": "left", "rejected": None}, "field 'rejected' is null"),
-        ({"prompt": "Which?", "chosen": "left", "rejected": 3}, "field 'rejected': must be a list of messages"),
-        ({"prompt": 7, "chosen": "left", "rejected": "right"}, "field 'prompt': must be a list of messages"),
-        ({"prompt": "Which?", "chosen": [], "rejected": "right"}, "field 'chosen': the list is empty"),
+        (
+            {"prompt": "Which?", "chosen": "left", "rejected": None},
+            "field 'rejected' must be a string or a list of messages; got null",
+        ),
+        ({"prompt": "Which?", "chosen": "left", "rejected": 3}, "field 'rejected' must be a list of messages"),
+        ({"prompt": 7, "chosen": "left", "rejected": "right"}, "field 'prompt' must be a list of messages"),
+        ({"prompt": "Which?", "chosen": [], "rejected": "right"}, "field 'chosen' is an empty list"),
         (
             {"prompt": [says("user", [{"type": "image"}])], "chosen": "a", "rejected": "b", "images": ["1", "2"]},
             "field 'chosen': 1 of the row's images are not shown",
         ),
         (
             {"prompt": "Which?", "chosen": "left", "rejected": [says("assistant", [{"type": "sound"}])]},
-            r"a part of type 'sound'",
+            r"must be text, image or video; got 'sound'",
         ),
         ({"prompt": "Which?", "chosen": "left", "rejected": [says("tool", "x")]}, r"rejected\[0\]: role must be"),
     ],
