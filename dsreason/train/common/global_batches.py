@@ -65,7 +65,7 @@ def find_row_problems(counts: RowCounts) -> dict[str, str]:
         problems["empty"] = (
             f"rows: {counts.empty_steps} of {steps} had no trained token, because all their rows were skipped; {ADVICE}"
         )
-    if counts.skipped >= MANY * counts.rows:
+    if counts.skipped >= MANY * counts.rows and counts.empty_steps < counts.steps:
         problems["skipped"] = f"rows: {counts.skipped} of {counts.rows} rows ({steps}) were skipped; {ADVICE}"
     return problems
 

@@ -72,9 +72,10 @@ def test_rows_of_steps_are_counted() -> None:
         (RowCounts(steps=10, empty_steps=0, rows=80, skipped=39), []),
         (RowCounts(steps=10, empty_steps=0, rows=80, skipped=40), ["rows: 40 of 80 rows (10 steps) were skipped;"]),
         (RowCounts(steps=10, empty_steps=1, rows=80, skipped=8), ["rows: 1 of 10 steps had no trained token,"]),
+        (RowCounts(steps=1, empty_steps=1, rows=8, skipped=8), ["rows: 1 of 1 step had no trained token,"]),
         (
-            RowCounts(steps=1, empty_steps=1, rows=8, skipped=8),
-            ["rows: 1 of 1 step had no trained token,", "rows: 8 of 8 rows (1 step) were skipped;"],
+            RowCounts(steps=10, empty_steps=2, rows=80, skipped=50),
+            ["rows: 2 of 10 steps had no trained token,", "rows: 50 of 80 rows (10 steps) were skipped;"],
         ),
     ],
 )
