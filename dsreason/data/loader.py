@@ -50,7 +50,7 @@ class StepBatches:
     work: Work
     """Work of this rank's micro-batches, for the FLOPs estimate."""
     num_tokens: int
-    """Number of trained tokens over all ranks and micro-batches; at least 1, because the loss is divided by it."""
+    """Number of trained tokens over all ranks and micro-batches; 0 if all rows of the step were skipped."""
     num_input_tokens: int
     """Number of tokens over all ranks, without padding."""
     num_samples: int
@@ -161,8 +161,6 @@ class StepLoader:
                 raise DataError(other.error)
         shares = [other for other, _, _ in ranks]
         shares = take_group_values(shares, [other.skipped for other in shares], self.ranks_per_row)
-        # If all rows of a step are skipped, there is no trained token and the gradient is zero.
-        num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
             step=step,
             micro_batches=align_batches(
@@ -173,7 +171,7 @@ class StepLoader:
                 part=PartOf(self.rank % self.ranks_per_row, self.ranks_per_row),
             ),
             work=share.work,
-            num_tokens=num_tokens,
+            num_tokens=sum(other.num_tokens for other in shares),
             num_input_tokens=sum(other.num_input_tokens for other in shares),
             num_samples=sum(other.num_samples for other in shares),
             skipped=[text for other in shares for text in other.skipped],

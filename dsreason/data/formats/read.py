@@ -153,7 +153,7 @@ def read_history(history: Any) -> list[Message]:
 
 
 def read_prompt(row: Row) -> Conversation:
-    """Read TRL's `prompt` and `completion` (or `response`), or a prompt without one, as in verl's rows. Only the completion is trained."""
+    """Read `prompt` and `completion` (or `response`) of TRL, or verl's prompt without a reply. Only the completion is trained."""
     messages = [mark_untrained(message) for message in preferences.to_messages(row["prompt"], "prompt", "user")]
     columns = {"prompt"}
     if reply := find_column(row, COMPLETIONS):

@@ -185,7 +185,7 @@ def test_step_with_only_skipped_rows_trains_nothing(spoiled, tiny_qwen2_5_vl):
     [empty] = [i for i, step in enumerate(steps[0]) if step.skipped]
     for rank in steps:
         assert len(rank) == 8
-        assert (rank[empty].num_samples, rank[empty].num_tokens) == (0, 1)
+        assert (rank[empty].num_samples, rank[empty].num_tokens) == (0, 0)
         [batch] = rank[empty].micro_batches
         assert len(batch.targets) == 0
 
