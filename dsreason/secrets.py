@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
+from dsreason.problems import hide_payloads
 from dsreason.screen import escape_control, format_message
 
 VARIABLES = (
@@ -69,12 +70,15 @@ VERBOSE_LOGGERS = (
 
 
 def hide_secrets(text: str) -> str:
-    """Replace the values of secret variables in a text with their names, and mask other secrets, such as `user:password@`."""
+    """Replace the values of secret variables in a text with their names, and mask other secrets, such as `user:password@`.
+
+    The content of media, which fills a screen, is left out as well.
+    """
     for name, value in list_secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
     for pattern, replacement in PATTERNS.items():
         text = pattern.sub(replacement, text)
-    return mask_credentials(text)
+    return mask_credentials(hide_payloads(text))
 
 
 @lru_cache(maxsize=1)

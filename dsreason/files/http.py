@@ -75,13 +75,21 @@ class BadAnswer(Exception):
 
 
 async def send_request(
-    method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
+    method: str,
+    url: str,
+    *,
+    limit: float,
+    max_bytes: int,
+    content: bytes = b"",
+    headers: Mapping[str, str] = {},
+    connect_to: str | None = None,
 ) -> HttpResponse:
     """Send a request and return the response, regardless of its status.
 
     Args:
         limit: seconds until the entire response must have arrived.
         max_bytes: maximum size of the decompressed content, in bytes.
+        connect_to: IP address of the URL's host. None: the host is looked up.
 
     Raises:
         NoAnswer: no response arrived.
@@ -91,12 +99,17 @@ async def send_request(
     import httpx2  # slow import: 0.2 s
 
     quiet_libraries()  # httpx2 logs complete URLs, which may contain secrets
-    sent = {"Accept-Encoding": "identity", **headers}
+    sent, extensions = {"Accept-Encoding": "identity", **headers}, {}
     try:
+        target = httpx2.URL(url)
+        if connect_to is not None:
+            sent["Host"] = target.netloc.decode("ascii")
+            extensions["sni_hostname"] = target.raw_host.decode("ascii")  # the certificate must be that of the host
+            target = target.copy_with(host=connect_to)
         async with (
             asyncio.timeout(limit),
             open_client() as client,
-            client.stream(method, url, content=content, headers=sent) as response,
+            client.stream(method, target, content=content, headers=sent, extensions=extensions) as response,
         ):
             body = await read(response, max_bytes)
     except TimeoutError:
