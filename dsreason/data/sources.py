@@ -303,7 +303,7 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
         return read_address(raw)
     if len(raw) > MAX_PATH_LETTERS:
         raise DataError(
-            f"{kind}: a text of {len(raw):,} characters is not a path; write base64 as data:{kind}/unknown;base64,…"
+            f"{kind}: no file has a path of {len(raw):,} characters; write base64 as data:{kind}/unknown;base64,…"
         )
     if "://" in raw and not raw.startswith("file://"):
         raise DataError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import threading
 import zlib
 from collections.abc import Callable, Coroutine, Mapping
@@ -21,8 +22,6 @@ from dsreason.errors import ConfigError
 from dsreason.secrets import quiet_libraries
 
 if TYPE_CHECKING:
-    import ssl
-
     import httpx2
 
 T = TypeVar("T")
@@ -155,7 +154,7 @@ def find_cause(error: BaseException) -> str:
     while inner is not None:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
         inner = error.__cause__ or error.__context__
-    if isinstance(error, OSError) and error.errno and error.errno > 0:
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno and error.errno > 0:
         return f"[Errno {error.errno}] {os.strerror(error.errno)}"
     return str(error)
 

@@ -97,7 +97,8 @@ def fetch_url(url: str, *, allow_private: bool) -> Path:
         StorageError: the cache cannot be written, which is not a fault in the data.
     """
     host, _ = split_url(url)
-    folder = get_cache_dir() / "urls" / re.sub(r"[^\w.-]", "_", host) / hashlib.sha256(url.encode()).hexdigest()[:24]
+    key = hashlib.sha256(url.encode()).hexdigest()[:24]
+    folder = get_cache_dir() / "urls" / f"{re.sub(r'[^a-z0-9.-]', '_', host)[:100]}-{key}"
     name = re.sub(r"[^\w.-]", "_", unquote(PurePosixPath(urlsplit(url).path).name))[-100:].lstrip(".") or "file"
     if not (folder / name).is_file():
         with convert_cache_errors(folder, "DSREASON_CACHE"):
