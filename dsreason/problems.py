@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
 MOST_LEVELS = 100
 """Maximum nesting depth of the fields of a row."""
-PAYLOAD = re.compile(r"(\bdata:[\w.+;=/-]{0,120},|['\"]base64['\"]: ['\"])[\w+/=%-]{16,}")
-"""Pattern of encoded media in a text: a `data:` URI, or the field `base64` of a part."""
-EMBEDDED = re.compile(r"(['\"]bytes['\"]: b)(?:'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?)")
-"""Pattern of embedded media in a text: the field `bytes`, which may be cut off."""
 
 
 def build_config_error(problems: Sequence[str]) -> ConfigError:
@@ -51,11 +47,6 @@ def describe_parse_error(error: Exception) -> str:
     """Return a JSON, TOML or YAML parser's message on one line, without Python's advice to programmers about long numbers."""
     text = " ".join(str(error).split())
     return re.sub(r"Exceeds the limit \((\d+) digits\).*", r"a number of more than \1 digits", text)
-
-
-def hide_payloads(text: str) -> str:
-    """Replace the content of encoded and embedded media in a text with an ellipsis: `data:image/png;base64,…`."""
-    return EMBEDDED.sub(r"\1'…'", PAYLOAD.sub(r"\1…", text))
 
 
 def find_nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
-from dsreason.problems import hide_payloads
 from dsreason.screen import escape_control, format_message
 
 VARIABLES = (
@@ -48,6 +47,10 @@ PATTERNS = {
     re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
 }
 """Secrets that are recognised by their format or name (Hub tokens, signed URLs, `token=…`, headers): pattern → replacement."""
+PAYLOAD = re.compile(r"(\bdata:[\w.+;=/-]{0,120},|['\"]base64['\"]: ['\"])[\w+/=%-]{16,}")
+"""Pattern of encoded media in a text: a `data:` URI, or the field `base64` of a part."""
+EMBEDDED = re.compile(r"(['\"]bytes['\"]: b)(?:'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?)")
+"""Pattern of embedded media in a text: the field `bytes`, which may be cut off."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 MASK = re.compile(
     rf"\bhf_…|://…@|(?:Signature|Credential|Security-Token|[?&](?:sig|key)|{WORD})=…|{WORD}['\"]?\s*[:=]\s*['\"]…"
@@ -79,6 +82,11 @@ def hide_secrets(text: str) -> str:
     for pattern, replacement in PATTERNS.items():
         text = pattern.sub(replacement, text)
     return mask_credentials(hide_payloads(text))
+
+
+def hide_payloads(text: str) -> str:
+    """Replace the content of encoded and embedded media in a text with an ellipsis: `data:image/png;base64,…`."""
+    return EMBEDDED.sub(r"\1'…'", PAYLOAD.sub(r"\1…", text))
 
 
 @lru_cache(maxsize=1)

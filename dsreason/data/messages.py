@@ -9,7 +9,7 @@ from typing import Any
 from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
 from dsreason.families import list_control_tokens
-from dsreason.files.media_urls import fetch_url, is_url
+from dsreason.media.urls import fetch_url, is_url
 
 ROLES = ("system", "user", "assistant", "tool")
 SURROGATE = re.compile("[\\ud800-\\udfff]")

@@ -24,12 +24,12 @@ from dsreason.errors import ConfigError, DataError, StorageError
 from dsreason.files.address import S3Address, is_s3
 from dsreason.files.archives import get_media_cache, write_embedded
 from dsreason.files.cache import get_cache_dir
-from dsreason.files.media_urls import decode_data_uri, is_data_uri, is_url, mask_url, split_url
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
+from dsreason.media.urls import decode_data_uri, is_data_uri, is_url, mask_url, split_url
 from dsreason.media.vision import PART_SETTINGS
-from dsreason.problems import MOST_LEVELS, find_nearest, hide_payloads, is_nested_deeper
-from dsreason.secrets import mask_credentials
+from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
+from dsreason.secrets import hide_payloads, mask_credentials
 
 MAX_PATH_LETTERS = 4096
 """Maximum length of a path on Linux."""

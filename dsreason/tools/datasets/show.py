@@ -16,7 +16,7 @@ from dsreason.data.sources import DataSource
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.media import images, videos
-from dsreason.problems import hide_payloads
+from dsreason.secrets import hide_payloads
 
 Purpose = Literal["sft", "grpo", "dpo"]
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}

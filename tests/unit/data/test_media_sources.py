@@ -19,8 +19,7 @@ from dsreason.data.sources import DataSource, finish_sample, open_datasets, open
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.questions import iter_row_questions
 from dsreason.media.images import probe_image
-from dsreason.problems import hide_payloads
-from dsreason.secrets import hide_secrets
+from dsreason.secrets import hide_payloads, hide_secrets
 from dsreason.tools.datasets.show import iter_json
 from tests.unit.hostile.server import content, misbehaving
 

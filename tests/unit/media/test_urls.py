@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from dsreason.errors import ConfigError, DataError
-from dsreason.files import media_urls, retries
-from dsreason.files.media_urls import decode_data_uri, fetch_url, is_public, mask_url
+from dsreason.files import retries
+from dsreason.media import urls
+from dsreason.media.urls import decode_data_uri, fetch_url, is_public, mask_url
 from tests.unit.hostile.server import PIECE, Behaviour, content, drip, flood, head, misbehaving, silent
 
 
@@ -156,7 +157,7 @@ def test_failed_fetch_can_be_repeated() -> None:
     "behaviour", [content(bytes(101)), partial(flood, head(), b" " * PIECE)], ids=["of known size", "endless"]
 )
 def test_large_file_is_rejected_early(monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour) -> None:
-    monkeypatch.setattr(media_urls, "MAX_BYTES", 100)
+    monkeypatch.setattr(urls, "MAX_BYTES", 100)
     with misbehaving(behaviour) as server:
         assert "the response is longer than the maximum of 100 bytes" in fail(f"{server.url}/a.png")
     assert len(server.requests) == 1
@@ -166,7 +167,7 @@ def test_large_file_is_rejected_early(monkeypatch: pytest.MonkeyPatch, behaviour
     "behaviour", [silent, partial(drip, head("200 OK", "Content-Length: 9999"), b"x")], ids=["silent", "slow body"]
 )
 def test_slow_server_times_out(monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour) -> None:
-    monkeypatch.setattr(media_urls, "LIMIT_S", 0.15)
+    monkeypatch.setattr(urls, "LIMIT_S", 0.15)
     with misbehaving(behaviour) as server:
         assert fail(f"{server.url}/a.png") == f"{server.url}/a.png: no response within 0.15 s"
     assert len(server.requests) == 1
@@ -177,7 +178,7 @@ def test_time_limit_includes_redirects(monkeypatch: pytest.MonkeyPatch) -> None:
         over.wait(0.1)
         redirect("/a.png")(connection, over)
 
-    monkeypatch.setattr(media_urls, "LIMIT_S", 0.25)
+    monkeypatch.setattr(urls, "LIMIT_S", 0.25)
     with misbehaving(redirect_slowly) as server:
         assert "no response within 0.25 s" in fail(f"{server.url}/a.png")
     assert len(server.requests) <= 3
@@ -228,7 +229,7 @@ def test_private_host_is_never_contacted(host: str) -> None:
 
 def as_public(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count 127.0.0.1, where the tests' servers listen, as a public address."""
-    monkeypatch.setattr(media_urls, "is_public", lambda address: address == "127.0.0.1" or is_public(address))
+    monkeypatch.setattr(urls, "is_public", lambda address: address == "127.0.0.1" or is_public(address))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +361,7 @@ def test_data_uri_is_decoded(head: str, suffix: str) -> None:
     ],
 )
 def test_unusable_data_uri_is_rejected(monkeypatch: pytest.MonkeyPatch, uri: str, message: str) -> None:
-    monkeypatch.setattr(media_urls, "MAX_BYTES", 1000)
+    monkeypatch.setattr(urls, "MAX_BYTES", 1000)
     with pytest.raises(DataError) as error:
         decode_data_uri(uri)
     assert str(error.value).startswith(message)

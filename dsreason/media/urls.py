@@ -27,7 +27,7 @@ from dsreason.secrets import mask_credentials
 
 MAX_BYTES = 256 * 1024**2
 """Maximum size of an image or a video at a URL or in a `data:` URI, in bytes, because all of it is in memory."""
-LIMIT_S = 300.0
+LIMIT_S = 120.0
 """Time limit of a fetch in seconds, including redirects."""
 ATTEMPTS = 3
 MAX_REDIRECTS = 5
