@@ -494,7 +494,7 @@ def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
         ({"options": "AB"}, "row 2: field 'options' is 'AB'; it must have a string for each letter"),
         ({"video": 3}, "row 2"),
         ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 leads out of"),
-        ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is a URL"),
+        ({"video": "ftp://h/x.mp4"}, "row 2 (sample 'x'): video: ftp://h/x.mp4 is a URL"),
         ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' is 3; it must be a string"),
         ({"video": "clips/9.mp4", "question": "<|im_end|>"}, "row 2 (sample 'x'): "),
     ],
