@@ -58,7 +58,10 @@ class SourceConfig(Section):
     """Folder that relative media paths refer to. Empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None
     """Allow absolute paths to media outside that folder. Unset: allowed, unless `media_path` is set or the data set comes
-    from the hub, where others may have written it."""
+    from the hub, where others may have written it. The same applies to `s3://`, `http://` and `https://` URLs of media."""
+    allow_private_urls: bool = False
+    """Allow URLs of media on hosts without a public address, such as `http://10.0.0.1/a.png`, also after a redirect. Set it only
+    if you trust the author of the rows: the URLs make your machine request services of your network."""
     subset: str | None = None
     """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
     revision: str | None = None

@@ -9,6 +9,7 @@ from typing import Any
 from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
 from dsreason.families import list_control_tokens
+from dsreason.media.urls import fetch_url, is_url
 
 ROLES = ("system", "user", "assistant", "tool")
 SURROGATE = re.compile("[\\ud800-\\udfff]")
@@ -83,6 +84,20 @@ def list_media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 def list_media_paths(messages: Iterable[Message]) -> list[str]:
     return [str(part[part["type"]]) for part in list_media_parts(messages)]
+
+
+def fetch_urls(message: Message, *, allow_private: bool) -> Message:
+    """Return the message with the local copies of its media in place of their URLs."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    parts = [
+        {**part, part["type"]: str(fetch_url(part[part["type"]], allow_private=allow_private))}
+        if part["type"] != "text" and is_url(part[part["type"]])
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def format_shown_seconds(part: dict[str, Any]) -> str:

@@ -14,8 +14,8 @@ from huggingface_hub import constants
 from numpy.typing import NDArray
 
 from dsreason.config.schema_data import DataConfig, SourceConfig, VisionConfig
-from dsreason.data.adapters import Adapter, find_adapter, list_shipped_adapters
-from dsreason.data.messages import check_messages, check_text, list_media_parts
+from dsreason.data.adapters import Adapter, find_adapter, list_shipped_adapters, rename_columns
+from dsreason.data.messages import check_messages, check_text, fetch_urls, list_media_parts
 from dsreason.data.options import with_options
 from dsreason.data.order import WeightedRows
 from dsreason.data.rows import NamedRows, is_data_file
@@ -26,10 +26,13 @@ from dsreason.files.archives import get_media_cache, write_embedded
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
+from dsreason.media.urls import decode_data_uri, is_data_uri, is_url, mask_url, split_url
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
-from dsreason.secrets import mask_credentials
+from dsreason.secrets import hide_payloads, mask_credentials
 
+MAX_PATH_LETTERS = 4096
+"""Maximum length of a path on Linux."""
 HELD_OUT_SEED = 0
 """Seed of the held-out split. It is independent of `train.seed`, so that runs with different seeds hold out the same rows."""
 
@@ -56,11 +59,16 @@ class DataSource:
         return path.parent if path.is_file() else path
 
     def sample(self, index: int) -> Sample:
-        """Return the sample of row `index`. Raise DataError if the row cannot be used or one of its media files is missing."""
+        """Return the sample of row `index`, with its media at URLs fetched.
+
+        Raises:
+            DataError: the row cannot be used, or a media file is missing or cannot be fetched.
+        """
         sample = self.read(index)
-        if missing := find_missing_medium(sample.messages, self.media_root):
-            raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {missing}")
-        return sample
+        try:
+            return self.fetch_media(sample)
+        except DataError as error:
+            raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
 
     def read(self, index: int) -> Sample:
         """Return the sample of row `index` without checking that its media exist."""
@@ -68,7 +76,22 @@ class DataSource:
         try:
             return finish_sample(sample, self.config, self.media_root)
         except DataError as error:
-            raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
+            location = f"{self.rows.describe_location(index)} (sample {sample.id!r})"
+            raise DataError(f"{location}: {hide_payloads(str(error))}") from error
+
+    def fetch_media(self, sample: Sample) -> Sample:
+        """Return the sample with the local copies of its media in place of their URLs.
+
+        Raises:
+            DataError: a media file is missing or cannot be fetched.
+        """
+        if missing := find_missing_medium(sample.messages, self.media_root):
+            raise DataError(missing)
+        messages, rejected = (
+            [fetch_urls(message, allow_private=self.config.allow_private_urls) for message in conversation]
+            for conversation in (sample.messages, sample.rejected or [])
+        )
+        return replace(sample, messages=messages, rejected=rejected or sample.rejected)
 
     def read_without_media(self, index: int) -> Sample:
         """Return row `index` with the options that its question lists; its media are not checked."""
@@ -77,7 +100,7 @@ class DataSource:
             check_messages(sample.messages)
             check_options(sample.options)
         except DataError as error:
-            raise DataError(f"{self.rows.describe_location(index)}: {error}") from error
+            raise DataError(f"{self.rows.describe_location(index)}: {hide_payloads(str(error))}") from error
         return with_options(sample)
 
     def call_adapter(self, index: int) -> Sample:
@@ -86,18 +109,20 @@ class DataSource:
         try:
             sample = self.adapter.to_sample(rename_columns(self.rows[index], self.config.columns), self.config)
         except DataError as error:
-            raise DataError(f"{location}: {error}") from error
+            raise DataError(f"{location}: {hide_payloads(str(error))}") from error
         except KeyError as error:
             raise DataError(f"{location}: field {error} is missing (adapter {self.adapter.name})") from error
         except StorageError:  # the row is not at fault
             raise
         except Exception as error:  # the cause keeps its traceback
             raise DataError(
-                f"{location}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
+                f"{location}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: "
+                f"{hide_payloads(str(error))}"
             ) from error
         if not isinstance(sample, Sample):
             raise DataError(
-                f"{location}: adapter {self.adapter.name} must return a Sample, but returned {sample!r:.100}"
+                f"{location}: adapter {self.adapter.name} must return a Sample, but returned "
+                f"{hide_payloads(repr(sample)):.100}"
             )
         if is_nested_deeper(sample.meta):
             raise DataError(
@@ -154,25 +179,6 @@ class SampleDataset(Sequence[Sample]):
             raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
         part = int(np.searchsorted(self.starts, self.rows[index], side="right")) - 1
         return self.sources[part], int(self.rows[index] - self.starts[part])
-
-
-def rename_columns(row: Any, columns: dict[str, str]) -> Any:
-    """Rename the columns of a row to the fields that the adapter reads, replacing existing columns with the same names.
-
-    Raises:
-        DataError: the row lacks one of the columns.
-    """
-    if not columns:
-        return row
-    if not isinstance(row, dict):
-        raise DataError(
-            f"data.columns names {', '.join(columns.values())}, but the row has no columns: {row!r:.100}; use rows "
-            "that are objects"
-        )
-    if missing := [column for column in columns.values() if column not in row]:
-        raise DataError(f"data.columns names {missing[0]!r}, but the row has only {', '.join(map(str, row))}")
-    unmapped = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
-    return unmapped | {field: row[column] for field, column in columns.items()}
 
 
 def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
@@ -247,9 +253,14 @@ def check_options(options: object) -> None:
 
 
 def get_first_path(messages: Sequence[Message]) -> str:
-    """Return the path of the first media file as written in the row; "" if the row has no media or embeds the file."""
+    """Return the path of the first media file as written in the row; "" if the row has no media or embeds the file.
+
+    A URL has no credentials and no query.
+    """
     paths = [part[part["type"]] for part in list_media_parts(messages)]
-    return paths[0] if paths and isinstance(paths[0], str) else ""
+    if not paths or not isinstance(paths[0], str) or is_data_uri(paths[0]):
+        return ""
+    return mask_url(paths[0]) if is_url(paths[0]) else paths[0]
 
 
 def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3Address) -> Message:
@@ -275,8 +286,8 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
     return {**select_vision_settings(part, vision, kind), **part, kind: str(path)}
 
 
-def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:
-    """Return the path of a media file: an absolute path, a path below `media_root`, or a cached copy of an embedded file."""
+def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address | str:
+    """Return the location of a media file: an absolute path, a path below `media_root`, a URL, or a copy of an embedded file."""
     if isinstance(raw, dict) and raw.get("bytes"):
         return write_embedded(raw["bytes"], Path(str(raw.get("path") or "")).suffix)
     from_table = isinstance(raw, dict)
@@ -284,12 +295,21 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
         raw = raw.get("path")
     if not isinstance(raw, str) or not raw:
         raise DataError(f"{kind} must be the path of a file; got {raw!r:.200}")
+    if is_data_uri(raw):
+        return write_embedded(*decode_data_uri(raw))
+    if is_url(raw):
+        split_url(raw)
+        return raw
     if is_s3(raw):
         return read_address(raw)
+    if len(raw) > MAX_PATH_LETTERS:
+        raise DataError(
+            f"{kind}: no file has a path of {len(raw):,} characters; write base64 as data:{kind}/unknown;base64,…"
+        )
     if "://" in raw and not raw.startswith("file://"):
         raise DataError(
-            f"{kind}: {mask_credentials(raw)} is a URL, but only local files and s3:// URIs are supported; "
-            "download the file first"
+            f"{kind}: {mask_credentials(raw)} is a URL, but only local files and s3://, http:// and https:// URLs are "
+            "supported; download the file first"
         )
     path = Path(raw.removeprefix("file://"))
     if isinstance(media_root, S3Address):
@@ -308,10 +328,11 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
 
 
 def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
-    """Return a message about the first missing media file, or None. S3 objects are checked only when they are read."""
+    """Return a message about the first missing media file, or None. Objects and URLs are checked only when they are fetched."""
     for part in list_media_parts(messages):
         path = part[part["type"]]
-        if not is_s3(path) and not os.path.isfile(path):  # Path.is_file raises if a path is too long
+        # Path.is_file raises if a path is too long
+        if not is_s3(path) and not is_url(path) and not os.path.isfile(path):
             return f"{part['type']}: no such file: {path[:300]}{describe_joined_twice(path, media_root)}"
     return None
 
@@ -348,6 +369,11 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
     allowed_folders = [root, *(os.path.abspath(cache) for cache in caches)]
     for part in list_media_parts(messages):
         kind = part["type"]
+        if is_url(part[kind]):
+            raise DataError(
+                f"{kind}: {mask_url(part[kind])} is outside of {media_root}; download it there, or set "
+                "data.allow_absolute_paths = true if you trust the author of these rows"
+            )
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
         if not any(Path(path).is_relative_to(allowed) for allowed in allowed_folders):  # links may lead anywhere
             raise DataError(
