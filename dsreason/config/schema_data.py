@@ -49,8 +49,9 @@ class VisionConfig(Section):
 class SourceConfig(Section):
     """The settings of one data set."""
 
-    adapter: str = "jsonl"
-    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
+    adapter: str = "auto"
+    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file. `auto` finds the format of the rows by their
+    columns; without `path`, it reads the built-in task."""
     path: str = ""
     """File, folder, hub name or `s3://…` that the adapter reads."""
     media_path: str = ""
@@ -97,8 +98,6 @@ class WeightedSourceConfig(SourceConfig):
 
 
 class DataConfig(SourceConfig):
-    adapter: str = "builtin"
-    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
     sources: tuple[WeightedSourceConfig, ...] = ()
     """Data sets to combine; if set, it replaces this section's keys for a single data set."""
     validation: Share | Count | SourceConfig = 0

@@ -229,6 +229,11 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         if row.get(column):
             raise DataError(f"field {column!r}: {reason}")
     form = find_format(row) if name is None else next(form for form in FORMATS if form.name == name)
+    if not form.fits(row):
+        raise DataError(
+            f"the columns {', '.join(map(str, row))} do not make a row of the format {form.name} ({form.description}); rename "
+            'them with data.columns, or set data.adapter = "auto"'
+        )
     conversation = form.read(row)
     add_system(conversation, row)
     messages, columns = media_columns.place_media(conversation.messages, row)
@@ -244,7 +249,8 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         | {"id", "system", "tools"}
         | ({answer_column} if answer_column == "answer" else set())
     )
-    meta = {column: value for column, value in row.items() if column not in used}
+    unused = {column: value for column, value in row.items() if column not in used}
+    meta = {column: value for column, value in unused.items() if value or column not in CONVERSATION_COLUMNS}
     if name is None:
         check_unused(meta, conversation)
     return Sample(

@@ -433,3 +433,53 @@ def test_media_in_an_assistant_message_are_refused(encoder, files):
     sample = Sample("r1", [user("a"), assistant([image(files["small"])])])
     with pytest.raises(DataError, match="message 1: an assistant message may hold text only"):
         encoder.encode(sample)
+
+
+# ---------------------------------------------------------------- untrained replies and tools
+
+
+def test_reply_marked_untrained_is_not_trained(encoder):
+    talk = [user("a"), {**assistant("no"), "trained": False}, user("b"), assistant("yes")]
+    encoded = encoder.encode(Sample("1", talk))
+    assert runs(encoder, encoded) == ["yes<|im_end|>"]
+    trained = [user("a"), assistant("no"), user("b"), assistant("yes")]
+    assert encoded.input_ids.tolist() == encoder.encode(Sample("1", trained)).input_ids.tolist()
+
+
+def test_sample_without_trained_reply_is_rejected(encoder):
+    with pytest.raises(DataError, match='every reply has "loss": false or is part of the prompt'):
+        encoder.encode(Sample("1", [user("a"), {**assistant("no"), "trained": False}]))
+
+
+LAMP = {"type": "function", "function": {"name": "lamp", "parameters": {}}}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "lamp", "arguments": {"on": 1}}}],
+}
+TOOL_TEXT = (
+    "{{ " + TEXT[3:-3] + " }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+)
+TOOL_LIST = "{% for t in tools or [] %}tool {{ t.function.name }}\n{% endfor %}"
+
+
+def test_tool_call_is_trained_as_rendered(encoder):
+    changed = with_template(encoder, TOOL_LIST + TURNS.replace("%s", TOOL_TEXT) + PROMPT)
+    talk = [user("On."), CALL, {"role": "tool", "content": "done"}, assistant("It is on.")]
+    encoded = changed.encode(Sample("1", talk, tools=[LAMP]))
+    call = '<call>{"name": "lamp", "arguments": {"on": 1}}</call>'
+    assert runs(changed, encoded) == [f"{call}<|im_end|>", "It is on.<|im_end|>"]
+    text = changed.processor.tokenizer.decode(encoded.input_ids)
+    assert text.startswith("tool lamp\n") and "<|im_start|>tool\ndone<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("sample", "reason"),
+    [
+        (Sample("1", [user("On."), CALL]), "does not show the tool call 'lamp'"),
+        (Sample("1", [user("On."), assistant("Yes.")], tools=[LAMP]), "does not show the tool 'lamp'"),
+    ],
+)
+def test_template_without_tools_is_rejected(encoder, sample, reason):
+    with pytest.raises(DataError, match=reason):
+        with_template(encoder, TURNS.replace("%s", TEXT) + PROMPT).encode(sample)

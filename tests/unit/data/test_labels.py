@@ -172,14 +172,14 @@ def test_case_and_full_stop_are_ignored(tmp_path):
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_unlabelled_rows_stop_or_are_skipped(tmp_path, caplog, on_bad_row):
-    data = config(tmp_path, ["yes", "no", None, 3], on_bad_row=on_bad_row)
+    data = config(tmp_path, ["yes", "no", None, {"a": 3}], on_bad_row=on_bad_row)
     if on_bad_row == "error":
         with pytest.raises(DataError, match=r"rows\.jsonl, row 3: data\.balance \(answer\): the row has no answer"):
             build_order_parts(opened(data), data)
         return
     assert sorted(order(data, batch_size=2).indices(0)) == [0, 1]
     assert "2 rows have no label and are left out" in caplog.text
-    assert "row 4: field 'answer' is 3; it must be a string" in caplog.text
+    assert "row 4: field 'answer' is {'a': 3}; it must be a text" in caplog.text
 
 
 def test_unlabelled_rows_do_not_lengthen_epoch(tmp_path):
@@ -191,12 +191,12 @@ def test_unlabelled_rows_do_not_lengthen_epoch(tmp_path):
 
 
 def test_unlabelled_rows_are_counted_by_cause(tmp_path, caplog):
-    data = config(tmp_path, ["yes", None, None, 3], on_bad_row="skip")
+    data = config(tmp_path, ["yes", None, None, {"a": 3}], on_bad_row="skip")
     read_labels(opened(data), data)
     _, *lines = caplog.messages[-1].splitlines()
     assert [re.sub(r"such as \S+/", "", line.split("; ")[0]) for line in lines] == [
         "  2 rows, rows.jsonl, row 2: the row has no answer of at most 40 characters that could be a label",
-        "  1 rows, rows.jsonl, row 4: field 'answer' is 3",
+        "  1 rows, rows.jsonl, row 4: field 'answer' is {'a': 3}",
     ]
 
 

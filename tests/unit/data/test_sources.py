@@ -124,7 +124,7 @@ def test_a_parts_own_settings_win(folder, own, general, expected):
         ({"image": "../../etc/passwd"}, "leads out"),
         ({"image": "https://host/a.png"}, "only local files and s3:// URIs are supported"),
         ({"question": "see <|image_pad|>"}, r"<\|image_pad\|>"),
-        ({"answer": 3}, "answer"),
+        ({"answer": {"a": 3}}, "answer"),
     ],
 )
 def test_a_bad_row_is_named(folder, changes, words):
@@ -201,7 +201,9 @@ def test_split_is_matched_by_full_name(folder, split):
 
 def test_a_missing_field_names_row_and_field(folder):
     write(folder, [{"id": "0", "answer": "a"}])
-    with pytest.raises(DataError, match=r"rows\.jsonl.*'question'"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl.*the columns id, answer do not make a row of the format question"
+    ):
         open_datasets(config(folder))[0][0]
 
 
@@ -292,7 +294,7 @@ def test_row_columns_can_be_renamed(folder):
     write(folder, [{"number": "7", "problem": "2 + 2?", "solution": "4", "question": "not this one"}])
     columns = {"id": "number", "question": "problem", "answer": "solution"}
     (sample,) = open_datasets(config(folder, columns=columns))[0]
-    assert (sample.id, sample.answer, sample.messages[0]["content"][-1]["text"]) == ("7", "4", "2 + 2?")
+    assert (sample.id, sample.answer, sample.messages[0]["content"]) == ("7", "4", "2 + 2?")
 
 
 def test_unknown_column_is_reported_with_known_ones(folder):
