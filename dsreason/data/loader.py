@@ -209,9 +209,9 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
         if value != values[first]:
             first_skipped, rank_skipped = ("; ".join(skipped[number]) or "nothing" for number in (first, rank))
             raise DataError(
-                f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) but read "
-                f"different data: rank {first} leaves out {first_skipped}, rank {rank} {rank_skipped}; check whether the files "
-                "are changing or are not always readable"
+                f"ranks {first} and {rank} compute the same packed rows (train.sequence_parallel_size is {ranks_per_row}) but "
+                f"read different data: rank {first} leaves out {first_skipped}, rank {rank} {rank_skipped}; check whether the "
+                "files are changing or are not always readable"
             )
     return list(values[::ranks_per_row])
 

@@ -248,7 +248,7 @@ def check_dataset(
     summary = "\n  ".join(summarise_problems(messages))
     if fatal:
         raise DataError(
-            f"{name}: {len(fatal)} rows cannot be used; correct them (`dsreason data validate --all` lists all rows):\n  {summary}"
+            f"{name}: {len(fatal)} rows cannot be used; correct them (`dsreason data validate --all` lists all):\n  {summary}"
         )
     if errors and len(errors) == len(dataset):
         raise DataError(f"{name}: none of the {len(dataset)} rows can be used:\n  {summary}")
