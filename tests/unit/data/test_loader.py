@@ -118,7 +118,7 @@ def test_mismatched_rows_within_rank_group_are_rejected():
     skipped = [(), (), (), ("row 7: is empty",)]
     assert take_group_values([1, 1, 2, 2], skipped, 2) == [1, 2]
     expected = (
-        r"ranks 2 and 3 compute the same rows .*size is 2\) .* rank 2 leaves out nothing, rank 3 row 7: is empty; check"
+        r"ranks 2 and 3 compute the same packed rows .*size is 2\) .* rank 2 leaves out nothing, rank 3 row 7: is empty; check"
     )
     with pytest.raises(DataError, match=expected):
         take_group_values([1, 1, 2, 3], skipped, 2)
