@@ -210,8 +210,8 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
             first_skipped, rank_skipped = ("; ".join(skipped[number]) or "nothing" for number in (first, rank))
             raise DataError(
                 f"ranks {first} and {rank} compute the same packed rows (train.sequence_parallel_size is {ranks_per_row}) but "
-                f"read different data: rank {first} leaves out {first_skipped}, rank {rank} {rank_skipped}; check whether the "
-                "files are changing or are not always readable"
+                f"read different data: rank {first} skips {first_skipped}, but rank {rank} skips {rank_skipped}; make sure "
+                "that the files do not change and can always be read"
             )
     return list(values[::ranks_per_row])
 
@@ -325,8 +325,8 @@ def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> 
                 if not has_started:
                     process.kill()
             raise DsReasonError(
-                f"a data worker has not started within {START_SECONDS:g} s and was killed; Python before 3.11.8 sometimes causes "
-                f"this (yours is {python_version()}): start again with --resume auto, or use a newer Python"
+                f"a data worker did not start within {START_SECONDS:g} s and was killed; Python versions before 3.11.8 "
+                f"sometimes cause this (yours is {python_version()}): restart with --resume auto, or use a newer Python"
             )
 
 

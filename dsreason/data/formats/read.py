@@ -171,7 +171,7 @@ def mark_untrained(message: Message) -> Message:
 def read_text(row: Row, column: str) -> str:
     text = row[column]
     if not isinstance(text, str):
-        raise DataError(f"field {column!r} must be a text, but is {text!r:.100}")
+        raise DataError(f"field {column!r} must be a string; got {text!r:.100}")
     return text
 
 
