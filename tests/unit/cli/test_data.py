@@ -237,7 +237,7 @@ def test_inspect_exits_with_1_on_bad_rows(bad: dict[str, str], options: list[str
 def test_inspect_groups_problems_by_reason() -> None:
     write_rows(*[{**GOOD, "id": str(i), "image": f"gone {i}.png"} for i in range(1, 60)], {"id": "60"})
     result = call("inspect", "--path", "rows.jsonl", "--workers=0")
-    printed = result.stdout[result.stdout.index("59 times: missing media: image: no file …") :]
+    printed = result.stdout[result.stdout.index("59 times: missing media: image: no such file: …") :]
     assert re.findall(r"rows\.jsonl, row (\d+)", printed) == ["1", "2", "3", "60"]
 
 
@@ -388,7 +388,7 @@ def test_validate_all_writes_complete_list(tiny_qwen2_5_vl: Path) -> None:
     write_rows(*[{**GOOD, "id": str(i), "image": f"gone {i}.png"} for i in range(1, 6)], model=tiny_qwen2_5_vl)
     options = ["--config", "run.toml", "--workers=0"]
     result = call("validate", *options)
-    assert result.stdout.splitlines()[0] == "5 times: image: no file …"
+    assert result.stdout.splitlines()[0] == "5 times: image: no such file: …"
     assert [line.partition(" (")[0] for line in result.stdout.splitlines()[1:]] == [
         f"  rows.jsonl, row {i}" for i in (1, 2, 3)
     ]
