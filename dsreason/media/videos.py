@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -35,6 +36,8 @@ decoded only to reach a requested frame count as well. A still scene has a few t
 H.264; in newer codecs, a megabyte may take hours to decode."""
 MAX_UNUSABLE_PACKETS = 10_000
 """Maximum number of packets at the start of a video that cannot be decoded on their own."""
+RAW_STREAMS = ("h264", "hevc")
+"""FFmpeg's names of the formats without a container that it cannot seek in."""
 SEEK_FROM_FRAME = 128
 """Smallest index of a first requested frame for which the reader seeks the preceding key frame instead of decoding from the
 start."""
@@ -156,6 +159,11 @@ def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
             raise DataError(f"{file}: has no video stream (container {container.format.name})")
         if container.format.name.endswith("_pipe") or container.format.name == "image2":
             raise DataError(f"{file}: is an image ({container.format.name}), not a video; pass it as an image")
+        if container.format.name in RAW_STREAMS:
+            raise DataError(
+                f"{file}: is a raw {container.format.name} stream, whose frames have no times; put it into a container: "
+                f"ffmpeg -i {shlex.quote(file.name)} -c copy {shlex.quote(file.stem + '.mp4')}"
+            )
         stream = container.streams.video[0]
         if stream.codec_context is None:
             raise DataError(f"{file}: no decoder is available for its video stream; convert it, for example to H.264")
