@@ -83,7 +83,7 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
     "answer that is an object": ({**ROW, "answer": {"a": 3}}, ["answer", "must be a text"]),
     "image that is a number": ({**ROW, "image": 3}, []),
     "image that is a list of lists": ({**ROW, "image": [["a.png"]]}, ["must be the path of a file"]),
-    "image of 5000 characters": ({**ROW, "image": "x" * 5000}, ["no such file"]),
+    "image of 5000 characters": ({**ROW, "image": "x" * 5000}, ["no file has a path of 5,000 characters"]),
     "image with NUL": ({**ROW, "image": "a\0.png"}, ["no such file"]),
     "image with half a character": ({**ROW, "image": "\ud800.png"}, ["no such file"]),
     "image above the folder": ({**ROW, "image": "../outside/flag"}, ["'7'", "../outside/flag points outside"]),
