@@ -10,6 +10,7 @@ from typing import Any
 
 from dsreason.data.types import TOKEN_TYPES, MediaKind, Message
 from dsreason.errors import DataError
+from dsreason.media.files import IMAGE_SUFFIXES
 
 COLUMNS: dict[str, MediaKind] = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 """Column → kind of media."""
@@ -17,7 +18,6 @@ TIME_COLUMNS = ("fps", "timestamps")
 """Columns with the frame rate, or the seconds, of videos that are given as frames."""
 TAG = re.compile(r"\n?<(image|video)>\n?")
 """A tag in a text; a line break next to it belongs to the tag."""
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".h264", ".hevc")
 
 
