@@ -281,8 +281,8 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
         return {**select_vision_settings(settings, vision, kind), **settings, kind: str(write_frame_list(paths, part))}
     if part.get("timestamps") is not None:
         raise DataError(
-            f"timestamps are for videos given as frames, but {path} is neither a folder nor a pattern; remove them, or give the "
-            "frames as a list"
+            f"timestamps are for videos given as frames, but {path} is neither a folder nor a pattern that matches files; remove "
+            "them, or correct the path"
         )
     return {**select_vision_settings(part, vision, kind), **part, kind: path}
 

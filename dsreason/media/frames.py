@@ -61,12 +61,12 @@ class FrameList:
 
 
 def list_frames(path: str) -> list[str] | None:
-    """Return the frames of a folder or a pattern, ordered by the numbers in their names; None if `path` is neither.
+    """Return the frames of a folder or a pattern, ordered by the numbers in their names.
 
-    A folder's frames are its images; other files in it are no frames.
+    Return None if `path` is neither, or a pattern that matches no file. A folder's frames are its images, not its other files.
 
     Raises:
-        DataError: there are no frames, or the path is a pattern on S3.
+        DataError: the folder has no images, or the path is a pattern on S3.
     """
     if is_frame_list(path):
         raise DataError(
@@ -86,9 +86,7 @@ def list_frames(path: str) -> list[str] | None:
     base = next(folder for folder in Path(path).parents if os.path.isdir(folder))  # its name may contain "["
     matches = glob.glob(os.path.relpath(path, base), root_dir=base)
     files = [file for name in sorted(matches, key=make_natural_key) if os.path.isfile(file := os.path.join(base, name))]
-    if not files:
-        raise DataError(f"video: no file matches the pattern {path:.300}; correct it")
-    return files
+    return files or None
 
 
 def make_natural_key(name: str) -> tuple[list[str | int], str]:

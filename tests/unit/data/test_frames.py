@@ -104,7 +104,7 @@ def test_settings_of_the_part_are_kept(folder):
         ({"video": "pour", "fps": 2, "timestamps": [0, 1]}, "given twice"),
         ({"video": "pour", "timestamps": [0, 1]}, "2 timestamps for 6 frames"),
         ({"video": ["pour/1.png", "pour/7.png"], "fps": 2}, r"rows\.jsonl, row 1 \(sample 'r'\): video: no file .*pour/7\.png"),
-        ({"video": "pour/*.jpg", "fps": 2}, r"row 1 \(sample 'r'\): video: no file matches the pattern"),
+        ({"video": "pour/*.jpg", "fps": 2}, r"row 1 \(sample 'r'\): video: no file .*pour/\*\.jpg"),
         ({"video": ["pour/1.png", "../secret.png"], "fps": 2}, r"frame: \.\./secret\.png leads out of"),
         ({"video": "../*.png", "fps": 2}, r"\.\./\*\.png leads out of"),
         ({"video": ["https://host/1.png", "https://host/2.png"], "fps": 2}, "is a URL"),

@@ -62,7 +62,7 @@ def test_natural_order_of_names():
     assert sorted(names, key=frames.make_natural_key) == ["9", "10", "a", "a09", "a9b9", "a9b10", "a10", "b2"]
 
 
-@pytest.mark.parametrize("path", ["clip [1]/f_0.png", "gone.mp4", "gone"])
+@pytest.mark.parametrize("path", ["clip [1]/f_0.png", "gone.mp4", "gone", "clip [1]/*.jpg", "clip [1]/dep*"])
 def test_other_paths_are_no_frames(folder, path):
     assert frames.list_frames(str(folder.parent / path)) is None
 
@@ -71,8 +71,6 @@ def test_other_paths_are_no_frames(folder, path):
     ("path", "words"),
     [
         ("clip [1]/depth", "depth has no images"),
-        ("clip [1]/*.jpg", r"no file matches the pattern .*\*\.jpg"),
-        ("clip [1]/dep*", "no file matches"),
         ("a.frames.json", "a file of dsreason's cache"),
     ],
 )
