@@ -49,8 +49,8 @@ def fit_image(height: int, width: int, part: Mapping[str, Any], factor: int) -> 
 def fit_video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
     """Return the chosen frames of a video and their size; arguments and errors are as for `fit_image`.
 
-    Of a video given as frames, all are shown, and each is resized twice: like an image, to multiples of twice the factor, and like
-    a frame.
+    Of a video given as frames, all are shown. Each is resized twice: like an image, to multiples of twice the factor, and then
+    like a frame.
     """
     settings = {key: value for key, value in part.items() if value is not None}
     if info.is_frames:
