@@ -110,7 +110,8 @@ def write_frame_list(paths: Sequence[str], part: Mapping[str, Any]) -> Path:
 
 def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], float]:
     """Return the seconds of each frame and the (mean) frame rate. Raise DataError if the part does not give them."""
-    fps, timestamps = (part.get(key) for key in TIMES)
+    fps: Any = part.get("fps")
+    timestamps: Any = part.get("timestamps")
     if (fps is None) == (timestamps is None):
         raise DataError(
             f"video: is given as {num_frames} frames, and their times are "

@@ -269,7 +269,7 @@ def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
     from dsreason.rollout.protocol import Sampling
 
     engine, prompts = explorer.engine, [explorer.prompts[name] for name in CASES]
-    samplings = [Sampling(max_completion_length=length, seed=4) for length in (12, 2, 3, 2, 3, 2, 3)]
+    samplings = [Sampling(max_completion_length=length, seed=4) for length in (12, 2, 3, 2, 3, 2, 3, 2)]
     core = engine.llm.llm_engine
     alone = [
         engine.generate([prompt], sampling, version=2, streams=[i])[0].ids

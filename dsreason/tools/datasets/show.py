@@ -171,7 +171,8 @@ def describe_medium(part: dict[str, Any], source: DataSource) -> str:
         return f"image {to_relative(path, source)} ({width}x{height})"
     info = videos.probe_video(path)
     name = to_relative(describe_video_path(path), source)
-    return f"video {name} ({info.width}x{info.height}, {info.num_frames} frames, {info.fps:g} per second)"
+    spacing = f", from {info.timestamps[0]:g} to {info.timestamps[-1]:g} s" if info.timestamps else ""
+    return f"video {name} ({info.width}x{info.height}, {info.num_frames} frames, {info.fps:g} per second{spacing})"
 
 
 def list_parts(message: Message) -> list[dict[str, Any]]:

@@ -147,8 +147,9 @@ def test_frames_are_shown_as_json(folder, times, shown):
     [row] = iter_json(source, range(1), "sft")
     expected = {"type": "video", "frames": [f"pour/{number}.png" for number in range(6)], **shown}
     assert row["messages"][0]["parts"][0] == expected
+    times = ", from 0 to 10 s" if "timestamps" in shown else ""
     assert describe_medium(read_part(source), source) == (
-        f"video pour/0.png … 5.png (112x56, 6 frames, {shown['fps']} per second)"
+        f"video pour/0.png … 5.png (112x56, 6 frames, {shown['fps']} per second{times})"
     )
 
 
