@@ -16,43 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsreason.data.options import option_lines, options_field
-from dsreason.data.rows import get_optional_text, text_field, to_list
-from dsreason.data.types import Message, Sample
+from dsreason.data.formats.read import read_row
+from dsreason.data.types import Sample
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
-    options = options_field(add_letters(row.get("options")), "options")
-    question = "\n".join([text_field(row, "question"), *option_lines(options)])
-    preferred, rejected = read_preference(row)
-    answer = get_optional_text(row, "answer") or preferred
-    media = [{"type": kind, kind: path} for kind in ("image", "video") for path in to_list(row.get(kind))]
-    content = [*media, {"type": "text", "text": question}]
-    prompt: list[Message] = [{"role": "user", "content": content}]
-    if row.get("system"):
-        prompt.insert(0, {"role": "system", "content": row["system"]})
-    fields = {"id", "image", "video", "question", "options", "answer", "system", "chosen", "rejected"}
-    return Sample(
-        id=str(row.get("id", "")),
-        messages=prompt if answer is None else append_answer(prompt, preferred or answer),
-        answer=answer,
-        options=options,
-        meta={key: value for key, value in row.items() if key not in fields},
-        rejected=None if rejected is None else append_answer(prompt, rejected),
-    )
-
-
-def read_preference(row: dict[str, Any]) -> tuple[str, str] | tuple[None, None]:
-    """Return the better and the worse answer, or None for both. Raise KeyError if the row has only a worse answer."""
-    if row.get("rejected") is None:
-        return None, None
-    preferred = get_optional_text(row, "chosen") or get_optional_text(row, "answer") or text_field(row, "chosen")
-    return preferred, text_field(row, "rejected")
-
-
-def append_answer(prompt: list[Message], answer: str) -> list[Message]:
-    return [*prompt, {"role": "assistant", "content": answer}]
-
-
-def add_letters(options: Any) -> Any:
-    return {chr(ord("A") + i): text for i, text in enumerate(options)} if isinstance(options, list) else options
+    return read_row(row, "preference" if row.get("rejected") is not None else "question")

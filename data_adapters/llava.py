@@ -10,56 +10,11 @@ human turn is replaced with the next image or video, so the number of tags must 
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from data_adapters.conversations import collect_media, get_last_reply
-from dsreason.data.rows import text_field
-from dsreason.data.types import Message, Sample
-from dsreason.errors import DataError
-
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-TAG = re.compile(r"\n?<(image|video)>\n?")
+from dsreason.data.formats.read import read_row
+from dsreason.data.types import Sample
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
-    turns = row["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise DataError("field 'conversations': must be a list of turns with 'from' and 'value'")
-    waiting = {kind: collect_media(row, kind) for kind in ("image", "video")}
-    for kind, paths in waiting.items():
-        num_tags = sum(count_tags(turn, kind) for turn in turns)
-        if len(paths) != num_tags:
-            raise DataError(
-                f"field 'conversations': {num_tags} <{kind}> tags for {len(paths)} {kind}s; put one tag for each "
-                "into the text where it is to be shown"
-            )
-    messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
-    meta = {"kind": row["kind"]} if "kind" in row else {}
-    return Sample(str(row.get("id", "")), messages, answer=get_last_reply(messages), meta=meta)
-
-
-def count_tags(turn: dict[str, Any], kind: str) -> int:
-    return str(turn.get("value", "")).count(f"<{kind}>") if ROLES.get(turn.get("from", "")) == "user" else 0
-
-
-def to_message(number: int, turn: dict[str, Any], waiting: dict[str, list[str]]) -> Message:
-    role = ROLES.get(turn.get("from", ""))
-    if role is None:
-        raise DataError(f"conversations[{number}].from: {turn.get('from')!r} is not one of {', '.join(ROLES)}")
-    text = text_field(turn, "value")
-    if role != "user" or not TAG.search(text):
-        return {"role": role, "content": text}
-    return {"role": role, "content": split_at_tags(text, waiting)}
-
-
-def split_at_tags(text: str, waiting: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Split the text into parts, replacing each tag and the newlines next to it with the next media item of the tag's kind."""
-    parts: list[dict[str, Any]] = []
-    pieces = TAG.split(text)  # text, kind, text, kind, …, text
-    for i, piece in enumerate(pieces):
-        if i % 2:
-            parts.append({"type": piece, piece: waiting[piece].pop(0)})
-        elif piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
+    return read_row(row, "conversation")

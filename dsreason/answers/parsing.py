@@ -60,7 +60,7 @@ def parse(
 
 def _check(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 
 def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None) -> tuple[str, str]:

@@ -30,12 +30,12 @@ FOLDER = "adapter"
 WEIGHTS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 """Prefix of the tensor names in peft's files."""
-BASE_IN_4_BITS = "the base model's weights as their NF4 codes give them back, which is what was trained"
-ADAPTER_CARD = """This adapter was trained beside {base} with the matrices of its language model in 4 bits (NF4, blocks of 64,
-scales in float32). It adds to what these give back, not to the original weights. To have the model that was trained, take the
-merged one in the folder above, or load the base with
-`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False)`, its vision tower and output
-layer left out (`llm_int8_skip_modules`).
+BASE_IN_4_BITS = "the base model's weights, quantised to NF4 and dequantised as in training"
+ADAPTER_CARD = """This adapter was trained on {base}, with the matrices of the language model quantised to 4 bits (NF4, blocks of
+64 values, scales in float32). It must be added to the dequantised matrices, not to the original ones. To get the model that was
+trained, use the merged model in the parent folder, or load the base model with
+`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False)`, excluding the vision tower
+and the output layer (`llm_int8_skip_modules`).
 """
 SMALLEST = 5e-3
 """Relative change of a weight that survives rounding to bfloat16 (8 bits); about half of a change five times smaller does."""
@@ -83,18 +83,18 @@ class Merge:
         (name, change), settings = self.largest, self.adapter.settings
         return (
             f"LoRA of rank {settings['r']}, alpha {settings['lora_alpha']}, on {len(self.changes)} layers, merged into "
-            f"{'these weights' if self.adapter.quantize is None else BASE_IN_4_BITS}; separately in `{FOLDER}/`. Largest "
-            f"relative change of a weight: {change:.2g} ({name})"
+            f"{'these weights' if self.adapter.quantize is None else BASE_IN_4_BITS}; also saved separately in `{FOLDER}/`. "
+            f"Largest relative change of a weight: {change:.2g} ({name})"
         )
 
     def report(self, output: Path) -> None:
         """Log the largest change, and warn if it is too small for the precision of the written weights."""
         name, change = self.largest
-        log.info("%s: the adapter changes %s most, by %.2g of its norm", output, name, change)
+        log.info("%s: the adapter changes %s the most, by %.2g of its norm", output, name, change)
         if self.dtype == "bf16" and change < SMALLEST:
             log.warning(
-                "%s: the adapter changes no weight by more than %.2g of its norm, part of which is lost in rounding to "
-                "bfloat16; use %s/ beside the base model, or export with --dtype fp32 (checkpoint.export_dtype)",
+                "%s: the adapter changes no weight by more than %.2g of its norm, and rounding to bfloat16 loses part of that; "
+                "load %s/ on top of the base model, or export with --dtype fp32 (checkpoint.export_dtype)",
                 *(output, change, FOLDER),
             )
 
@@ -125,8 +125,8 @@ def iter_weights_with_adapters(
     source = Path(saved.state.model_path)
     if (source_fingerprint := compute_fingerprint(source)) != adapter.fingerprint:
         raise CheckpointError(
-            f"{checkpoint}: its adapters were trained on {adapter.base}, in {source}, whose files have changed (fingerprint "
-            f"{source_fingerprint} instead of {adapter.fingerprint}); put the base model back"
+            f"{checkpoint}: its adapter was trained on {adapter.base}, but the files in {source} have changed since (the "
+            f"fingerprint was {adapter.fingerprint}, but is now {source_fingerprint}); restore the base model"
         )
     trained_in = DTYPES["fp32" if dtype == "fp32" else saved.precision]
     trained = {
@@ -144,7 +144,9 @@ def iter_weights_with_adapters(
         name for name in names if get_adapter_names(name) and name.removesuffix(f"{BASE}.weight") not in adapter.scales
     ]
     if lacking:
-        raise CheckpointError(f"{checkpoint}: {lacking[0]} is neither in it nor in {source}; choose another checkpoint")
+        raise CheckpointError(
+            f"{checkpoint}: {lacking[0]} is missing both here and in {source}; choose another checkpoint"
+        )
     base: dict[str, Tensor] = {}  # memory-mapped from the files
     weights.read([to_base_name(name) for name in names], base.__setitem__)
     for name in names:

@@ -140,7 +140,9 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
                 with load_safely():
                     loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=with_frozen)
                 if loaded is None:
-                    raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there; choose another checkpoint")
+                    raise CheckpointError(
+                        f"{path}: DeepSpeed found no checkpoint in this folder; choose another checkpoint"
+                    )
             else:
                 load_universal(engine, path)
             if world.rank < saved.world_size:
@@ -179,7 +181,9 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
     differences = {
         "not in the checkpoint": now.keys() - before.keys(),
         "only in the checkpoint": before.keys() - now.keys(),
-        "of another shape": {name for name in now.keys() & before.keys() if now[name].shape != before[name].shape},
+        "with a different shape": {
+            name for name in now.keys() & before.keys() if now[name].shape != before[name].shape
+        },
         "trained in the checkpoint, frozen now": (trained_before - trained_now) & now.keys(),
         "frozen in the checkpoint, trained now": (trained_now - trained_before) & before.keys(),
     }
@@ -188,7 +192,7 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{path}: parameters differ: {'; '.join(problems)}; set model.path, model.freeze and lora as they were"
+            f"{path}: the parameters differ: {'; '.join(problems)}; set model.path, model.freeze and lora as in the saved run"
         )
     check_stage(path, saved, int(engine.zero_optimization_stage()))
 
@@ -196,7 +200,8 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
 def check_stage(path: Path, saved: SavedRun, stage: int) -> None:
     if saved.zero_stage != stage:
         raise CheckpointError(
-            f"{path}: saved with ZeRO stage {saved.zero_stage}, this run has {stage}; use the DeepSpeed JSON of that run"
+            f"{path}: was saved with ZeRO stage {saved.zero_stage}, but this run uses stage {stage}; use the DeepSpeed JSON of "
+            "the saved run"
         )
 
 
@@ -230,7 +235,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
         partial.rename(path / UNIVERSAL)
     except UNREADABLE as cause:
         raise CheckpointError(
-            f"{path}: cannot be converted for another number of ranks ({cause}); resume on the number it was saved with"
+            f"{path}: cannot be converted for a different number of ranks ({cause}); resume with {saved.world_size} ranks"
         ) from cause
     (path / "latest_universal").unlink(missing_ok=True)
 
@@ -267,7 +272,7 @@ def choose_common(folder: Path, resume: str | None, world: World) -> Path | None
     if not common or Path(resume).name.startswith(PREFIX):
         complete_steps = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(complete))
         raise CheckpointError(
-            f"--resume {resume}: {checkpoints} is another folder on every host, and no checkpoint to resume from is complete in "
-            f"all of them ({complete_steps}); start on the hosts that wrote them, or with another --output-dir"
+            f"--resume {resume}: each host has its own {checkpoints}, and no checkpoint to resume from is complete on all of "
+            f"them ({complete_steps}); start on the hosts that wrote the checkpoints, or choose another --output-dir"
         )
     return max((checkpoints / name for name in common), key=parse_step)

@@ -116,7 +116,7 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
         newest = find_checkpoint(checkpoints)
         if newest is None:
             raise CheckpointError(
-                f"--resume {resume}: no complete checkpoint in {checkpoints}; give a folder such as run/checkpoints/step_N"
+                f"--resume {resume}: {checkpoints} has no complete checkpoint; pass a folder such as run/checkpoints/step_N"
             )
         path = newest
     check_complete(path)
@@ -171,9 +171,9 @@ def find_unfinished_steps(folder: Path) -> list[int]:
 
 def check_complete(path: Path) -> None:
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint folder; choose another one")
+        raise CheckpointError(f"{path}: the checkpoint folder does not exist; choose another checkpoint")
     if not (path / MARKER).is_file():
-        raise CheckpointError(f"{path}: is not a complete checkpoint ({MARKER} is missing); choose another one")
+        raise CheckpointError(f"{path}: is not a complete checkpoint ({MARKER} is missing); choose another checkpoint")
 
 
 def read_checkpoint(path: Path) -> SavedRun:
@@ -182,8 +182,8 @@ def read_checkpoint(path: Path) -> SavedRun:
     saved = read_state(path)
     if is_step_name(path.name) and parse_step(path) != saved.state.step:
         raise CheckpointError(
-            f"{path}: holds the checkpoint of step {saved.state.step} according to its {STATE_FILE}; give it the name "
-            f"{format_step(saved.state.step)} again, or choose another one"
+            f"{path}: contains the checkpoint of step {saved.state.step} according to its {STATE_FILE}; rename it to "
+            f"{format_step(saved.state.step)}, or choose another checkpoint"
         )
     return saved
 
@@ -194,10 +194,12 @@ def read_state(folder: Path) -> SavedRun:
     try:
         saved = TypeAdapter(SavedRun).validate_json(read_small(file), strict=True)
         if max(saved.ranks_here) >= saved.world_size:
-            raise ValueError(f"ranks is {saved.ranks}, and world_size {saved.world_size}")
+            raise ValueError(f"ranks is {saved.ranks}, but world_size is {saved.world_size}")
     except (OSError, ValueError) as cause:
         problem = describe_first_problem(cause) if isinstance(cause, ValidationError) else cause
-        raise CheckpointError(f"{file}: is not the state of a checkpoint ({problem}); choose another one") from cause
+        raise CheckpointError(
+            f"{file}: is not a valid checkpoint state ({problem}); choose another checkpoint"
+        ) from cause
     return saved
 
 
@@ -205,21 +207,21 @@ def check_sizes(path: Path) -> dict[str, int]:
     """Check that all files listed in the marker exist with the listed sizes, and return the sizes in bytes by name."""
     files = read_json(path / MARKER).get("files")
     if not isinstance(files, dict):
-        raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
+        raise CheckpointError(f"{path / MARKER}: does not list the checkpoint's files; choose another checkpoint")
     for name, size in files.items():
         if not (parts := Path(name).parts) or parts[0] == "/" or ".." in parts:
             raise CheckpointError(
-                f"{path / MARKER}: names {name!r:.300}, which is outside the checkpoint folder; choose another checkpoint"
+                f"{path / MARKER}: lists {name!r:.300}, which is outside the checkpoint folder; choose another checkpoint"
             )
         file = path / name
         if not os.path.isfile(file):  # unlike Path.is_file, this returns False for a name that is too long
             raise CheckpointError(f"{path}/{name:.300}: is missing; choose another checkpoint")
         if type(size) is not int or file.stat().st_size != size:
             raise CheckpointError(
-                f"{file}: has {file.stat().st_size} bytes instead of {size!r:.100}; choose another checkpoint"
+                f"{file}: has {file.stat().st_size} bytes, but {MARKER} lists {size!r:.100}; choose another checkpoint"
             )
     if STATE_FILE not in files:
-        raise CheckpointError(f"{path / MARKER}: does not name {STATE_FILE}; choose another checkpoint")
+        raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}; choose another checkpoint")
     return files
 
 
@@ -231,12 +233,12 @@ def check_content(path: Path) -> dict[str, int]:
     files = check_sizes(path)
     ends = read_json(path / MARKER).get("ends", {})  # missing in older checkpoints
     if not (isinstance(ends, dict) and (not ends or ends.keys() == files.keys())):
-        raise CheckpointError(f"{path / MARKER}: has digests of other files than it names; choose another checkpoint")
+        raise CheckpointError(f"{path / MARKER}: lists digests and sizes of different files; choose another checkpoint")
     for name, digest in ends.items():
         if hash_end(path / name) != digest:
             raise CheckpointError(
-                f"{path / name}: is not the file that was written with {MARKER}: damaged, or of another checkpoint; put that "
-                "file back, or choose another checkpoint"
+                f"{path / name}: does not match its digest in {MARKER}: it is damaged or belongs to another checkpoint; restore "
+                "the original file, or choose another checkpoint"
             )
     return files
 
@@ -258,7 +260,7 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
     missing = find_unwritten(partial, ranks)
     if missing:
         raise CheckpointError(
-            f"{partial}: lacks {', '.join(missing)}, which ranks that write into this folder should have written"
+            f"{partial}: does not contain {', '.join(missing)}, which the ranks of this folder should have written"
         )
     with convert_to_save_error(final):
         write_marker(partial)
@@ -279,8 +281,8 @@ def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: s
     """Raise CheckpointError with `advice` if the folder lacks files of `ranks`, which were written on other hosts."""
     if missing := find_unwritten(folder, ranks):
         raise CheckpointError(
-            f"{folder}: has no {join_first(missing, 3, separator=', ')}: the {world_size} ranks of this run wrote to folders of "
-            f"several hosts; {advice}"
+            f"{folder}: does not contain {join_first(missing, 3, separator=', ')}: the {world_size} ranks of this run wrote to "
+            f"folders on several hosts; {advice}"
         )
 
 
@@ -386,5 +388,5 @@ def read_json(path: Path, advice: str = "choose another checkpoint") -> dict[str
     except (OSError, ValueError, RecursionError) as cause:
         raise CheckpointError(f"{path}: cannot be read ({cause}); {advice}") from cause
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: holds a {type(document).__name__}; {advice}")
+        raise CheckpointError(f"{path}: must be a JSON object; got a {type(document).__name__}; {advice}")
     return document

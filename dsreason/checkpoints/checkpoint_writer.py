@@ -91,8 +91,8 @@ class SnapshotEngine(TorchCheckpointEngine):
         needed, free = sum(size for size, _ in here), min(available for _, available in here)
         if needed and SPARE_MEMORY * needed > free:
             log.info(
-                "the ranks of %s need %.1f GiB for copies of their checkpoint, but only %.1f GiB are free; training waits until "
-                "it is written",
+                "%s: the ranks need %.1f GiB of memory for copies of the checkpoint, but only %.1f GiB are free; training waits "
+                "until the checkpoint is written",
                 *(host, needed / GIB, free / GIB),
             )
             return
@@ -194,7 +194,7 @@ class CheckpointWriter:
             SaveError: the disk has too little free space for the checkpoint; nothing is written.
         """
         if self.writing is not None:
-            raise RuntimeError(f"{self.writing.final} is being written; wait for it first")
+            raise RuntimeError(f"{self.writing.final} is still being written; call wait() first")
         started = time.perf_counter()
         partial = make_partial_folder(self.folder, step, self.world)
         with self.snapshot.in_place(self.engine):
@@ -247,7 +247,7 @@ class CheckpointWriter:
         try:
             self.wait()
         except (DsReasonError, RuntimeError) as error:  # RuntimeError if a rank ends in the meantime
-            log.warning("the checkpoint that was being written stays incomplete: %s", error)
+            log.warning("the pending checkpoint could not be completed: %s", error)
 
     def prune(self, keep: int, spared: Collection[Path | None]) -> None:
         """In the background, delete all checkpoints except the `keep` newest and `spared`. Call this on one rank per folder."""
@@ -273,8 +273,9 @@ class CheckpointWriter:
             return
         give_up(partial)
         raise SaveError(
-            f"{partial.parent}: the checkpoint takes {size / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free there; older "
-            "checkpoints are unchanged. Make room, lower checkpoint.keep, or move the run, and continue with --resume auto"
+            f"{partial.parent}: the checkpoint needs {size / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free on this disk; "
+            "older checkpoints are unchanged. Free disk space, lower checkpoint.keep, or move the run, then continue with "
+            "--resume auto"
         )
 
     def _finish(self, writing: Writing) -> Path:
@@ -284,7 +285,7 @@ class CheckpointWriter:
         now = time.perf_counter()
         self.completing = now - started
         log.info(
-            "%s written in %.1f s, of which training waited %.2f s",
+            "%s: written in %.1f s, during which training waited %.2f s",
             *(writing.final, now - writing.started, writing.stall + self.completing),
         )
         return writing.final
@@ -296,8 +297,8 @@ class CheckpointWriter:
         run_once_per_folder(self.world, lambda: give_up(writing.partial))
         free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
-            f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
-            "unchanged. Fix that, and continue with --resume auto"
+            f"{writing.final}: rank {rank} could not write the checkpoint: {text} ({free:.2f} GiB are free on this disk); older "
+            "checkpoints are unchanged. Fix the problem, then continue with --resume auto"
         )
 
 

@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
     """Convert a size to bytes in decimal units, as Hugging Face does: "4GB" → 4,000,000,000. Raise ConfigError if invalid."""
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
     if size is None or float(size[1]) == 0:
-        raise ConfigError(f"max-shard-size ({text}) is not a size; write it as 500MB or 4GB")
+        raise ConfigError(f"max-shard-size must be a size such as 500MB or 4GB; got {text!r}")
     return int(float(size[1]) * UNITS[size[2]])
 
 
@@ -105,7 +105,7 @@ def write_folder_atomically(output: Path) -> Iterator[Path]:
             output.rmdir()
         partial.rename(output)
     except (OSError, SafetensorError) as error:
-        raise SaveError(f"{output}: cannot be written ({error}); make room there, or choose another folder") from error
+        raise SaveError(f"{output}: cannot be written ({error}); free disk space, or choose another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -114,13 +114,13 @@ def check_target(source: Path, output: Path) -> None:
     check_target_empty(output)
     if not (source / "config.json").is_file():
         raise CheckpointError(
-            f"{source}: the folder the model was loaded from has no config.json; put the base model back there"
+            f"{source}: config.json is missing from this folder, which the model was loaded from; restore the base model"
         )
 
 
 def check_target_empty(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: exists and is not empty; choose another output folder or remove it")
+        raise CheckpointError(f"{output}: exists and is not empty; remove it, or choose another output folder")
 
 
 def copy_small_files(source: Path, output: Path, dtype: str) -> None:
@@ -248,7 +248,7 @@ def export_checkpoint(
     saved = read_checkpoint(checkpoint)
     check_content(checkpoint)
     if not saved.parameters:
-        raise CheckpointError(f"{checkpoint / STATE_FILE}: names no parameters; choose another checkpoint")
+        raise CheckpointError(f"{checkpoint / STATE_FILE}: lists no parameters; choose another checkpoint")
     dtype = saved.precision if dtype == "auto" else dtype
     run, adapter, step = checkpoint.absolute().parent.parent, saved.state.adapter, saved.state.step
     source, merge = Path(saved.state.model_path), Merge(dtype, adapter)

@@ -94,7 +94,7 @@ def read_run_record(run: Path) -> dict[str, Any]:
     try:
         return read_record(run)
     except (OSError, ValueError, RecursionError) as error:  # export the weights even if the card is incomplete
-        log.warning("%s: is not the configuration of a run (%s); the model card leaves it out", file, error)
+        log.warning("%s: is not the configuration of a run (%s); the model card omits it", file, error)
         return {}
 
 

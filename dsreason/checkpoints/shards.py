@@ -53,7 +53,9 @@ def iter_checkpoint_tensors(
     """
     ranks = range(saved.world_size)
     if len(saved.ranks_here) < len(ranks):
-        check_written(checkpoint, len(ranks), ranks, "copy the files in that folder on the other hosts into this one")
+        check_written(
+            checkpoint, len(ranks), ranks, "copy the files from the same folder on the other hosts into this one"
+        )
     with convert_read_errors(checkpoint):
         for name, pieces, shape in iter_sliced_tensors(checkpoint, saved, with_frozen=with_frozen):
             yield to_hf_name(name), assemble(pieces, shape)
@@ -89,7 +91,7 @@ def iter_sliced_tensors(
         if not (described.trained or with_frozen):
             continue
         if name not in slices:
-            raise CheckpointError(f"{checkpoint}: {name} is not in the checkpoint; choose another one")
+            raise CheckpointError(f"{checkpoint}: parameter {name} is missing; choose another checkpoint")
         yield name, slices[name], torch.Size(described.shape)
 
 
@@ -101,8 +103,8 @@ def check_names(checkpoint: Path, saved: SavedRun) -> None:
     """
     if (num_files := len(list(checkpoint.glob("*_optim_states.pt")))) != saved.world_size:
         raise CheckpointError(
-            f"{checkpoint}: has *_optim_states.pt of {num_files} ranks, but {saved.world_size} ranks have written it; move "
-            "the files of other checkpoints away"
+            f"{checkpoint}: contains *_optim_states.pt files of {num_files} ranks, but was written by {saved.world_size} ranks; "
+            "move the files of other checkpoints away"
         )
     for rank in range(saved.world_size):
         with convert_read_errors(checkpoint):
@@ -113,8 +115,8 @@ def check_names(checkpoint: Path, saved: SavedRun) -> None:
             foreign = sorted(names - saved.parameters.keys())
         if foreign:
             raise CheckpointError(
-                f"{checkpoint}: the files of rank {rank} hold {foreign[0]!r}, which {len(saved.parameters)} parameters of "
-                "trainer_state.json do not name; choose another checkpoint"
+                f"{checkpoint}: the files of rank {rank} contain {foreign[0]!r}, which is not one of the "
+                f"{len(saved.parameters)} parameters in trainer_state.json; choose another checkpoint"
             )
 
 
@@ -125,7 +127,7 @@ def find_untrained(saved: SavedRun) -> list[str]:
 def assemble(slices: list[Tensor], shape: torch.Size) -> Tensor:
     """Join the parts of a parameter and drop the padding; raise ValueError if a part is larger than the storage in its file."""
     if any(piece.nbytes > piece.untyped_storage().nbytes() for piece in slices):
-        raise ValueError(f"parts of a parameter of shape {list(shape)} are larger than their files")
+        raise ValueError(f"parts of a parameter of shape {list(shape)} are larger than their storage")
     return torch.cat([piece.reshape(-1) for piece in slices])[: shape.numel()].view(shape)
 
 
@@ -169,7 +171,7 @@ def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint / pattern}: is missing; choose another checkpoint")
     if len(files) > 1:
         raise CheckpointError(
-            f"{files[0]}: is ambiguous beside {files[1].name}; move the file of another checkpoint away"
+            f"{files[0]} and {files[1].name} both match {pattern}; move away the one that belongs to another checkpoint"
         )
     try:
         check_stored(files[0])
@@ -178,7 +180,9 @@ def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
     except (*UNREADABLE, BadZipFile) as cause:
         raise CheckpointError(f"{files[0]}: cannot be read ({cause}); choose another checkpoint") from cause
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{files[0]}: holds a {type(loaded).__name__}; choose another checkpoint")
+        raise CheckpointError(
+            f"{files[0]}: must contain a dict; got a {type(loaded).__name__}; choose another checkpoint"
+        )
     return loaded
 
 
@@ -186,4 +190,4 @@ def check_stored(file: Path) -> None:
     """Raise ValueError for a file with compressed entries: torch never writes these, and they may expand to any size."""
     with ZipFile(file) as archive:
         if packed := [part.filename for part in archive.infolist() if part.compress_type != ZIP_STORED]:
-            raise ValueError(f"its part {packed[0]:.80} is compressed")
+            raise ValueError(f"its entry {packed[0]:.80} is compressed")

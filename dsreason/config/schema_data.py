@@ -50,15 +50,19 @@ class VisionConfig(Section):
 class SourceConfig(Section):
     """The settings of one data set."""
 
-    adapter: str = "jsonl"
-    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
+    adapter: str = "auto"
+    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file. `auto` finds the format of the rows by their
+    columns; without `path`, it reads the built-in task."""
     path: str = ""
     """File, folder, hub name or `s3://…` that the adapter reads."""
     media_path: str = ""
     """Folder that relative media paths refer to. Empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None
     """Allow absolute paths to media outside that folder. Unset: allowed, unless `media_path` is set or the data set comes
-    from the hub, where others may have written it."""
+    from the hub, where others may have written it. The same applies to `s3://`, `http://` and `https://` URLs of media."""
+    allow_private_urls: bool = False
+    """Allow URLs of media on hosts without a public address, such as `http://10.0.0.1/a.png`, also after a redirect. Set it only
+    if you trust the author of the rows: the URLs make your machine request services of your network."""
     subset: str | None = None
     """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
     revision: str | None = None
@@ -98,8 +102,6 @@ class WeightedSourceConfig(SourceConfig):
 
 
 class DataConfig(SourceConfig):
-    adapter: str = "builtin"
-    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
     sources: tuple[WeightedSourceConfig, ...] = ()
     """Data sets to combine; if set, it replaces this section's keys for a single data set."""
     validation: Share | Count | SourceConfig = 0

@@ -58,7 +58,7 @@ def build_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[s
     """Group the trainable parameters: matrices with weight decay; vectors, such as biases, without. Omit empty groups."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ConfigError("model.freeze: no parameter is left to train; remove a pattern")
+        raise ConfigError("model.freeze: all parameters are frozen; remove a pattern")
     matrices = [parameter for parameter in trainable if len(get_full_shape(parameter)) >= 2]
     vectors = [parameter for parameter in trainable if len(get_full_shape(parameter)) < 2]
     groups = [

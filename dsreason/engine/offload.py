@@ -122,7 +122,7 @@ class StateOffload:
     def describe(self) -> str:
         """Return a log line with the state that moves, the state already on the host, and the state that stays on the GPU."""
         if not self.is_active:
-            return f"offload during rollouts: nothing, training runs on {self.engine.device.type.upper()}"
+            return f"offload during rollouts: none, because training runs on {self.engine.device.type.upper()}"
         sizes = self.sizes()
         gradients = sizes.pop("gradient buffers")
         moving = self._count_moving_bytes()
@@ -131,13 +131,13 @@ class StateOffload:
         staying = {"weights": count_bytes(self._select_on_device(self._list_weights()))}
         staying |= {name: size - moving[name] for name, size in sizes.items()}
         if gradients and self.amount.drop_gradients:
-            text += f"; given back until the next step: gradient buffers {gradients / GIB:.2f} GiB"
+            text += f"; freed until the next step: gradient buffers {gradients / GIB:.2f} GiB"
         else:
             staying["gradient buffers"] = gradients
         if not any(sizes.values()):
-            text += "; not on the GPU anyway: master weights, moments (zero_optimization.offload_optimizer)"
+            text += "; already on the host: master weights, moments (zero_optimization.offload_optimizer)"
         stays = [f"{name} {size / GIB:.2f} GiB" for name, size in staying.items() if size]
-        return f"{text}; stays on the GPU: {', '.join(stays) or 'nothing'}"
+        return f"{text}; remaining on the GPU: {', '.join(stays) or 'nothing'}"
 
     # ------------------------------------------------------------ tensors
 

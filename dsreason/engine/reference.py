@@ -68,7 +68,7 @@ class ReferencePolicy:
         weights = find_weights(folder, rename)
         trained = get_trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:
-            raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")
+            raise CheckpointError(f"{folder}: tensor {missing[0]}, which the reference policy needs, is missing")
         tensors: dict[str, Tensor] = {}  # memory-mapped, so that each rank reads only its shard
         weights.read(list(trained), tensors.__setitem__)
         rank = self.engine.global_rank
@@ -102,7 +102,7 @@ def allocate_share_buffer(engine: DeepSpeedEngine) -> HostBuffer:
 @contextmanager
 def set_policy_aside(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
     """Save the policy's trained weights, let the `with` block overwrite them in the engine, and restore them afterwards."""
-    assert not room.taken, "the policy is away already; it would be lost"
+    assert not room.taken, "the buffer already holds the policy, which would be lost"
     drop_gathered(engine)
     room.store(get_local_shares(engine))
     room.taken = True

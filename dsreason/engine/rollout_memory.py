@@ -67,7 +67,7 @@ class RolloutMemory:
     def describe(self) -> str:
         return (
             f"vLLM {self.vllm / GIB:.2f} + training {self.training / GIB:.2f} + margin {self.margin / GIB:.2f} "
-            f"= {self.needed / GIB:.2f} GiB, the GPU has {self.total / GIB:.2f}"
+            f"= {self.needed / GIB:.2f} GiB of the GPU's {self.total / GIB:.2f} GiB"
         )
 
 
@@ -84,8 +84,8 @@ def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
         fitting = (memory.vllm - to_move) / memory.total
         lower = f", or lower rollout.gpu_memory_utilization to {int(100 * fitting) / 100:g}" if fitting >= 0.01 else ""
         raise ConfigError(
-            f'rollout.offload = "never": {memory.describe()}; without gradient buffers '
-            f"({memory.gradients / GIB:.2f} GiB) {to_move / GIB:.2f} GiB are still missing; "
+            f'rollout.offload = "never": {memory.describe()}; even without gradient buffers '
+            f"({memory.gradients / GIB:.2f} GiB), {to_move / GIB:.2f} GiB are missing; "
             f'set rollout.offload = "auto"{lower}'
         )
     return OffloadAmount(memory.excess > 0, min(to_move, state))

@@ -22,11 +22,11 @@ def describe_long_warmup(total_steps: int, optim: OptimConfig) -> str | None:
     warmup = f"{optim.warmup:g} steps" if optim.warmup >= 1 else f"{optim.warmup:g} of the run's steps"
     is_longer = optim.warmup > total_steps
     length = (
-        f"longer than the run ({total_steps}) and is clipped to it"
+        f"longer than the run ({total_steps} steps) and is clipped to it"
         if is_longer
-        else f"as long as the run ({total_steps})"
+        else f"as long as the run ({total_steps} steps)"
     )
-    return f"optim.warmup ({warmup}) is {length}: optim.lr is reached in the last step only; lower it"
+    return f"optim.warmup ({warmup}) is {length}, so optim.lr is reached only in the last step; lower optim.warmup"
 
 
 def compute_lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -54,4 +54,4 @@ def _compute_decay(schedule: str, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
     if schedule in ("sqrt", "wsd"):
         return 1 - math.sqrt(progress)
-    raise ValueError(f"optim.schedule {schedule!r}: unknown schedule")
+    raise ValueError(f"optim.schedule must be one of constant, linear, cosine, sqrt, wsd; got {schedule!r}")

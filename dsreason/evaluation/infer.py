@@ -193,7 +193,7 @@ def open_engine(
     """Open an engine with the weights loaded until `stack` closes; for vLLM, `max_length` is the maximum sequence length."""
     installed = importlib.util.find_spec("vllm") is not None
     if settings.engine == "vllm" and not installed:
-        raise ConfigError("--engine vllm: vLLM is not installed; install it, or choose transformers")
+        raise ConfigError("--engine vllm: vLLM is not installed; install it, or use --engine transformers")
     device = choose_device(0)
     on_gpu = device.type == "cuda"
     if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
@@ -286,8 +286,8 @@ def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
     length = encoder.measure(sample)
     if length >= longest:
         raise DataError(
-            f"{sample.id} has {length} tokens, and the model takes {longest} with the answer; show fewer frames (--fps, "
-            "--nframes) or smaller ones (--max-pixels, --total-pixels)"
+            f"{sample.id} has {length} tokens, but the model supports at most {longest}, including the answer; use "
+            "fewer frames (--fps, --nframes) or smaller ones (--max-pixels, --total-pixels)"
         )
     return length
 
@@ -295,7 +295,7 @@ def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
 def limit_length(sampling: Sampling, room: int, say: Callable[[str], None]) -> Sampling:
     if sampling.max_completion_length <= room:
         return sampling
-    say(f"note: --max-tokens ({sampling.max_completion_length}) is cut to the {room} that the model has room for")
+    say(f"note: --max-tokens ({sampling.max_completion_length}) is reduced to {room}, the maximum after this prompt")
     return replace(sampling, max_completion_length=room)
 
 
@@ -303,11 +303,14 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     """Return the given prompt, the content of a text file, or the prompts of a .jsonl file with `{"prompt": …}` per line.
 
     Raises:
-        ConfigError: not exactly one of both is given, the file cannot be read or is malformed, or a prompt is empty.
+        ConfigError: both or neither are given, the file cannot be read or is malformed, or a prompt is empty.
     """
     if (prompt is None) == (file is None):
-        problem = "neither --prompt nor --prompt-file" if prompt is None else "--prompt and --prompt-file"
-        raise ConfigError(f"{problem} given; give one of them")
+        raise ConfigError(
+            "--prompt and --prompt-file are both missing; pass one of them"
+            if prompt is None
+            else "--prompt and --prompt-file are mutually exclusive; remove one of them"
+        )
     try:
         if file is None:
             prompts = [str(prompt)]
@@ -328,14 +331,16 @@ def read_prompt(file: Path) -> str:
     with file.open("rb") as opened:
         content = opened.read(MOST_PROMPT_BYTES + 1)
     if len(content) > MOST_PROMPT_BYTES:
-        raise ConfigError(f"--prompt-file {file}: is larger than {MOST_PROMPT_BYTES} bytes; give a shorter prompt")
+        raise ConfigError(
+            f"--prompt-file {file}: is larger than the maximum of {MOST_PROMPT_BYTES} bytes; use a shorter prompt"
+        )
     return content.decode("utf-8-sig").strip()
 
 
 def _prompt_of(row: Any, where: str) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
-        raise ConfigError(f'{where}: is {row!r:.80}; a line must be {{"prompt": "…"}}')
+        raise ConfigError(f'{where}: must be {{"prompt": "…"}}; got {row!r:.80}')
     return prompt
 
 

@@ -52,7 +52,7 @@ class Throughput:
 
     def __str__(self) -> str:
         if not self.questions:
-            return "nothing was left to ask"
+            return "no new answers"
         seconds = max(self.seconds, 1e-9)
         return (
             f"{self.questions} questions in {self.seconds:.1f} s: {self.questions / seconds:.2f} questions/s, "
@@ -77,7 +77,11 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
     check_scorer(config.evaluation, questions)
     if absent := [question for question in questions if question.problem]:
         log.warning(
-            *("%d of %d questions cannot be asked and count as wrong, such as %s: %s", len(absent), len(questions)),
+            *(
+                "%d of %d questions cannot be asked and count as wrong; for example, %s: %s",
+                len(absent),
+                len(questions),
+            ),
             *(absent[0].id, absent[0].problem),
         )
     with (
@@ -110,7 +114,7 @@ def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[
 
 
 def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question]) -> None:
-    """Raise DataError if there are stored answers to questions that a data set no longer has, since they would be scored, too.
+    """Raise DataError if there are stored answers to questions that a data set no longer has, since they would be scored.
 
     With `evaluation.limit`, they may be answers to questions beyond the limit, so this only logs a warning.
     """
@@ -122,15 +126,15 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
     file, first = other_results[0]
     if config.evaluation.limit is not None:
         log.warning(
-            "%s: holds answers to %d more questions, such as %s; they are scored, too",
+            "%s: contains answers to %d additional questions, such as %s; they are scored as well",
             folder,
             len(other_results),
             first,
         )
         return
     raise DataError(
-        f"{folder}: holds answers to {len(other_results)} questions that are not asked now, such as {first} in {file}: the data "
-        "was changed; give another results_dir, delete these answers, or set evaluation.overwrite = true to replace all"
+        f"{folder}: contains answers to {len(other_results)} questions that are no longer in the data, such as {first} in "
+        f"{file}; set another results_dir, delete these answers, or set evaluation.overwrite = true to replace all answers"
     )
 
 
@@ -141,8 +145,8 @@ def check_stored(folder: Path, questions: Sequence[Question]) -> None:
     while missing := {question.id for question in questions} - read_stored_ids(folder, clips):
         if time.monotonic() >= deadline:
             raise DataError(
-                f"{folder}: the results of {len(missing)} questions are missing on the first host, such as {min(missing)}: "
-                "other hosts store them elsewhere; give a results_dir that all hosts share"
+                f"{folder}: the results of {len(missing)} questions, such as {min(missing)}, are missing on the first "
+                "host, because other hosts store them elsewhere; set results_dir to a folder that all hosts share"
             )
         time.sleep(1)
 
@@ -305,8 +309,8 @@ def check_server_answers(
             num_asked -= 1
         if num_failed and num_failed >= min(num_asked, MIN_FAILURES):
             raise ConfigError(
-                f"server.url ({url}): none of the first {num_failed} questions got an answer, such as "
-                f"{last}; correct the server or its address, and the same command asks again"
+                f"server.url ({url}): the server answered none of the first {num_failed} questions (for example, {last}); "
+                "correct the server or server.url, and run the same command again"
             )
 
 
@@ -319,14 +323,14 @@ def check_same(question: Question, stored: Result, file: Path) -> None:
     """Raise DataError if a stored answer belongs to a different version of the question."""
     texts = [get_text(message) for message in question.sample.messages]
     for fact, old, new in (
-        ("asks", stored.prompt, texts),
-        ("has the answer", stored.correct_answer, question.answer),
-        ("has the options", stored.options, question.options),
-        ("is of kind", stored.kind, question.kind),
-        ("shows", stored.media, list_media_paths(question.sample.messages)),
+        ("prompt", stored.prompt, texts),
+        ("answer", stored.correct_answer, question.answer),
+        ("options", stored.options, question.options),
+        ("kind", stored.kind, question.kind),
+        ("media", stored.media, list_media_paths(question.sample.messages)),
     ):
         if old != new:
             raise DataError(
-                f"{file}: {question.id} {fact} {old!r:.200} there and {new!r:.200} now; give another results_dir, or set "
-                "evaluation.overwrite = true to replace the existing results"
+                f"{file}: question {question.id} is stored with the {fact} {old!r:.200}, but now has {new!r:.200}; set "
+                "another results_dir, or set evaluation.overwrite = true to replace the existing results"
             )

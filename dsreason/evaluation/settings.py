@@ -45,7 +45,8 @@ def describe_vision_difference(config: EvalConfig) -> str | None:
     vision = config.merge_vision().model_dump(exclude_none=True)
     if trained is None or trained == vision:
         return None
-    return f"the model was trained with data.vision {trained or 'at its defaults'}, and is asked with vision {vision}"
+    trained_values = f"data.vision {trained}" if trained else "the defaults of data.vision"
+    return f"the model was trained with {trained_values}, but is evaluated with vision {vision}"
 
 
 def read_trained_vision(model: Path) -> dict[str, Any] | None:
@@ -101,7 +102,9 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
     stay = [inside for inside in sorted(folder.glob("*/")) if inside not in replaced]
     if any(has_answers(stored) for inside in stay for stored in list_dataset_files(inside)):
         if not file.exists():
-            raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
+            raise ConfigError(
+                f"{folder}: contains results, but no {RUN_FILE} with their settings; set another results_dir"
+            )
         settings = check_same_settings(read_json(file), settings, folder)
     for old in replaced:
         delete(old)
@@ -113,7 +116,7 @@ def delete(folder: Path) -> None:
     try:
         remove(folder)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be deleted ({error.strerror}); give another results_dir") from error
+        raise DataError(f"{folder}: cannot be deleted ({error.strerror}); set another results_dir") from error
 
 
 def has_answers(file: Path) -> bool:
@@ -125,21 +128,21 @@ def check_same_settings(record: Any, settings: dict[str, Any], folder: Path) -> 
     """Return the settings merged with the recorded settings of other data sets; raise ConfigError if they differ."""
     before = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(before, dict):
-        raise ConfigError(f"{folder / RUN_FILE}: holds no settings; give another results_dir")
+        raise ConfigError(f"{folder / RUN_FILE}: contains no settings; set another results_dir")
     if before.get("evaluation.scorer") is not None and THRESHOLD not in before:
         before = before | {THRESHOLD: FORMER_THRESHOLD}
     compared = {key for key in before.keys() | settings.keys() if not key.startswith(SOURCES)}
     if settings["evaluation.parser"] == "compat":  # with compat, the scorer does not affect correctness
         before, settings = before | {THRESHOLD: None}, settings | {THRESHOLD: None}
     differing = [
-        f"{key} was {before.get(key)!r} and is {settings.get(key)!r}"
+        f"{key} was {before.get(key)!r}, but is now {settings.get(key)!r}"
         for key in sorted(compared | before.keys() & settings.keys())
         if before.get(key) != settings.get(key)
     ]
     if differing:
         raise ConfigError(
-            f"{folder}: holds results of other settings:\n  "
+            f"{folder}: contains results with other settings:\n  "
             + "\n  ".join(differing)
-            + "\ngive another results_dir, or set evaluation.overwrite = true to replace the existing results"
+            + "\nset another results_dir, or set evaluation.overwrite = true to replace the existing results"
         )
     return before | settings

@@ -24,6 +24,7 @@ from dsreason.files.address import is_s3
 from dsreason.files.archives import get_media_cache, write_cached
 from dsreason.media.files import IMAGE_SUFFIXES
 from dsreason.media.images import load_image, probe_image
+from dsreason.media.urls import is_url
 from dsreason.media.vision import SHORTEST_GAP, VideoInfo
 
 SUFFIX = ".frames.json"
@@ -72,6 +73,8 @@ def list_frames(path: str) -> list[str] | None:
         raise DataError(
             f"video: {path} is a file of dsreason's cache; give the frames as a list, a folder or a pattern"
         )
+    if is_url(path):
+        return None
     if is_s3(path):
         if "*" in path:
             raise DataError(f"video: {path} is a pattern, which is not supported on S3; give the list of the frames")

@@ -245,7 +245,7 @@ def use_segments(model: PreTrainedModel) -> None:
     sliding = [number for number, kind in enumerate(get_layer_types(text)) if kind != "full_attention"]
     if sliding:
         raise CheckpointError(
-            f'{model.name_or_path}: {len(sliding)} text layers attend within a sliding window, which model.attention = "auto" '
+            f'{model.name_or_path}: {len(sliding)} text layers use sliding-window attention, which model.attention = "auto" '
             'does not support; set model.attention = "sdpa" and train.packing = false'
         )
     # The names are set after the model is built: as an argument, the second would make transformers look for a flash-attention
@@ -286,12 +286,12 @@ def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = 
         return {"attention_mask": batch.attention_mask, "position_ids": to_model_positions(model, batch.position_ids)}
     if batch.attention_mask is not None:
         raise ValueError(
-            "a packed row with an attention mask: transformers would ignore the boundaries of the samples and let them see "
-            "each other; remove the mask"
+            "a packed row has an attention mask, with which transformers would ignore the boundaries of the samples and let "
+            "them attend to each other; remove the mask"
         )
     if batch.position_ids.shape[0] != 3:
         raise ValueError(
-            f"a packed row with {batch.position_ids.shape[0]} rows of positions instead of 3 (temporal, height, width)"
+            f"a packed row must have 3 rows of positions (temporal, height, width); got {batch.position_ids.shape[0]}"
         )
     if has_segment_attention(model):
         layout = build_row_layout(batch.segments, batch.input_ids.device, group if batch.part is not None else None)
@@ -301,9 +301,7 @@ def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = 
             "layout": layout,
         }
     if any(segment.parent is not None for segment in batch.segments):
-        raise ValueError(
-            'a packed row whose samples share a prompt: only model.attention = "auto" can show it to all of them'
-        )
+        raise ValueError('the samples of a packed row share a prompt, which only model.attention = "auto" supports')
     if get_family(model.config.model_type).vision is None:  # its only row of positions restarts with each sample
         return {"attention_mask": None, "position_ids": batch.position_ids[0]}
     counts = torch.cat([torch.arange(segment.length) for segment in batch.segments])[None, None]

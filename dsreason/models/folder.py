@@ -67,7 +67,7 @@ def find_folder(
         return local
     if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
         return download()
-    raise CheckpointError(f"model.path {path}: no such folder (working folder: {Path.cwd()})")
+    raise CheckpointError(f"model.path {path}: the folder does not exist (working folder: {Path.cwd()})")
 
 
 def check_files(folder: Path) -> None:
@@ -93,7 +93,7 @@ def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]
     """Return the folder of a tiny model; build the model if it is missing. `version` is part of the folder's name."""
     if name not in builders:
         choices = ", ".join(TINY + model_name for model_name in builders)
-        raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; choose one of {choices}")
+        raise CheckpointError(f"model.path {TINY}{name}: the tiny model must be one of {choices}")
     folder = cache / f"tiny-{name}-{version}"
     with convert_cache_errors(folder, "DSREASON_CACHE"):
         return build_once(folder, builders[name])
@@ -111,7 +111,7 @@ def download_folder(path: str, revision: str | None, patterns: Sequence[str]) ->
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except HUB_ERRORS as error:
-        where, page = f"model.path {path}: no local folder", f"{get_hub_url()}/{path}"
+        where, page = f"model.path {path}: is not a local folder", f"{get_hub_url()}/{path}"
         raise CheckpointError(str(convert_hub_error(error, where, page=page, revision=revision))) from error
 
 
@@ -137,13 +137,13 @@ def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None
             isinstance(value, list) and len(value) == 3 and all(type(length) is int and length > 0 for length in value)
         ):
             raise CheckpointError(
-                f"{path}: config.json has {within}{name} = {value!r:.40}, which must be three whole numbers above 0; take the "
-                "original model's"
+                f"{path}: config.json has {within}{name} = {value!r:.40}, but it must be three positive integers; restore the "
+                "original config.json"
             )
         if isinstance(value, dict):
             check_sizes(path, value, f"{within}{name}.")
         elif name in SIZES and value is not None and not (type(value) is int and 0 < value <= LARGEST_SIZE):
             raise CheckpointError(
-                f"{path}: config.json has {within}{name} = {value!r:.40}, which must be a whole number from 1 to {LARGEST_SIZE}; "
-                "take the original model's"
+                f"{path}: config.json has {within}{name} = {value!r:.40}, but it must be an integer from 1 to {LARGEST_SIZE}; "
+                "restore the original config.json"
             )

@@ -24,19 +24,17 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     for pattern in patterns:
         matches = {name for name in names if re.search(pattern, name)}
         if not pattern:
-            problems.append("model.freeze holds an empty pattern, which would match every parameter; remove it")
+            problems.append("model.freeze contains an empty pattern, which would match every parameter; remove it")
         elif not matches:
             examples = ", ".join(find_similar_names(pattern, names))
             problems.append(
-                f"model.freeze pattern '{pattern}' matches none of {len(names)} parameters; near: {examples}"
+                f"model.freeze pattern '{pattern}' matches none of {len(names)} parameters; similar names: {examples}"
             )
         matched |= matches
     if problems:
         raise ConfigError("\n".join(problems))
     if names and len(matched) == len(names):
-        raise ConfigError(
-            f"model.freeze ({', '.join(patterns)}) freezes all {len(names)} parameters; nothing is left to train"
-        )
+        raise ConfigError(f"model.freeze ({', '.join(patterns)}) freezes all {len(names)} parameters; remove a pattern")
     return matched
 
 

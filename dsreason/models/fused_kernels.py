@@ -95,7 +95,7 @@ def use_fused_kernels(model: PreTrainedModel) -> None:
     use_fused_norms(model)
     if importlib.util.find_spec("liger_kernel") is None:
         log.warning(
-            "liger-kernel is not installed, so SwiGLU and rotary positions run in transformers' small kernels; install "
+            "liger-kernel is not installed, so SwiGLU and rotary positions use the unfused kernels of transformers; install "
             "dsreason[cuda], or set model.fused_kernels = false"
         )
     elif model.config.get_text_config().hidden_act == "silu":

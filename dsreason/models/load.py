@@ -92,11 +92,13 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if config.to_dict().get("quantization_config"):
-        raise CheckpointError(f"{path}: the weights are quantised, which cannot be trained; take the unquantised model")
+        raise CheckpointError(
+            f"{path}: the weights are quantised, so they cannot be trained; use the unquantised model"
+        )
     check_sizes(path, config.to_dict())
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(
-            f"{path}: config.json has dtype {config.dtype!r:.100}, which torch does not have; take the original model's"
+            f"{path}: config.json has dtype {config.dtype!r:.100}, which torch does not support; restore the original config.json"
         )
     if dtype is not None:
         config.dtype = dtype
@@ -201,7 +203,7 @@ def check_depth(config: Any, weights: WeightFiles) -> None:
     for key, layers in depths.items():
         if layers > len(weights.places):
             raise CheckpointError(
-                f"{weights.folder}: config.json says {key} = {layers}, but the files hold only {len(weights.places)} tensors; "
+                f"{weights.folder}: config.json has {key} = {layers}, but the files contain only {len(weights.places)} tensors; "
                 "download the model again"
             )
 
@@ -219,7 +221,7 @@ def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_rem
         raise CheckpointError(f"the model cannot be built with model.attention = {attention!r}: {error}") from error
     except Exception as error:  # for example, a size that is negative or too large, or a name unknown to torch
         raise CheckpointError(
-            f"{config.name_or_path}: no model can be built from config.json: {type(error).__name__}: {error}"
+            f"{config.name_or_path}: the model cannot be built from config.json: {type(error).__name__}: {error}"
         ) from error
     if attention == "auto":
         use_segments(model)
@@ -238,12 +240,12 @@ def check_weights(model: nn.Module, weights: WeightFiles) -> None:
     problems = {
         "missing": sorted(expected.keys() - shapes.keys()),
         "unexpected": sorted(shapes.keys() - expected.keys() - tied.keys()),
-        "of another shape": [
-            f"{name} {list(shapes[name])} instead of {list(shape)}"
+        "with a different shape": [
+            f"{name} has {list(shapes[name])}, but config.json requires {list(shape)}"
             for name, shape in expected.items()
             if shapes.get(name, shape) != shape
         ],
-        "of a dtype that cannot be trained": [
+        "with a dtype that cannot be trained": [
             f"{name} ({dtype})" for name, (_, dtype) in headers.items() if dtype not in TRAINABLE
         ],
     }
@@ -251,7 +253,7 @@ def check_weights(model: nn.Module, weights: WeightFiles) -> None:
         f"  {len(names)} {kind}: {join_first(names, 8, separator=', ')}" for kind, names in problems.items() if names
     ]
     if lines:
-        raise CheckpointError("\n".join([f"{weights.folder}: the weights do not fit config.json", *lines]))
+        raise CheckpointError("\n".join([f"{weights.folder}: the weights do not match config.json", *lines]))
     check_tied(weights, {name: first for name, first in tied.items() if name in shapes})
 
 
@@ -265,7 +267,7 @@ def check_tied(weights: WeightFiles, stored: dict[str, str]) -> None:
         weights.read([name, embedding], tensors.__setitem__)
         if not torch.equal(tensors[name], tensors[embedding]):
             raise CheckpointError(
-                f"{weights.folder}: config.json says tie_word_embeddings = true, but {name} differs from {embedding}; "
+                f"{weights.folder}: config.json has tie_word_embeddings = true, but {name} differs from {embedding}; "
                 "set it to false to keep both"
             )
 
@@ -294,8 +296,8 @@ def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> 
             buffer = module.get_buffer(name)
             if buffer.numel() > MAX_BUFFER:
                 raise CheckpointError(
-                    f"{model.name_or_path}: config.json asks for {buffer.numel()} values in {type(module).__name__}.{name}, "
-                    f"more than {MAX_BUFFER}; take the original model's"
+                    f"{model.name_or_path}: config.json requires {buffer.numel()} values in {type(module).__name__}.{name}, "
+                    f"but the maximum is {MAX_BUFFER}; restore the original config.json"
                 )
             module.register_buffer(name, torch.full_like(buffer, torch.nan, device=device), persistent=False)
         if names:

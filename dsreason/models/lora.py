@@ -41,7 +41,7 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
     family = get_family(model.config.model_type)
     modules = family.modules
     if lora.vision and family.vision is None:
-        raise ConfigError(f"lora.vision is true, but {family.name} has no vision tower; set it to false")
+        raise ConfigError(f"lora.vision is true, but {family.name} has no vision tower; set lora.vision = false")
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     targets: set[str] = set()
@@ -49,12 +49,12 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
     for pattern in [*(lora.targets or [modules.text_layers]), *([modules.vision_layers] if lora.vision else [])]:
         matches = {name for name in linear if re.search(pattern, name)}
         if not pattern:
-            problems.append("lora.targets holds an empty pattern, which would match every layer; remove it")
+            problems.append("lora.targets contains an empty pattern, which would match every layer; remove it")
         elif modules.head in matches:
-            tied = ", which is the embedding as well (tie_word_embeddings)" if model.config.tie_word_embeddings else ""
+            tied = ", which is also the embedding (tie_word_embeddings)" if model.config.tie_word_embeddings else ""
             problems.append(
-                f"lora.targets pattern '{pattern}' matches {modules.head}, the output layer{tied}: it cannot have an adapter; "
-                "let the pattern name the layers below it"
+                f"lora.targets pattern '{pattern}' matches {modules.head}, the output layer{tied}, but it cannot have an "
+                "adapter; restrict the pattern to the layers below it"
             )
         elif not matches:
             problems.append(f"lora.targets pattern '{pattern}' {describe_no_match(pattern, kinds, linear)}")
@@ -77,7 +77,9 @@ def describe_no_match(pattern: str, kinds: Mapping[str, str], linear: list[str])
     ]
     if other_modules:
         return f"matches {', '.join(other_modules[:3])}, but only linear layers can have an adapter"
-    return f"matches none of {len(linear)} linear layers; near: {', '.join(find_similar_names(pattern, linear))}"
+    return (
+        f"matches none of {len(linear)} linear layers; similar names: {', '.join(find_similar_names(pattern, linear))}"
+    )
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None:
@@ -137,8 +139,8 @@ def check_alike(model: nn.Module) -> None:
     digests = gather_objects(digest.hexdigest())
     if other_ranks := [rank for rank, rank_digest in enumerate(digests) if rank_digest != digests[0]]:
         raise DsReasonError(
-            f"the adapters of rank {', '.join(map(str, other_ranks))} started with values that differ from those of rank 0: the "
-            "ranks differ in their versions of torch or peft or in their configuration; start all in the same environment"
+            f"the initial adapters of rank {', '.join(map(str, other_ranks))} differ from those of rank 0: the ranks have "
+            "different versions of torch or peft or different configurations; start all ranks in the same environment"
         )
 
 
@@ -152,8 +154,8 @@ def describe_trained_share(model: nn.Module) -> str:
         sum(size for size, is_trained in sizes if is_trained is wants_trained) for wants_trained in (True, False)
     )
     return (
-        f"adapters on {layers} linear layers: {trained:,} parameters are trained, {trained / base:.2%} of the model's "
-        f"{base:,}, which stay unchanged"
+        f"adapters on {layers} linear layers: {trained:,} parameters are trained ({trained / base:.2%} of the model's "
+        f"{base:,}, which are frozen)"
     )
 
 

@@ -43,7 +43,7 @@ def compute_position_ids(
     if any(unused.values()):
         raise DataError(
             f"{unused[IMAGE]} image and {unused[VIDEO]} video grids have no placeholder tokens in the sample; "
-            "give the text one placeholder per image or video"
+            "add one placeholder per image or video to the text"
         )
     return positions.to(mm_token_type_ids.device)
 
@@ -77,14 +77,14 @@ def take_next_grid(types: list[int], index: int, runs: dict[int, Iterator[Grid]]
     grid = next(runs[kind], None)
     if grid is None:
         raise DataError(
-            f"token {index} is a placeholder without its {name}; a text must not contain the model's placeholder "
-            "tokens, which only media parts may add"
+            f"token {index} is a placeholder without its {name}; remove the model's placeholder tokens from the text, because "
+            "only media items may add them"
         )
     length = grid.frames * grid.height * grid.width
     num_placeholders = sum(1 for t in types[index : index + length] if t == kind)
     if length == 0 or num_placeholders != length:
         raise DataError(
             f"the {name} at token {index} has {length} tokens ({grid.frames} x {grid.height} x {grid.width}), "
-            f"the text has {num_placeholders} placeholders there; encode text and media with the same processor settings"
+            f"but the text has {num_placeholders} placeholders there; encode text and media with the same processor settings"
         )
     return grid

@@ -150,15 +150,15 @@ def describe_placement(model: PreTrainedModel, device_map: DeviceMap, devices: S
         home = find_home(name, device_map)
         sizes[home] = sizes.get(home, 0) + parameter.nbytes
     parts = [
-        f"{sizes[get_device_name(device)] / GIB:.1f} GiB go to {device}"
+        f"{sizes[get_device_name(device)] / GIB:.1f} GiB are placed on {device}"
         for device in devices
         if get_device_name(device) in sizes
     ]
     if FILES in sizes:
         parts.append(
-            f"{sizes[FILES] / GIB:.1f} GiB stay in their files, from which every token reads them: that is slow"
+            f"{sizes[FILES] / GIB:.1f} GiB stay in their files and are read again for every token, which is slow"
         )
         if devices[0].type == "cuda" and count_local_ranks() > 1:
-            parts.append("with --nproc 1 one copy of the model has all GPUs")
+            parts.append("use --nproc 1 to spread one copy of the model over all GPUs")
     total = sum(sizes.values())
-    return f"the weights take {total / GIB:.1f} GiB, which do not fit on {devices[0]} alone: {'; '.join(parts)}"
+    return f"the weights need {total / GIB:.1f} GiB and do not fit on {devices[0]}: {'; '.join(parts)}"

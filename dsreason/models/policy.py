@@ -60,7 +60,7 @@ class Policy(nn.Module):
         self.head = get_family(model.config.model_type).modules.head
         head = model.get_submodule(self.head)
         if type(head) is not nn.Linear or head.bias is not None:
-            raise TypeError(f"{self.head} is {head}; expected a Linear without bias")
+            raise TypeError(f"{self.head} must be a Linear without bias; got {head}")
         head.__class__ = LogprobHead
 
     def forward(

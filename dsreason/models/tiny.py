@@ -105,7 +105,7 @@ def build_tiny(
     if hidden_size % (num_key_value_heads * head_size) or vision_hidden_size % HEAD_SIZE or head_size % HEAD_SIZE:
         raise ValueError(
             f"hidden_size ({hidden_size}) must be a multiple of {num_key_value_heads} x head_size ({head_size}), and "
-            f"head_size and vision_hidden_size ({vision_hidden_size}) of {HEAD_SIZE}"
+            f"head_size and vision_hidden_size ({vision_hidden_size}) must be multiples of {HEAD_SIZE}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     family = get_family(model_type)

@@ -75,7 +75,7 @@ def find_weights(
             if name in places:
                 other, first = places[name]
                 raise CheckpointError(
-                    f"{folder}: {first} ({other.name}) and {key} ({file.name}) are the same tensor, {name}"
+                    f"{folder}: {first} ({other.name}) and {key} ({file.name}) are both mapped to tensor {name}"
                 )
             places[name] = (file, key)
     return WeightFiles(folder, places)
@@ -97,13 +97,13 @@ def list_tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}); download it again") from error
         if outside := [name for name in names if Path(name).name != name]:
-            raise CheckpointError(f"{index} names files outside its folder: {', '.join(outside)}")
+            raise CheckpointError(f"{index} lists files outside its folder: {', '.join(outside)}")
         return [folder / name for name in names]
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
         raise CheckpointError(
-            f"{folder} has pickled weights only ({', '.join(pickled[:3])}), which are not read because unpickling runs "
-            f"code; convert them to safetensors or take a revision of the model that has {single.name}"
+            f"{folder} has only pickled weights ({', '.join(pickled[:3])}), which are not read because unpickling runs "
+            f"code; convert them to safetensors, or use a revision of the model that has {single.name}"
         )
     raise CheckpointError(
         f"{folder} has neither {single.name} nor {index.name}; it must be a Hugging Face model folder with weights"
@@ -112,8 +112,10 @@ def list_tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
 
 def open_file(file: Path) -> safe_open:
     if not os.path.isfile(file):  # Path.is_file raises if the name is too long
-        raise CheckpointError(f"{file} is missing, although the index beside it names it; download the model again")
+        raise CheckpointError(f"{file} is missing, but is listed in the index; download the model again")
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is truncated or damaged ({error}); download or export it again") from error
+        raise CheckpointError(
+            f"{file} is truncated or damaged ({error}); download or export the model again"
+        ) from error

@@ -71,9 +71,9 @@ def json_fields(
         else {name: Field(choose_comparison(value)) for name, value in right.items()}
     )
     if absent := [name for name in compared if get_value(right, name) is MISSING]:
-        raise build_data_error(sample, f"without the field {absent[0]}, which reward.options.json_fields.fields names")
+        raise build_data_error(sample, f"has no field {absent[0]}, but reward.options.json_fields.fields lists it")
     if not compared:
-        raise build_data_error(sample, "an object without fields")
+        raise build_data_error(sample, "is an object without fields")
     scores = {
         name: compare(how, get_value(right, name), MISSING if answer is None else get_value(answer, name), sample, name)
         for name, how in compared.items()
@@ -113,7 +113,7 @@ def compare(how: Field, right: Any, value: Any, sample: Sample, name: str) -> fl
     Raise DataError if the reference's value does not fit the comparison.
     """
     if how.compare == "set" and not isinstance(right, list):
-        raise build_data_error(sample, f"whose field {name} is compared as a set but is not a list")
+        raise build_data_error(sample, f"has a field {name} that is compared as a set, but is not a list")
     if how.compare in REWARDS:
         field_sample = replace(sample, answer=to_text(right), id=f"{sample.id}, field {name}")
         reward = REWARDS[how.compare]("" if value is MISSING else to_text(value), field_sample, **how.options)
@@ -167,7 +167,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     """Raise ConfigError if the option `fields` of `json_fields` is invalid; the message names the field and the valid values."""
     place = "reward option json_fields.fields"
     if not fields:
-        raise ConfigError(f"{place} is empty; name a field, or remove it to compare all fields of the reference")
+        raise ConfigError(f"{place} is empty; add a field, or remove it to compare all fields of the reference")
     for name, how in fields.items():
         compare = how.get("compare") if isinstance(how, dict) else how
         if compare not in COMPARISONS:
@@ -178,7 +178,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             )
         field = parse_field(how) if isinstance(how, dict) else Field(compare)
         if isinstance(field.weight, bool) or not isinstance(field.weight, int | float) or not 0 < field.weight < 1e9:
-            raise ConfigError(f"{place}.{name}.weight ({field.weight!r}): must be a number above 0")
+            raise ConfigError(f"{place}.{name}.weight must be a number above 0 and below 1e9; got {field.weight!r}")
         defaults = get_defaults(REWARDS[compare]) if compare in REWARDS else {}
         if unknown := [key for key in field.options if key not in defaults]:
             allowed = ", ".join(["compare", "weight", *defaults])

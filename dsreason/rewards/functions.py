@@ -22,8 +22,8 @@ Result = float | tuple[float, Mapping[str, float]]
 RewardFn = Callable[[str, Sample], Result | Awaitable[Result]]
 
 ADVICE = (
-    f"Built in: {', '.join(BUILT_IN)}. "
-    "Your own: package.module:attr, or a path to a .py file, with :attr if it has several functions"
+    f"Built-in rewards: {', '.join(BUILT_IN)}. "
+    "Your own rewards: package.module:attr, or the path of a .py file, followed by :attr if it has several functions"
 )
 REMOTE = "remote:"
 """Prefix of the name of a reward that a reward server provides; see `dsreason.rewards.remote`."""
@@ -85,7 +85,7 @@ def _make_short_label(name: str) -> str:
 def bind_options(function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     """Bind options to a function. Raise ConfigError if it cannot be called with them and the (positional) `arguments`."""
     if not callable(function):
-        raise ConfigError(f'reward "{name}" is not a function but of type {type(function).__name__}')
+        raise ConfigError(f'reward "{name}" must be a function; got an object of type {type(function).__name__}')
     try:
         inspect.signature(function).bind(*arguments.values(), **options)
     except TypeError as error:
@@ -106,6 +106,6 @@ def _find_only_function(module: ModuleType, name: str) -> Any:
     if "reward" in public_functions:
         return public_functions["reward"]
     if len(public_functions) != 1:
-        listed = f"it has {', '.join(public_functions)}" if public_functions else "it has none"
-        raise ConfigError(f'reward "{name}" has no function "reward" ({listed}); name one as :attr')
+        listed = f"it has {', '.join(public_functions)}" if public_functions else "it has no public functions"
+        raise ConfigError(f'reward "{name}" has no function "reward" ({listed}); specify one as :attr')
     return next(iter(public_functions.values()))

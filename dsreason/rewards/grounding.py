@@ -53,7 +53,7 @@ def temporal_iou(
     """
     right = read_reference(sample, read_spans, "span of time; write [12.0, 15.0], or 00:12 to 00:15")
     if any(start >= end for start, end in right):
-        raise build_data_error(sample, "with a span that does not end after its start")
+        raise build_data_error(sample, "has a span that does not end after its start")
     answer = read_spans(get_answer(completion))
     score = score_pairs(right, answer, partial(compute_overlap, generalized=generalized), threshold)
     return (score, {"read": float(answer is not None)}) if metrics else score
@@ -86,7 +86,9 @@ def box_iou(
     right = read_reference(sample, partial(read_boxes, order=order), "box; write [x1, y1, x2, y2]")
     check_range(sample, right, coordinates)
     if any(box.numbers[0] >= box.numbers[2] or box.numbers[1] >= box.numbers[3] for box in right):
-        raise build_data_error(sample, f"with a box without width or height; are its numbers {order}?")
+        raise build_data_error(
+            sample, f"has a box without width or height; check that its numbers are in the order {order}"
+        )
     answer = convert_to_reference_units(
         read_boxes(get_answer(completion), order), sample, answer_coordinates or coordinates, coordinates
     )
@@ -228,10 +230,11 @@ def check_range(sample: Sample, shapes: Sequence[PlaneShape], coordinates: Coord
     largest = RANGES.get(coordinates, math.inf)
     if any(value > largest or (value < 0 and largest < math.inf) for value in numbers):
         raise build_data_error(
-            sample, f'outside {coordinates}; set the reward\'s option coordinates = "pixels" or another range'
+            sample,
+            f'has numbers outside {coordinates}; set the reward\'s option coordinates = "pixels" or another range',
         )
     if coordinates == "0-1000" and any(0 < value < 1 for value in numbers) and max(numbers) <= 1:
-        raise build_data_error(sample, 'all within 0 to 1; set the reward\'s option coordinates = "0-1"')
+        raise build_data_error(sample, 'has only numbers from 0 to 1; set the reward\'s option coordinates = "0-1"')
 
 
 def convert_to_reference_units(
@@ -253,7 +256,7 @@ def get_image_size(sample: Sample) -> tuple[float, float]:
     if not all(isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6 for value in size):
         raise build_data_error(
             sample,
-            f"in pixels, and the row's width and height are {size[0]!r} and {size[1]!r}; add them, or set the reward's "
-            "options coordinates and limit so that they are not needed",
+            f"requires the image size, but the row's width and height are {size[0]!r} and {size[1]!r}; add them, or set "
+            "the reward's options coordinates and limit so that they are not needed",
         )
     return float(size[0] or 0), float(size[1] or 0)

@@ -62,10 +62,13 @@ class RewardServer:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ConfigError(f"the {what}'s URL must be http://host… or https://host…; got {self.place}")
         if "@" in urlsplit(url).netloc:
-            raise ConfigError(f"the {what}'s URL must not contain user and password; use a token instead: {self.place}")
+            raise ConfigError(
+                f"the {what}'s URL ({self.place}) must not contain a user name or password; use a token instead"
+            )
         if token is not None and not is_header_safe(token):
             raise ConfigError(
-                f"the {what}'s token has characters that an HTTP header cannot hold; check it for line breaks"
+                f"the {what}'s token contains characters that are not allowed in an HTTP header; check it for line "
+                "breaks"
             )
 
     @property
@@ -112,8 +115,8 @@ class RewardServer:
         if status in (408, 425, 429) or status >= 500:
             raise Retry(text, wait=answer.retry_after)
         if status in (401, 403):
-            problem = "the server rejects the token" if self.token else "the server requires a token"
-            text += f": {problem}, check {self.token_name}"
+            problem = "the server rejects the token; check" if self.token else "the server requires a token; set"
+            text += f": {problem} {self.token_name}"
         elif status < 400:
             text += f": {http.REDIRECTED}"
         raise Refused(text)
@@ -131,5 +134,5 @@ def read_variable(name: str) -> str | None:
     """Return the variable `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; raise ConfigError if both are set and differ."""
     new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
     if new is not None and old is not None and new != old:
-        raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} are set and differ; unset one")
+        raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} have different values; unset one of them")
     return new or old

@@ -185,12 +185,12 @@ def open_judge(url: str | None, model: str | None, api_key_variable: str) -> tup
     for value, option, variable in ((address, "url", "JUDGE_URL"), (name, "model", "JUDGE_MODEL")):
         if not value.strip():
             raise ConfigError(
-                f"the reward judge needs its {option}: set the option judge.{option}, or {variable} in the environment"
+                f"the reward judge has no {option}; set the option judge.{option}, or {variable} in the environment"
             )
     if not SECRET_NAME.search(api_key_variable):
         raise ConfigError(
-            f"reward option judge.api_key_variable ({api_key_variable!r}) must end in _KEY or _TOKEN: the values of such "
-            "variables are masked in all output"
+            f"reward option judge.api_key_variable ({api_key_variable!r}) must end in _KEY or _TOKEN, because the "
+            "values of such variables are masked in all output"
         )
     key = os.environ.get(api_key_variable, "").strip() or None
     if key is None and api_key_variable != KEY_VARIABLE:
@@ -247,7 +247,9 @@ def read_score(reply: dict[str, Any], scale: tuple[float, float], server: Reward
     objects = [value for value in find_json_values(answer) if isinstance(value, dict) and "score" in value]
     score = to_finite_float(objects[-1]["score"]) if objects else find_plain_score(answer)
     if score is None or not scale[0] <= score <= scale[1]:
-        raise Unreadable(f"no score from {scale[0]:g} to {scale[1]:g} in {server.quote(answer or text)!r}")
+        raise Unreadable(
+            f"the response has no score from {scale[0]:g} to {scale[1]:g}: {server.quote(answer or text)!r}"
+        )
     return score
 
 

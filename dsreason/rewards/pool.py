@@ -30,7 +30,7 @@ TICK = 0.5
 
 
 CAUSES: dict[int, str] = {
-    signal.SIGKILL: ", often: out of memory; see the kernel log, or lower reward.workers",
+    signal.SIGKILL: ", often because memory is exhausted; see the kernel log, or lower reward.workers",
     signal.SIGSEGV: ", caused by native code that the function calls",
     signal.SIGABRT: ", caused by native code that the function calls",
 }
@@ -191,7 +191,7 @@ class Pool:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             subject = self._describe_subject(calls[numbers[0]])
             raise RewardError(
-                f"{subject} this call or one of the same task cannot be sent to a worker: {error}"
+                f"{subject} this call, or another one of the same task, cannot be sent to a worker: {error}"
             ) from error
 
     def _listen(
@@ -253,21 +253,21 @@ class Pool:
         worker.kill(show_stack=True)
         if starting:
             raise RewardError(
-                f"a reward worker took more than {self.start_limit:g} s to import {', '.join(self.names)}, see its stack above; "
-                "move slow imports into the function's first call"
+                f"a reward worker has not imported {', '.join(self.names)} within the time limit of {self.start_limit:g} s "
+                "(see its stack above); move slow imports into the function's first call"
             )
         call, *other_pending = worker.pending
         if self._get_trait(worker).is_async:
             other_calls = f" (or one of {len(other_pending)} concurrent calls)" if other_pending else ""
             raise RewardError(
-                f"{self._describe_timeout(worker, calls[call])}{other_calls}: it blocks the event loop, see its stack above; "
-                "in async functions use await for everything that waits"
+                f"{self._describe_timeout(worker, calls[call])}{other_calls}: it blocks the event loop (see its stack "
+                "above); use await for everything that waits"
             )
         score = self._get_trait(worker).score_on_timeout
         if score is None:
-            raise RewardError(f"{self._describe_timeout(worker, calls[call])}, see its stack above")
+            raise RewardError(f"{self._describe_timeout(worker, calls[call])} (see its stack above)")
         log.warning("%s; its score is %g", self._describe_timeout(worker, calls[call]), score)
-        results[call] = messages.ScoredCall(call, score, {})
+        results[call] = messages.ScoredCall(call, score, {"timeouts": 1.0})
         if other_pending:
             jobs.appendleft(other_pending)
         self._workers[self._workers.index(worker)] = RewardWorker(self._start)
@@ -286,5 +286,7 @@ class Pool:
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         cause += CAUSES.get(-code, "")
         if not worker.pending:
-            return RewardError(f"a reward worker died while it imported {', '.join(self.names)} ({cause}), see above")
+            return RewardError(
+                f"a reward worker died while importing {', '.join(self.names)} ({cause}); see its output above"
+            )
         return RewardError(f"{self._describe_subject(calls[worker.pending[0]])} its worker process died ({cause})")

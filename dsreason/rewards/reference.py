@@ -21,9 +21,10 @@ def read_reference(sample: Sample, read: Callable[[str], Read | None], expected:
     answer = sample.answer
     parsed = read(get_answer(answer)) if isinstance(answer, str) and answer.strip() else None
     if parsed is None:
-        raise build_data_error(sample, f"which holds no {expected}")
+        raise build_data_error(sample, f"contains no {expected}")
     return parsed
 
 
 def build_data_error(sample: Sample, problem: str) -> DataError:
-    return DataError(f"sample {sample.id!r}: field 'answer' is {sample.answer!r:.100}, {problem}")
+    """Build an error about the sample's answer; `problem` is a predicate, such as "has no fields"."""
+    return DataError(f"sample {sample.id!r}: field 'answer' ({sample.answer!r:.100}) {problem}")

@@ -90,7 +90,7 @@ class RemoteReward:
             if answer.keys() != answers[0].keys():
                 first, other = self._list_names(answers[0]), self._list_names(answer)
                 raise RewardError(
-                    f"reward server {self.server.place}: one batch has the scores {first}, another {other}"
+                    f"reward server {self.server.place}: one batch has the scores {first}, but another has {other}"
                 )
         return {
             name: [score for answer in answers for score in answer[name]] for name in (answers[0] if answers else ())
@@ -111,7 +111,7 @@ class RemoteReward:
                 if attempt == self.config.retries:
                     self._fail(ids, f"{error} ({attempt + 1} attempts)", cause=error)
                 if stop.wait(error.pause(self.pause, attempt)):
-                    self._fail(ids, "cancelled, since another request failed", cause=error)
+                    self._fail(ids, "cancelled because another request failed", cause=error)
         raise AssertionError("unreachable")
 
     def _parse(self, answer: bytes, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
@@ -135,7 +135,10 @@ class RemoteReward:
             self._fail(ids, f"the response has no score {', '.join(missing)}; it has {self._list_names(scores)}")
         for name, values in scores.items():
             if len(values) != len(ids):
-                self._fail(ids, f'score "{self.server.quote(name)}": {len(values)} numbers for {len(ids)} completions')
+                self._fail(
+                    ids,
+                    f'score "{self.server.quote(name)}" has {len(values)} numbers, but there are {len(ids)} completions',
+                )
         return scores
 
     def _list_names(self, names: Iterable[str]) -> str:
@@ -152,7 +155,7 @@ def _parse_seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0 or math.isinf(seconds):
-        raise ConfigError(f"REMOTE_REWARD_ENQUEUE_TIMEOUT_S is {text!r}; it must be a number of seconds")
+        raise ConfigError(f"REMOTE_REWARD_ENQUEUE_TIMEOUT_S must be a positive number of seconds; got {text!r}")
     return seconds
 
 
@@ -166,7 +169,7 @@ def _build_body(batch: Sequence[tuple[str, Sample]]) -> bytes:
         try:
             json.dumps([entry, meta], allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise RewardError(f'sample "{sample.id}": its media or meta cannot be sent as JSON: {error}') from error
+            raise RewardError(f'sample "{sample.id}": its media or meta cannot be encoded as JSON: {error}') from error
         for values, value in zip(body.values(), [*entry, meta], strict=True):
             values.append(value)
     return json.dumps(body).encode()

@@ -38,9 +38,9 @@ def describe_format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
     first, closing = re.search(r"<\w+>", prompt), [*re.finditer(r"</\w+>", prompt)]
     example = prompt[first.start() : closing[-1].end()] if first and closing else ""
     if not example:
-        return "the prompt asks for no format: it has no <tag>…</tag>"
+        return "the prompt requests no format: it contains no <tag>…</tag>"
     if re.fullmatch(pattern, example, re.DOTALL) is None:
-        return f"the prompt asks for {example!r}, which the pattern {pattern!r} does not accept"
+        return f"the prompt requests {example!r}, but the pattern {pattern!r} does not accept it"
     return None
 
 
@@ -74,7 +74,9 @@ def overlong(completion: str, sample: Sample, *, buffer: int | None = None, fact
     """
     missing = {"completion_length", "max_completion_length"} - sample.meta.keys()
     if missing:
-        raise ValueError(f"overlong needs {' and '.join(sorted(missing))} in sample.meta; `add_length` puts them there")
+        raise ValueError(
+            f"overlong requires {' and '.join(sorted(missing))} in sample.meta; add them with `add_length`"
+        )
     longest = sample.meta["max_completion_length"]
     return compute_soft_overlong(
         sample.meta["completion_length"], longest, max(longest // 5, 1) if buffer is None else buffer, factor=factor
@@ -85,8 +87,8 @@ def compute_soft_overlong(length: int, max_length: int, buffer: int, *, factor: 
     """Return 0 up to `max_length - buffer` tokens, then a value that decreases linearly to `-factor` at `max_length` (DAPO)."""
     if not 0 < buffer <= max_length:
         raise ValueError(
-            f"the overlong buffer ({buffer}) must be between 1 and the longest completion ({max_length} tokens): "
-            "a longer one punishes every completion"
+            f"the overlong buffer ({buffer}) must be between 1 and the maximum completion length ({max_length} tokens); "
+            "a larger buffer would penalise every completion"
         )
     excess = length - (max_length - buffer)
     return -factor * min(excess / buffer, 1.0) if excess > 0 else 0.0

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
@@ -33,7 +33,7 @@ ERROR_CHARACTERS = 4000
 """Maximum length of the message, and of each traceback line, of a reported error, in characters."""
 LARGEST = 1e12
 """Maximum absolute value of a reward; its square, and the sum of many such squares, are still finite in float32."""
-BOUND = f"a reward must be from {-LARGEST:g} to {LARGEST:g}; scale it"
+BOUND = f"a reward must be between {-LARGEST:g} and {LARGEST:g}; scale it"
 
 
 Function = Callable[..., Any]
@@ -158,6 +158,8 @@ def _run(job: WorkerTask, function: Function, start: Start, runner: asyncio.Runn
             if inspect.isawaitable(result):
                 result = runner.run(_wait(result))
             answer = _check_result(call, result, arguments, start.kind)
+            if isinstance(answer, ScoredCall) and trait.score_on_timeout is not None:
+                answer = replace(answer, metrics={"timeouts": 0.0} | answer.metrics)
         except BaseException as error:  # noqa: BLE001  user code may call sys.exit; the trainer raises the error
             answer = Failed(call, describe_error(error))
         send(answer)
@@ -194,7 +196,7 @@ async def _answer(
 
 
 def describe_timeout(time_limit: float) -> str:
-    return f"no result within the time limit of {time_limit:g} s"
+    return f"returned no result within the time limit of {time_limit:g} s"
 
 
 def describe_error(error: BaseException) -> str:
@@ -221,18 +223,17 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
     score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(score):
         raise ValueError(
-            f"returned {describe_value(result)}; a reward is a finite number, or (number, dict of metrics)"
+            f"returned {describe_value(result)}; it must return a finite number, or (number, dict of metrics)"
         )
     if abs(score) > LARGEST:
         raise ValueError(f"returned {describe_value(result)}; {BOUND}")
     if not isinstance(metrics, Mapping):
-        raise ValueError(
-            f"returned {describe_value(metrics)} beside the number; metrics are a dict of names and numbers"
-        )
+        raise ValueError(f"returned {describe_value(metrics)} as metrics; they must be a dict of names and numbers")
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_number(value):
             raise ValueError(
-                f"returned the metric {name!r}: {describe_value(value)}; metrics have names and finite numbers"
+                f"returned the metric {name!r} = {describe_value(value)}; metrics must have strings as names and finite "
+                "values"
             )
     return float(score), {str(name): float(value) for name, value in metrics.items()}
 

@@ -125,7 +125,7 @@ def open_package(folder: Path) -> Package:
         ConfigError: the folder is neither a checkpoint nor an export.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give an export, a checkpoint or the folder of a run")
+        raise ConfigError(f"{folder}: the folder does not exist; choose an export, a checkpoint or the folder of a run")
     is_checkpoint = folder.absolute().parent.name == CHECKPOINTS or (folder / "trainer_state.json").is_file()
     if is_checkpoint or (folder / MARKER).is_file():
         check_links(folder)
@@ -135,7 +135,7 @@ def open_package(folder: Path) -> Package:
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
-            f"({CHECKPOINTS}/ or {EXPORTS}/); give one of these"
+            f"({CHECKPOINTS}/ or {EXPORTS}/); choose one of these"
         )
     return open_export(folder)
 
@@ -146,13 +146,15 @@ def open_export(folder: Path) -> Package:
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = read_json(index, "export it again").get("weight_map")
+        shards = read_json(index, "export the model again").get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise CheckpointError(
-                f"{index}: weight_map is {shards!r:.200}, not a file for each tensor; export it again"
+                f"{index}: weight_map must map tensors to files; got {shards!r:.200}; export the model again"
             )
         if missing := set(shards.values()) - files.keys():
-            raise CheckpointError(f"{folder}: {min(missing):.300} is missing ({index.name} names it); export it again")
+            raise CheckpointError(
+                f"{folder}: {min(missing):.300} is missing, but is listed in {index.name}; export the model again"
+            )
     for name, path in files.items():
         if name.endswith(".safetensors"):
             check_whole(path)
@@ -166,7 +168,7 @@ def check_whole(weights: Path) -> None:
             pass
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{weights} is truncated, damaged or a Git LFS pointer ({error}); download or export it again"
+            f"{weights} is truncated, damaged or a Git LFS pointer ({error}); download or export the model again"
         ) from error
 
 
@@ -180,7 +182,7 @@ def check_link(path: Path, folder: Path) -> None:
     target = Path(os.path.realpath(path))
     if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
         raise CheckpointError(
-            f"{path}: is a link to {target}, outside the folder; replace the link with the file itself"
+            f"{path}: is a link to {target}, which is outside the folder; replace the link with the file itself"
         )
 
 

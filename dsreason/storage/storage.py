@@ -58,7 +58,7 @@ def check_target(
     except StorageError as error:
         if not (tolerate_outage and error.transient):
             raise ConfigError(f"{option}: {error}") from None
-        log.warning("%s: %s; training continues, and the first upload will try again", option, error)
+        log.warning("%s: %s; training continues, and the first upload will retry", option, error)
 
 
 def upload(package: Package, target: UploadAddress, advance: Advance = lambda count: None) -> Sent:

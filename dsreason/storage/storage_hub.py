@@ -66,7 +66,7 @@ class HubStorage:
         }:
             raise StorageError(
                 f"{self.address}: the token in HF_TOKEN belongs to {name}, who is not a member of {owner}; correct the name, "
-                "or use a token of that account",
+                f"or use a token with access to {owner}",
                 status=403,
             )
         if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
@@ -106,12 +106,14 @@ class HubStorage:
         path = f"{self.address.folder}/{CARD}".lstrip("/")
         if CARD not in package.files or not api.file_exists(self.address.repo, path, revision=self.address.revision):
             return package
-        log.warning("%s: the existing %s is kept; delete it to have the new one uploaded", self.address, CARD)
+        log.warning("%s: the existing %s is kept; delete it to upload the new one", self.address, CARD)
         return replace(package, files={name: size for name, size in package.files.items() if name != CARD})
 
     def _open(self, *, create: bool) -> HfApi:
         if get_token() is None:
-            raise StorageError(f"{self.address}: no token; set HF_TOKEN to one with write permission", status=401)
+            raise StorageError(
+                f"{self.address}: no token is set; set HF_TOKEN to a token with write permission", status=401
+            )
         quiet_libraries()
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         if create:

@@ -121,7 +121,9 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
 def make_file_check(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
     def check(answer: Answer) -> None:
         if answer["ContentLength"] != size:
-            raise StorageError(f"{address}: has {answer['ContentLength']} bytes instead of {size}; upload it again")
+            raise StorageError(
+                f"{address}: has {answer['ContentLength']} bytes, but the file has {size}; upload it again"
+            )
         make_etag_check(address, etag)(answer)
 
     return check
@@ -138,7 +140,9 @@ def make_etag_check(address: S3Address, expected: str) -> Callable[[Answer], Non
         encrypted = answer.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in answer
         comparable = MD5.fullmatch(etag) and ("-" in etag) == ("-" in expected)
         if comparable and not encrypted and etag != expected:
-            raise StorageError(f"{address}: corrupted in transit (ETag {etag} instead of {expected})", transient=True)
+            raise StorageError(
+                f"{address}: was corrupted in transit (its ETag is {etag}, but {expected} was expected)", transient=True
+            )
 
     return check
 

@@ -114,7 +114,11 @@ class Uploads:
             thread.join(TICK)
         if missing := self.missing():
             name = stopped_by()
-            raise Stopped(f"stopped by {name} before all was uploaded; {missing}") if name else StorageError(missing)
+            raise (
+                Stopped(f"stopped by {name} before all uploads had finished; {missing}")
+                if name
+                else StorageError(missing)
+            )
 
     def _finish_each(self) -> None:
         for uploader in self.uploaders:
@@ -242,10 +246,12 @@ class Uploader:
         """Return a report of the folders that have not been uploaded, with the reason and an upload command for each."""
         with self._lock:
             unfinished = dict(self._unfinished)
-        lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are complete on disk"]
+        lines = [
+            f"{len(unfinished)} of this run's folders could not be uploaded to {self.target}; the files on disk are complete"
+        ]
         for folder, why in sorted(unfinished.items()):
             command = shlex.join(["dsreason", "push", str(folder), "--to", str(self._get_target(folder))])
-            lines += [f"  {folder}: {why}", f"    upload it with: {command}"]
+            lines += [f"  {folder}: {why}", f"    to upload it: {command}"]
         return "\n".join(lines)
 
     def _get_target(self, folder: Path) -> UploadAddress:
@@ -293,7 +299,7 @@ class Uploader:
             ):
                 sent = upload(package, place, advance)
             if get_write_time(folder) != when:
-                raise StorageError(f"{folder} was rewritten while it was uploaded")
+                raise StorageError(f"{folder} was changed during the upload")
         except DsReasonError as error:
             self._record_failure(folder, str(error))
         except Exception as error:  # noqa: BLE001 (otherwise an error in a thread would go unnoticed)
@@ -307,4 +313,8 @@ class Uploader:
     def _record_failure(self, folder: Path, why: str) -> None:
         with self._lock:
             self._unfinished[folder] = why
-        log.warning("%s: not uploaded: %s; it will be retried with the next upload and at the end", folder, why)
+        log.warning(
+            "%s: was not uploaded: %s; the upload will be retried with the next one and at the end of the run",
+            folder,
+            why,
+        )

@@ -46,8 +46,8 @@ def add_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], Pa
         return folder
     if not (folder / "transformer").is_dir():
         raise CheckpointError(
-            f"{folder}: is an export of an adapter, which is not trained further; take the model that it belongs to, "
-            f"{read_json(folder / FILE).get('path')}, or go on with its run by --resume"
+            f"{folder}: is an export of an adapter, which cannot be trained further; set model.path to its base model, "
+            f"{read_json(folder / FILE).get('path')}, or continue its run with --resume"
         )
     return join_folders(folder, find_base(folder, resolve), cache)
 
@@ -63,14 +63,16 @@ def find_base(folder: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path
     named_folder = Path(str(note.get("path"))).expanduser()
     if is_export(named_folder):
         raise CheckpointError(
-            f"{folder / FILE}: names an export, {named_folder}; write the path of the model that it began with"
+            f'{folder / FILE}: names another export, {named_folder}; set "path" to the model from which that was trained'
         )
     try:
         return resolve(WorldModelConfig(path=note["path"], revision=note.get("revision")))
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder / FILE}: does not name a model ({error}); write its path there") from error
+        raise CheckpointError(
+            f'{folder / FILE}: does not name the base model ({error}); set "path" to its folder or Hub name'
+        ) from error
     except CheckpointError as error:
-        raise CheckpointError(f"{folder / FILE}: {error}; write there where the model is now") from error
+        raise CheckpointError(f'{folder / FILE}: {error}; set "path" to the current location of the model') from error
 
 
 def join_folders(folder: Path, base: Path, cache: Path) -> Path:

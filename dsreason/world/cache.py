@@ -83,7 +83,7 @@ class TextCache:
             self._warn_of_cuts(list(dict.fromkeys(prompts)))
         share = list(dict.fromkeys(prompts))[
             rank::num_ranks
-        ]  # not of the missing prompts: they change while other ranks write
+        ]  # share of all prompts, because the set of missing ones changes while other ranks write
         missing = self._list_missing(share)
         if not missing:
             return
@@ -96,7 +96,7 @@ class TextCache:
             _write(self._locate(prompt), embedding[0])
             if time.monotonic() > last_report + SECONDS:
                 last_report = time.monotonic()
-                log.info("%d of %d prompts are encoded", number, len(missing))
+                log.info("encoded %d of %d prompts", number, len(missing))
 
     def check_room(self, prompts: Sequence[str]) -> None:
         """Raise StorageError if the missing embeddings of these prompts do not fit on the disk."""
@@ -108,11 +108,13 @@ class TextCache:
         if len(missing) * embedding_bytes > free:
             smaller = self.family.projects_text(self.model) and not self.projected
             advice = (
-                "model.freeze_text_projection = true keeps a hundredth of it" if smaller else "train on fewer prompts"
+                "set model.freeze_text_projection = true, which needs a hundredth of the space"
+                if smaller
+                else "train on fewer prompts"
             )
             raise StorageError(
                 f"{place}: the embeddings of {len(missing)} prompts, {embedding_bytes / 1e6:.1f} MB each, need "
-                f"{len(missing) * embedding_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room, set "
+                f"{len(missing) * embedding_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free; free some space, set "
                 f"DSREASON_CACHE to another folder, or {advice}"
             )
 
@@ -142,12 +144,11 @@ class TextCache:
         if not alike:
             return
         problem = (
-            f"{len(alike)} of {len(different)} prompts have the embedding of another one: they are cut at "
-            f"model.max_prompt_length ({self.max_length} tokens, the chat format included) before they differ: "
-            f"{join_first(alike, 3)}"
+            f"{len(alike)} of {len(different)} prompts have the same embedding as another prompt, because they differ only "
+            f"after model.max_prompt_length ({self.max_length} tokens, including the chat format): {join_first(alike, 3)}"
         )
         if len(alike) > MOST_ALIKE * len(different):
-            raise DataError(f"data: {problem}; raise it, or remove them")
+            raise DataError(f"data: {problem}; raise model.max_prompt_length, or remove these prompts")
         log.warning("%s", problem)
 
     def _warn_of_cuts(self, prompts: Sequence[str]) -> None:
@@ -155,7 +156,7 @@ class TextCache:
         long = [f"{prompt!r:.80} ({n})" for prompt, n in zip(prompts, counts, strict=True) if n > self.max_length]
         if long:
             log.warning(
-                "%d of %d prompts are cut at model.max_prompt_length (%d tokens, the chat format included): %s",
+                "%d of %d prompts are truncated to model.max_prompt_length (%d tokens, including the chat format): %s",
                 *(len(long), len(prompts), self.max_length, join_first(long, 3)),
             )
 
@@ -238,7 +239,7 @@ def _open(file: Path) -> safe_open:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
         raise StorageError(
-            f"{file} is missing: the cache was cleared while the run needed it; start the run again"
+            f"{file}: is missing, because the cache was cleared during the run; restart the run"
         ) from None
     except (SafetensorError, OSError) as error:
-        raise StorageError(f"{file}: cannot be read ({error}); remove it, it is made again") from error
+        raise StorageError(f"{file}: cannot be read ({error}); delete it, and the next run recreates it") from error

@@ -50,7 +50,7 @@ def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) ->
     if tokens % size:
         raise ConfigError(
             f"{KEY} ({size}) does not divide a clip's {tokens} tokens ({frames} x {height} x {width}); change data.frames, "
-            "data.height or data.width, or set another size"
+            f"data.height or data.width, or set {KEY} to a divisor of {tokens}"
         )
 
 
@@ -62,7 +62,7 @@ def own_part(tensor: Tensor, dim: int, group: Group) -> Tensor:
     """
     size = dist.get_world_size(group)
     if tensor.shape[dim] % size:
-        raise ValueError(f"{tensor.shape[dim]} tokens or heads do not divide among {size} ranks")
+        raise ValueError(f"{tensor.shape[dim]} tokens or heads cannot be divided evenly among {size} ranks")
     return tensor.chunk(size, dim)[dist.get_rank(group)]
 
 

@@ -31,7 +31,7 @@ class LatentCodec(Protocol):
 class WanCodec:
     """The autoencoder of Wan and Cosmos.
 
-    The first frame becomes a latent frame of its own, every 4 further frames another one; 8 x 8 pixels become one latent.
+    The first frame becomes a separate latent frame, and every 4 further frames another one; 8 x 8 pixels become one latent.
     The mean and standard deviation are read from the autoencoder's configuration, because the meaning of the pipelines'
     attributes differs between versions of diffusers. Clips are processed one by one to save memory.
     """

@@ -39,7 +39,7 @@ def add_lora(transformer: Any, *, rank: int, alpha: float, targets: Sequence[str
             transformer.add_adapter(settings, adapter_name=ADAPTER)
         except ValueError as error:
             raise ConfigError(
-                f"lora.targets ({', '.join(targets)}): {error}; name linear layers of the model"
+                f"lora.targets ({', '.join(targets)}): {error}; set it to names of linear layers of the model"
             ) from None
 
 

@@ -167,4 +167,4 @@ def check_shapes(*values: Tensor) -> None:
     """Raise ValueError if the tensors do not all have the same shape `[B]`: broadcasting would mix up the clips of a batch."""
     shapes = [tuple(value.shape) for value in values]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-        raise ValueError(f"one value for each clip is needed; the shapes are {shapes}")
+        raise ValueError(f"all tensors must have one value per clip, [B]; got the shapes {shapes}")

@@ -56,7 +56,7 @@ def check_installed() -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"world models need diffusers and peft ({error}); install them: pip install 'dsreason[world]'"
+            f"world models require diffusers and peft ({error}); install them with: pip install 'dsreason[world]'"
         ) from error
 
 
@@ -93,7 +93,7 @@ def download(model: WorldModelConfig) -> Path:
     if not (folder / "model_index.json").is_file():
         raise CheckpointError(
             f"model.path {model.path}: revision {model.revision or 'main'} has no model_index.json, so it is not in diffusers' "
-            "format; name one that is with model.revision, such as diffusers/base/post-trained of Cosmos-Predict2.5"
+            "format; set model.revision to one that is, such as diffusers/base/post-trained of Cosmos-Predict2.5"
         )
     return folder
 
@@ -137,7 +137,9 @@ def build_empty_transformer(folder: Path) -> Any:
         with no_init_weights(), init_empty_weights(include_buffers=False):
             transformer = getattr(diffusers, family.transformer).from_config(config)
     except Exception as error:  # for example, a size that is negative, too large or has the wrong type
-        raise CheckpointError(f"{file}: no model can be built from it: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{file}: the transformer cannot be built from it: {type(error).__name__}: {error}"
+        ) from error
     family.accept_projected(transformer)
     return transformer
 
@@ -192,7 +194,7 @@ def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> La
     if kind == "LinearCodec":
         return LinearCodec.load(folder / "vae", device)
     if kind != "AutoencoderKLWan":
-        raise CheckpointError(f"{file}: {kind} is not supported; supported are AutoencoderKLWan and LinearCodec")
+        raise CheckpointError(f"{file}: _class_name must be AutoencoderKLWan or LinearCodec; got {kind}")
     from diffusers import AutoencoderKLWan
 
     if dtype != torch.float32 and find_family(folder).float32_vae:

@@ -61,6 +61,6 @@ def draw_window(size: int, steps: int, *, seed: int, step: int) -> range:
     """Draw `size` consecutive steps from the first half of a rollout's `steps`, independently for each optimizer step `step`."""
     last = max(1, steps // 2) - size
     if last < 0:
-        raise ValueError(f"window: {size=} is longer than the first half of {steps=}")
+        raise ValueError(f"draw_window: the window must fit into the first half of the steps; got {size=} and {steps=}")
     first = int(make_generator(seed, step, "window").integers(last + 1))
     return range(first, first + size)

@@ -64,7 +64,7 @@ def sample(
     levels = [float(s) for s in sigmas]
     if len(levels) != len(steps) + 1:
         raise ValueError(
-            f"sample: {len(levels)} noise levels for {len(steps)} steps; there must be one more than steps"
+            f"sample: got {len(levels)} noise levels for {len(steps)} steps; {len(steps) + 1} are required"
         )
     x, trajectory = x0_noise.float(), {}
     for number, step in enumerate(steps):

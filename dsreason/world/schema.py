@@ -74,7 +74,7 @@ class WorldDataConfig(Section):
     @classmethod
     def check_frames(cls, frames: int) -> int:
         if frames % 4 != 1:
-            raise ValueError(f"{frames} is not one more than a multiple of 4; give {frames // 4 * 4 + 1}")
+            raise ValueError(f"{frames} is not one more than a multiple of 4; use {frames // 4 * 4 + 1}")
         return frames
 
     @field_validator("negative_prompt")
@@ -83,14 +83,14 @@ class WorldDataConfig(Section):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{text!r} has half of a character at {error.start}; correct it") from None
+            raise ValueError(f"{text!r} contains an unpaired surrogate at index {error.start}; correct it") from None
         return text
 
     @field_validator("height", "width")
     @classmethod
     def check_multiple(cls, size: int) -> int:
         if size % 16:
-            raise ValueError(f"{size} is not a multiple of 16; give {round(size / 16) * 16}")
+            raise ValueError(f"{size} is not a multiple of 16; use {round(size / 16) * 16}")
         return size
 
 
@@ -172,20 +172,23 @@ class WorldConfigSection(Section):
     def check_steps(self) -> Self:
         if self.window and self.trained_steps is not None:
             raise ValueError(
-                f"window ({self.window}) and trained_steps {self.trained_steps} exclude each other; remove one"
+                f"window ({self.window}) and trained_steps {self.trained_steps} are mutually exclusive; remove one"
             )
         if self.sde in ("cps", "ddim") and self.noise_level > 1:
             raise ValueError(
-                f"noise_level ({self.noise_level:g}) of sde {self.sde!r} is a share of the noise, at most 1"
+                f"noise_level ({self.noise_level:g}) must be at most 1 with sde = {self.sde!r}, which uses it as a share of "
+                "the noise"
             )
         steps = self.trained_steps or ()
         if wrong := [step for step in steps if not 0 <= step < self.sampling_steps]:
             raise ValueError(
-                f"trained_steps names step {wrong[0]}; sampling_steps ({self.sampling_steps}) are 0 to {self.sampling_steps - 1}"
+                f"trained_steps contains step {wrong[0]}, but with sampling_steps = {self.sampling_steps} it must be from 0 to "
+                f"{self.sampling_steps - 1}"
             )
         if self.window > max(1, self.sampling_steps // 2):
             raise ValueError(
-                f"window ({self.window}) is longer than the first half of sampling_steps ({self.sampling_steps})"
+                f"window ({self.window}) must fit into the first half of sampling_steps ({self.sampling_steps}); set it to at "
+                f"most {max(1, self.sampling_steps // 2)}"
             )
         return self
 
@@ -215,8 +218,7 @@ class RewardServiceConfig(Section):
 
 class WorldRewardConfig(RewardFunctionsConfig):
     functions: dict[str, RewardWeight] = {}
-    """Weights by reward name. Built in: `brightness`, `sharpness`, `motion`, `flicker`, `colour`, `solid`, `follow`, `red`,
-    `red_solid`. Your own: `package.module:attr` or `file.py:attr`."""
+    """Weights by reward name: a built-in one of docs/world.md, or your own, `package.module:attr` or `file.py:attr`."""
     options: dict[str, dict[str, Any]] = {}
     """Keyword arguments by reward name."""
     services: tuple[RewardServiceConfig, ...] = ()
@@ -284,8 +286,8 @@ class WorldConfig(JobConfig):
         steps, last = self.world.optimizer_steps_per_rollout, self.train.max_steps
         if self.world.algorithm != "sft" and last is not None and last % steps:
             raise ValueError(
-                f"train.max_steps ({last}) must be a multiple of world.optimizer_steps_per_rollout ({steps}): a run cannot be "
-                "resumed exactly inside of a rollout"
+                f"train.max_steps ({last}) must be a multiple of world.optimizer_steps_per_rollout ({steps}), because a run "
+                "cannot be resumed exactly in the middle of a rollout"
             )
         return self
 
@@ -293,7 +295,7 @@ class WorldConfig(JobConfig):
         size = self.train.context_parallel_size
         if num_ranks % size:
             raise ConfigError(
-                f"train.context_parallel_size ({size}) does not divide the number of ranks ({num_ranks}); lower it, or start "
-                "another number"
+                f"train.context_parallel_size ({size}) does not divide the number of ranks ({num_ranks}); set it to a divisor, "
+                "or change the number of ranks"
             )
         return super().check_ranks(num_ranks // size)

@@ -41,7 +41,7 @@ def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float 
         s_cap: second noise level of the schedule, which `flow` needs near s = 1.
     """
     if not 0 <= s_next < s <= 1 or eta < 0:
-        raise ValueError(f"step_of: {s_next=} must be from 0 to below {s=}, that at most 1, and {eta=} at least 0")
+        raise ValueError(f"step_of: requires 0 <= s_next < s <= 1 and eta >= 0; got {s=}, {s_next=} and {eta=}")
     if kind == "ode":
         return Step(1.0, s_next - s, 0.0)
     if kind == "flow":
@@ -64,7 +64,7 @@ def _make_diffusion_step(s: float, s_next: float, variance: float) -> Step:
 def _compute_fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
     """Return the standard deviation of the fresh noise at s'; the remaining noise is the predicted one."""
     if eta > 1:
-        raise ValueError(f"step_of: {eta=} of {kind} is at most 1")
+        raise ValueError(f"step_of: eta must be at most 1 with {kind}; got {eta}")
     if kind == "cps":
         return s_next * math.sin(eta * math.pi / 2)
     return eta * s_next * math.sqrt(max(0.0, 1 - (s_next * (1 - s) / (s * (1 - s_next))) ** 2))
@@ -93,6 +93,6 @@ def log_prob(x_next: Tensor, mean: Tensor, std: float, free: Tensor | None = Non
         free: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones, which have no probability; None if all are sampled.
     """
     if std <= 0:
-        raise ValueError("log_prob: the step adds no noise (std 0), so it has no density; do not train it")
+        raise ValueError(f"log_prob: the step adds no noise ({std=}), so it has no density and cannot be trained")
     density = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
     return free_mean(density, free)

@@ -205,12 +205,10 @@ def test_unusable_checkpoint_error_names_reason(tmp_path: Path, monkeypatch: pyt
     texts = per_rank[0]
     assert "missing/step_1/zero_pp_rank_1_mp_rank_00_optim_states.pt: is missing" in texts["missing"]
     assert "truncated/step_1/zero_pp_rank_1_mp_rank_00_optim_states.pt: has" in texts["truncated"]
-    assert (
-        "garbled/step_1/zero_pp_rank_1_mp_rank_00_optim_states.pt: is not the file that was written" in texts["garbled"]
-    )
+    assert "garbled/step_1/zero_pp_rank_1_mp_rank_00_optim_states.pt: does not match its digest" in texts["garbled"]
     assert "is not a complete checkpoint (COMPLETE is missing)" in texts["unmarked"]
     assert "Weights only load failed" in texts["pickle"]
     assert "frozen in the checkpoint, trained now: frozen.bias, frozen.weight" in texts["freeze"]
     assert "trained in the checkpoint, frozen now: up.bias, up.weight" in texts["freeze"]
-    assert "ZeRO stage 3, this run has 2" in texts["stage"]
-    assert "step_7: no such checkpoint folder" in texts["absent"]
+    assert "ZeRO stage 3, but this run uses stage 2" in texts["stage"]
+    assert "step_7: the checkpoint folder does not exist" in texts["absent"]

@@ -134,7 +134,7 @@ def test_failed_write_is_reported_on_every_rank(tmp_path: Path) -> None:
     assert first == second
     no_room, too_large = first
     assert "GiB, but only 0.00 GiB are free" in no_room
-    assert "step_3: rank 1 could not write it: " in too_large
+    assert "step_3: rank 1 could not write the checkpoint: " in too_large
     assert "older checkpoints are unchanged" in no_room and "older checkpoints are unchanged" in too_large
 
 
@@ -255,8 +255,8 @@ def test_disk_errors_are_reported_on_every_rank(tmp_path: Path) -> None:
         first, second = run_on_ranks(save_on_a_bad_disk, 2, str(disk))
     assert first == second
     expected, filled, export, read_only, read_only_export = first
-    assert "the checkpoint takes" in expected and "are free there" in expected
-    assert "step_3: rank " in filled and "could not write it: " in filled
+    assert "the checkpoint needs" in expected and "are free on this disk" in expected
+    assert "step_3: rank " in filled and "could not write the checkpoint: " in filled
     assert export.startswith(f"{disk}/export: cannot be written (") and "No space left" in export
     assert "Read-only file system" in read_only and "older checkpoints are unchanged" in read_only
     assert "Read-only file system" in read_only_export

@@ -166,7 +166,7 @@ def test_changed_settings_are_rejected_with_both_values(
     options = ["--results-dir", "whole", "--model", tiny_qwen2_5_vl, "--data", ".", *FP32, *SHORT]
     [(code, text)] = run(benchmark, [*options, "--set", "evaluation.seed=7"])
     assert code == 2
-    assert "evaluation.seed was 1 and is 7" in text
+    assert "evaluation.seed was 1, but is now 7" in text
     assert results(benchmark / "whole") == undisturbed
 
 
@@ -243,39 +243,44 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
 
     names = ["--set", "server.model=m"]
     return {
-        "no such model": Mistake(["--model", "./nowhere", *rows], ["./nowhere: no such folder"]),
+        "no such model": Mistake(["--model", "./nowhere", *rows], ["./nowhere: the folder does not exist"]),
         "no config.json": Mistake(["--model", "no_config", *rows], ["no_config: has no config.json"]),
         "config.json is no JSON": Mistake(["--model", "no_json", *rows], ["no_json: config.json cannot be read"]),
         "truncated weights": Mistake(
             ["--model", "truncated", *rows], ["truncated/model.safetensors is truncated or damaged"]
         ),
-        "weights of another model": Mistake(["--model", "other", *rows], ["other: the weights do not fit config.json"]),
+        "weights of another model": Mistake(
+            ["--model", "other", *rows], ["other: the weights do not match config.json"]
+        ),
         "a run without weights": Mistake(["--model", "run", *rows], ["run has neither export/final nor a complete"]),
         "unknown data set": Mistake(
-            [*model, "--data", "data", "--dataset", "robts"], ["dataset robts", "did you mean robots? (there: robots)"]
+            [*model, "--data", "data", "--dataset", "robts"],
+            ["dataset robts", "did you mean robots? (available: robots)"],
         ),
         "a folder without benchmarks": Mistake([*model, "--data", "good"], ["good", "_benchmark_qa_pairs.json"]),
         "no rows": Mistake([*model, "--data", "empty.jsonl"], ["empty.jsonl", "the data set is empty"]),
-        "no questions": Mistake([*model, "--data", "nothing"], ["robots_benchmark_qa_pairs.json: holds no questions"]),
+        "no questions": Mistake(
+            [*model, "--data", "nothing"], ["robots_benchmark_qa_pairs.json: contains no questions"]
+        ),
         "a limit of 0": Mistake([*model, *rows, "--set", "evaluation.limit=0"], ["evaluation.limit", "0"]),
         "an answer outside of its options": Mistake(
             [*model, "--data", "outside.jsonl"],
-            ["outside.jsonl, row 2 (sample 'b'): the answer is 'C'; it must be one of the options A, B"],
+            ["outside.jsonl, row 2 (sample 'b'): the answer must be one of the options A, B; got 'C'"],
         ),
         "the results of somebody else": Mistake(
-            [*model, *rows, "--results-dir", "others"], ["others/good/letter: holds results, and no run.json"]
+            [*model, *rows, "--results-dir", "others"], ["others/good/letter: contains results, but no run.json"]
         ),
         "no such scorer": Mistake([*model, *rows, "--set", "evaluation.scorer=judge.py"], ["judge.py"]),
         "a server that is down": Mistake(
-            [*rows, "--server", urls["down"]], [f"server.url ({urls['down']}/v1): no server answers there"]
+            [*rows, "--server", urls["down"]], [f"server.url ({urls['down']}/v1): the server does not respond"]
         ),
         "a server that requires a key": Mistake(
-            server("401"), ["requires a key, and none is in", "OPENAI_API_KEY", "401"]
+            server("401"), ["requires a key, but", "OPENAI_API_KEY is not set", "401"]
         ),
         "a server that does not chat": Mistake(
-            server("404", *names), ["no model 'm', or no chat at this address (404"]
+            server("404", *names), ["no model 'm', or offers no chat completions at this URL (404"]
         ),
-        "a server that fails": Mistake(server("500"), ["none of the first 2 questions got an answer", "500"]),
+        "a server that fails": Mistake(server("500"), ["the server answered none of the first 2 questions", "500"]),
         "a server of web pages": Mistake(
             server("page", *names), ["none of the first 2 questions", "not a chat completion"]
         ),

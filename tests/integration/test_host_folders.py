@@ -122,9 +122,9 @@ def test_only_checkpoints_complete_everywhere_are_resumed(tmp_path: Path) -> Non
     fresh, newest, choice, incomplete, other_size, lost = results[0]
     assert fresh == "None"
     assert newest == choice == "run/checkpoints/step_2"
-    assert "complete in all of them (rank 0: step_2, step_4; rank 1: step_2, step_6)" in incomplete
+    assert "complete on all of them (rank 0: step_2, step_4; rank 1: step_2, step_6)" in incomplete
     assert other_size.startswith(
-        "run/checkpoints/step_2: has no other, rng_rank_2.safetensors, rng_rank_3.safetensors: the 4 "
+        "run/checkpoints/step_2: does not contain other, rng_rank_2.safetensors, rng_rank_3.safetensors: the 4 "
     )
     assert "resume with 4 ranks on the same hosts in the same order" in other_size
-    assert "complete in all of them (rank 0: step_2, step_4; rank 1: none)" in lost
+    assert "complete on all of them (rank 0: step_2, step_4; rank 1: none)" in lost

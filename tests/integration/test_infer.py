@@ -184,7 +184,7 @@ def test_command_streams_to_stdout_and_rejects_mistakes(media: tuple[str, str], 
     wrong = dsreason("infer", "--model=nowhere/at all", f"--image={media[0]}", "--prompt=What?", cwd=tmp_path)
     assert wrong.returncode == 2
     assert wrong.stdout == ""
-    assert "error: --model nowhere/at all: no such folder" in wrong.stderr
+    assert "error: --model nowhere/at all: the folder does not exist" in wrong.stderr
     assert "Traceback" not in wrong.stderr
 
 

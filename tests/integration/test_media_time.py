@@ -62,5 +62,5 @@ def test_slow_picture_is_reported_or_skipped(
     )
     evaluated = dsreason("eval", *names, "--results-dir", "results", cwd=tmp_path)
     assert evaluated.returncode == 0, evaluated.stderr
-    assert "without an answer: 1, such as rows/2/" in evaluated.stdout + evaluated.stderr
+    assert "unanswered questions: 1, for example, rows/2/" in evaluated.stdout + evaluated.stderr
     assert TOLD in evaluated.stdout + evaluated.stderr

@@ -205,15 +205,15 @@ def test_the_announced_sizes_are_those_that_move(found: Any, case: tuple[str, bo
 def test_run_reports_offloaded_and_remaining_state(found: Any, case: tuple[str, bool]) -> None:
     assert found[0][case]["moved on a CPU"] == 0
     message = found[0][case]["lines"]
-    assert message["CPU"] == "offload during rollouts: nothing, training runs on CPU"
+    assert message["CPU"] == "offload during rollouts: none, because training runs on CPU"
     gradients = (
-        "; given back until the next step: gradient buffers 0.00 GiB"
+        "; freed until the next step: gradient buffers 0.00 GiB"
         if case[0] in WITH_GRADIENTS
-        else "moments 0.00 GiB; stays"
+        else "moments 0.00 GiB; remaining"
     )
-    for text in ("master weights 0.00 GiB", "moments 0.00 GiB", gradients, "stays on the GPU: weights 0.00 GiB"):
+    for text in ("master weights 0.00 GiB", "moments 0.00 GiB", gradients, "remaining on the GPU: weights 0.00 GiB"):
         assert text in message["all moves"]
-    assert "nothing; not on the GPU anyway: master weights, moments" in message["all elsewhere"]
+    assert "nothing; already on the host: master weights, moments" in message["all elsewhere"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -241,7 +241,7 @@ def test_partial_offload_moves_whole_tensors_in_order(found: Any, case: tuple[st
 def test_partial_offload_reports_what_stays(found: Any) -> None:
     """TinyLM's master weights on one of two ranks are a few hundred bytes, so only names can be compared."""
     amounts = found[0]["zero3", True]["amounts"]
-    assert "pinned host memory: nothing; stays on the GPU: weights" in amounts["nothing"]["line"]
-    assert "gradient buffers" in amounts["nothing"]["line"].partition("stays on the GPU")[2]
+    assert "pinned host memory: nothing; remaining on the GPU: weights" in amounts["nothing"]["line"]
+    assert "gradient buffers" in amounts["nothing"]["line"].partition("remaining on the GPU")[2]
     assert "pinned host memory: moments" in amounts["one moment"]["line"]
-    assert "gradient buffers" not in amounts["one moment"]["line"].partition("stays on the GPU")[2]
+    assert "gradient buffers" not in amounts["one moment"]["line"].partition("remaining on the GPU")[2]

@@ -170,7 +170,7 @@ class TestStage:
             for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
                 assert same(load_file(output / name), load_file(live / name))
             assert (
-                "merged into the base model's weights as their NF4 codes give them back"
+                "merged into the base model's weights, quantised to NF4 and dequantised as in training"
                 in (output / "README.md").read_text()
             )
             for item in (output, live):

@@ -178,13 +178,13 @@ def test_clips_are_answered_as_file_or_frames(server: Server, samples: dict[str,
 def test_too_long_prompt_fails_only_its_question(server: Server, samples: dict[str, Sample]) -> None:
     long = Sample("long", [{"role": "user", "content": "left " * 4000}])
     replies = ask(answerer(server), {"long": long, "text": samples["text"]})
-    assert str(replies["long"].error).startswith("the server answers 400: ")
+    assert str(replies["long"].error).startswith("the server responds with 400: ")
     assert "2048" in str(replies["long"].error)
     assert replies["text"].error is None
 
 
 def test_unknown_model_error_suggests_served_model(server: Server, samples: dict[str, Sample]) -> None:
-    with pytest.raises(ConfigError, match="the server has no model 'tinny'.* It has tiny; did you mean tiny"):
+    with pytest.raises(ConfigError, match="the server has no model 'tinny'.* The server has tiny; did you mean tiny"):
         ask(answerer(server, model="tinny"), {"text": samples["text"]})
 
 

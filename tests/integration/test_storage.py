@@ -467,7 +467,7 @@ def test_local_rows_use_s3_media_path(server: Any, proxy: Proxy, tmp_path: Path)
 def test_media_cannot_leave_media_path_in_s3(proxy: Proxy, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "1", "image": "../a.png", "question": "?", "answer": "x"}))
     config = DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl"), media_path="s3://bucket/media")
-    with pytest.raises(DataError, match=r"row 1 .*\.\./a\.png is outside s3://bucket/media"):
+    with pytest.raises(DataError, match=r"row 1 .*\.\./a\.png points outside s3://bucket/media"):
         _ = open_datasets(config)[0][0]
 
 
@@ -633,7 +633,7 @@ def test_hub_target_check_makes_no_commit(hub: LocalHub, monkeypatch: pytest.Mon
         check_target("hub:user/name")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "none")
-    with pytest.raises(ConfigError, match="no token; set HF_TOKEN"):
+    with pytest.raises(ConfigError, match="no token is set; set HF_TOKEN"):
         check_target("hub:user/name")
 
 
@@ -780,7 +780,10 @@ def test_run_survives_failed_uploads_and_hides_secrets(
     refused = second_job(first, job, tmp_path)
     stdout, stderr = first.communicate(timeout=600)
     assert first.returncode == 1, stderr
-    assert "error: 3 of this run's folders are not in s3://bucket/run; they are complete on disk" in stderr
+    assert (
+        "error: 3 of this run's folders could not be uploaded to s3://bucket/run; the files on disk are complete"
+        in stderr
+    )
     assert "dsreason push D/export/final --to s3://bucket/run/export/final" in stderr
     assert (tmp_path / "D/checkpoints/step_2/COMPLETE").exists()
     assert (tmp_path / "D/export/final/model.safetensors").exists()

@@ -75,7 +75,7 @@ def test_reward_failure_on_one_rank_stops_all(folder: Path) -> None:
         (
             "cut",
             {"model.max_prompt_length": 12},
-            "have the embedding of another one: they are cut at model.max_prompt_length",
+            "have the same embedding as another prompt, because they differ only after model.max_prompt_length",
         ),
         (
             "down",

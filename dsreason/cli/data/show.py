@@ -67,8 +67,11 @@ def show_json(source: DataSource, rows: range, purpose: Any) -> int:
 
 def show_text(source: DataSource, rows: range, purpose: Any) -> int:
     """Print each row in a frame, and return the number of unusable rows."""
+    from dsreason.data.formats.column_use import find_column_use
     from dsreason.monitor.console import open_console
     from dsreason.tools.datasets.show import describe_medium, render_row, show_row
+
+    print_message(find_column_use(source).describe(), err=True)
 
     console, failed = open_console(highlight=False), 0
     for index in rows:

@@ -86,8 +86,8 @@ def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]
     """
     if config.server.url is not None:
         with closing(ServerAnswerer(config.server)) as answerer:
-            name, address = name_model(answerer.model), str(hide_in_json(config.server.url))
-            model = {"name": name, "path": answerer.model, "server": address}
+            name, url = name_model(answerer.model), str(hide_in_json(config.server.url))
+            model = {"name": name, "path": answerer.model, "server": url}
             on_model(model)
             yield Answering(answerer, None, model)
         return
@@ -101,8 +101,8 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     """Start an engine with the model's weights on every rank; it stays open until `stack` closes. Collective."""
     if world.size % config.model.tensor_parallel_size:
         raise ConfigError(
-            f"model.tensor_parallel_size ({config.model.tensor_parallel_size}) does not divide the {world.size} ranks; "
-            "start a multiple of it"
+            f"model.tensor_parallel_size ({config.model.tensor_parallel_size}) does not divide the number of ranks "
+            f"({world.size}); start a multiple of {config.model.tensor_parallel_size} ranks"
         )
     path, name = find_model(config, world, stack)
     run_on_rank_zero(lambda: check_folder(config, path))
@@ -118,7 +118,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         path,
         dtype=dtype,
         max_length=prompt_room(config, length),
-        max_length_key=f"model.max_length ({length}) without the longest answer",
+        max_length_key=f"model.max_length ({length}) minus the longest answer",
         trust_remote_code=config.model.trust_remote_code,
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
@@ -168,7 +168,7 @@ def prompt_room(config: EvalConfig, length: int) -> int:
     if longest >= length:
         raise ConfigError(
             f"generation.max_tokens ({longest}) leaves no room for a prompt in model.max_length ({length}); "
-            "raise that or lower it"
+            "raise model.max_length, or lower generation.max_tokens"
         )
     return length - longest
 
@@ -212,11 +212,13 @@ def choose_engine(config: EvalConfig, world: World) -> str:
     engine, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
-        raise ConfigError('model.engine = "vllm", which is not installed; install it, or choose "transformers"')
+        raise ConfigError(
+            'model.engine is "vllm", but vLLM is not installed; install it, or set model.engine = "transformers"'
+        )
     if engine == "transformers" and tensor_parallel_size > 1:
         raise ConfigError(
-            f'model.tensor_parallel_size ({tensor_parallel_size}) is vLLM\'s; set model.engine = "vllm" or leave it at 1: '
-            "a model that is larger than one GPU is spread over several without it, with --nproc 1 over all"
+            f'model.tensor_parallel_size ({tensor_parallel_size}) requires model.engine = "vllm"; set that, or set '
+            "tensor_parallel_size = 1 and use --nproc 1, which spreads a model larger than one GPU over all GPUs"
         )
     if engine != "auto":
         return engine
@@ -252,8 +254,8 @@ def make_engine_settings(config: EvalConfig, length: int, world: World) -> Engin
         )
     if options:
         raise ConfigError(
-            f'evaluation.engine_options ({options}): of vLLM, and without model.engine = "vllm" the answers come from '
-            "transformers here; set it, or remove them"
+            f"evaluation.engine_options ({options}) apply only to vLLM, but the transformers engine is used; set "
+            'model.engine = "vllm", or remove the options'
         )
     batch_size = config.evaluation.batch_size or TRANSFORMERS_BATCH
     return TransformersSettings(attention=model.attention, batch_size=batch_size)

@@ -35,7 +35,7 @@ class EngineAnswerer:
     workers: int = 2
     """Number of processes that decode media in advance; 0: this process decodes them."""
     in_step: Gather = wrap_in_list
-    """Function that gathers a value from the ranks that share the model, which must ask the same number of times."""
+    """Function that gathers a value from the ranks that share the model, which must call `ask` the same number of times."""
     prompts: dict[str, EncodedPrompt | str] = field(default_factory=dict)
     """Prompts of the last batch, by question id; a string is the reason why a prompt is missing."""
 

@@ -43,7 +43,8 @@ def run_weights(given: str) -> Path | None:
     newest = find_checkpoint(folder)
     if newest is None and find_run_record(path) is not None:
         raise CheckpointError(
-            f"model.path {given}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or name a model"
+            f"model.path {given}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or specify a "
+            "model"
         )
     return newest
 
@@ -73,7 +74,8 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
         own_folder = Path(tempfile.mkdtemp(prefix=MAKING, dir=parent))
     except OSError as error:
         raise CheckpointError(
-            f"{parent}: no room for the export of {checkpoint} ({error.strerror}); free it, or choose another folder"
+            f"{parent}: cannot hold the export of {checkpoint} ({error.strerror}); make it writable, free space, or "
+            "choose another folder"
         ) from None
     for left_folder in parent.glob(f"{EXPORT}*"):
         with suppress(OSError), (left_folder / LOCK).open("r+") as lock:  # OSError: it is in use, or already deleted

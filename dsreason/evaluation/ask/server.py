@@ -87,8 +87,8 @@ class ServerAnswerer:
         self.model = config.model or self._get_only_model()
         if not is_name(self.model):
             raise self._make_error(
-                f"the model's name, {self.model[:80]!r}, cannot be that of a folder for the results: it must be printable, of at "
-                f"most {LONGEST_NAME} bytes; serve the model under another name, and set server.model"
+                f"the model name {self.model[:80]!r} cannot be used as the name of the results folder: it must be "
+                f"printable and have at most {LONGEST_NAME} bytes; serve the model under another name, and set server.model"
             )
 
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
@@ -141,7 +141,7 @@ class ServerAnswerer:
             return Reply(error=self._mask_key(f"the server's response cannot be read: {error}"))
         except http.NoAnswer as error:
             self._check_alive(error)
-            return Reply(error=self._mask_key(f"no answer from the server: {explain(error)}"))
+            return Reply(error=self._mask_key(f"the server does not respond: {explain(error)}"))
         choice = answer.choices[0]
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return Reply(choice.message.whole(), choice.finish_reason or "", tokens, time.perf_counter() - started)
@@ -155,7 +155,7 @@ class ServerAnswerer:
                 f"the server rejects the settings for reading clips ({self._quote(answer)}); start vLLM "
                 'with --trust-request-mm-kwargs, or set server.video = "frames"'
             )
-        return Reply(error=f"the server answers {self._quote(answer)}")
+        return Reply(error=f"the server responds with {self._quote(answer)}")
 
     def _request(
         self, method: str, path: str, content: bytes = b"", *, limit: float | None = None, retries: int | None = None
@@ -190,58 +190,60 @@ class ServerAnswerer:
             if response.status in (401, 403):
                 raise self._make_refusal(response)
             if not response.is_success and response.status != 404:
-                raise self._make_error(f"the server answers {self._quote(response)}")
+                raise self._make_error(f"the server responds with {self._quote(response)}")
             return [model.id for model in ModelList.model_validate_json(response.content).data]
         except ValidationError:  # some servers only support chat
             return []
         except http.BadAnswer as error:
-            raise self._make_error(f"its list of models cannot be read: {error}") from None
+            raise self._make_error(f"the server's list of models cannot be read: {error}") from None
         except http.NoAnswer as error:
-            why = f"it takes more than {CHECK_SECONDS:g} s to say which models it has" if error.late else explain(error)
-            raise self._make_error(f"no server answers there ({why}); start it, or correct the address") from None
+            why = f"listing its models takes more than {CHECK_SECONDS:g} s" if error.late else explain(error)
+            raise self._make_error(f"the server does not respond ({why}); start it, or correct the URL") from None
 
     def _get_only_model(self) -> str:
         if len(self.listed) == 1:
             return self.listed[0]
         models = (
-            f"it has {join_first(self.listed, LISTED, separator=', ')}"
+            f"the server has {join_first(self.listed, LISTED, separator=', ')}"
             if self.listed
-            else "it does not say which models it has"
+            else "the server does not list its models"
         )
-        raise self._make_error(f"set server.model to the model that shall answer; {models}")
+        raise self._make_error(f"set server.model to the model to query; {models}")
 
     def _make_refusal(self, answer: http.HttpResponse) -> ConfigError:
         quoted, variable = self._quote(answer), self.config.api_key_env
         if answer.status != 404:
-            done = "rejects the key in" if self.key else "requires a key, and none is in"
-            return self._make_error(
-                f"the server {done} the environment variable {variable} ({quoted}); set it, or set server.api_key_env to "
-                "another one"
+            problem = (
+                f"the server rejects the key in the environment variable {variable} ({quoted}); correct it"
+                if self.key
+                else f"the server requires a key, but the environment variable {variable} is not set ({quoted}); set it"
             )
+            return self._make_error(f"{problem}, or set server.api_key_env to another variable")
         if self.model in self.listed:
-            return self._make_error(f"the server has no chat at this address ({quoted}); correct server.url")
+            return self._make_error(f"the server offers no chat completions at this URL ({quoted}); correct server.url")
         near = find_nearest(self.model, self.listed)
         has = (
-            f" It has {join_first(self.listed, LISTED, separator=', ')}" + (f"; did you mean {near}?" if near else ".")
+            f" The server has {join_first(self.listed, LISTED, separator=', ')}"
+            + (f"; did you mean {near}?" if near else ".")
             if self.listed
             else ""
         )
         return self._make_error(
-            f"the server has no model {self.model!r}, or no chat at this address ({quoted}); correct server.model or "
-            f"server.url.{has}"
+            f"the server has no model {self.model!r}, or offers no chat completions at this URL ({quoted}); correct "
+            f"server.model or server.url.{has}"
         )
 
     def _make_error(self, text: str) -> ConfigError:
         return ConfigError(self._mask_key(to_one_line(f"server.url ({self.url}): {text}")))
 
     def _check_alive(self, error: http.NoAnswer) -> None:
-        """Raise DsReasonError if the server is down, that is, if it does not answer a second, simple request, either."""
+        """Raise DsReasonError if the server is down, that is, if it does not respond to a second, simple request either."""
         try:
             self._list_models()
         except ConfigError:
             raise DsReasonError(
-                f"server.url ({self.url}): the server went away ({explain(error)}). The answers until then are saved: start "
-                "it again, and the same command continues"
+                f"server.url ({self.url}): the server no longer responds ({explain(error)}). All answers so far are "
+                "saved; restart the server, and run the same command again to continue"
             ) from None
 
     def _quote(self, answer: http.HttpResponse) -> str:
@@ -275,7 +277,9 @@ def is_name(model: str) -> bool:
 def read_key(variable: str) -> str | None:
     key = os.environ.get(variable, "").strip()
     if not is_header_safe(key):
-        raise ConfigError(f"the key in {variable} has characters that an HTTP header cannot hold; set it again")
+        raise ConfigError(
+            f"the key in {variable} contains characters that are not allowed in an HTTP header; correct it"
+        )
     return key or None
 
 
@@ -309,4 +313,4 @@ def request_seed(sampling: Sampling, question_id: str) -> int:
 
 
 def explain(error: http.NoAnswer) -> str:
-    return "it takes too long; see server.time_limit" if error.late else to_one_line(str(error))
+    return "the request takes longer than server.time_limit" if error.late else to_one_line(str(error))

@@ -62,8 +62,8 @@ def build_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[
         messages.append({"role": message["role"], "content": content})
     if any(reading != readings[0] for reading in readings):
         raise DataError(
-            "the clips of this question differ in the frames to take, and a request has one setting for all of them; "
-            'set vision.nframes, or server.video = "frames"'
+            "the clips of this question need different frame settings, but a request has only one setting for all "
+            'clips; set vision.nframes, or server.video = "frames"'
         )
     return messages, {"media_io_kwargs": {"video": readings[0]}} if readings else {}
 
@@ -124,9 +124,9 @@ def resize_image(part: Part) -> Image.Image:
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def to_base64(image: Image.Image, form: str, **options: Any) -> bytes:
+def to_base64(image: Image.Image, image_format: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, form, **options)
+    image.save(buffer, image_format, **options)
     return base64.b64encode(buffer.getvalue())
 
 

@@ -26,13 +26,13 @@ from dsreason.data.messages import check_text, get_text, list_media_parts, promp
 from dsreason.data.options import (
     find_option_letter,
     find_options_in_question,
-    option_lines,
+    format_options,
     options_field,
     own_letter,
     with_options,
 )
 from dsreason.data.rows import read_rows, text_field
-from dsreason.data.sources import find_missing_medium, open_source, select_vision_settings
+from dsreason.data.sources import open_source, select_vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import (
@@ -110,14 +110,14 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
             return place / name
     subsets = sorted({f.parent.name for place in places for f in place.glob("*/" + ANNOTATIONS.format("*"))})
     if name in PUBLISHED and name not in subsets:
-        advice = "`dsreason data fetch` downloads it"
+        advice = "run `dsreason data fetch` to download it"
     elif near := find_nearest(name, [*subsets, *PUBLISHED]):
         advice = f"did you mean {near}?"
     else:
         advice = "check datasets and data_dir"
     raise DataError(
-        f"dataset {name}: no {name}/{ANNOTATIONS.format(name)} in {places[0]} or {places[1]}; {advice} "
-        f"(there: {', '.join(subsets) or 'no benchmark'})"
+        f"dataset {name}: {name}/{ANNOTATIONS.format(name)} was not found in {places[0]} or {places[1]}; {advice} "
+        f"(available: {', '.join(subsets) or 'none'})"
     )
 
 
@@ -125,14 +125,14 @@ def iter_benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]
     """Yield (location in the file, video, entry in `qa_pairs`) for each question."""
     rows = read_rows(SourceConfig(path=str(file)))
     if not len(rows):
-        raise DataError(f"{file}: holds no questions")
+        raise DataError(f"{file}: contains no questions")
     for index in range(len(rows)):
         item, location = rows[index], rows.describe_location(index)
         if not isinstance(item, dict) or not isinstance(item.get("video"), str) or "qa_pairs" not in item:
-            raise DataError(f"{location}: must have video and qa_pairs, is {item!r:.200}")
+            raise DataError(f"{location}: must have video and qa_pairs; got {item!r:.200}")
         pairs = item["qa_pairs"] if isinstance(item["qa_pairs"], list) else [item["qa_pairs"]]
         if not pairs:
-            raise DataError(f"{location} ({item['video']}): qa_pairs is empty; remove the row or give it a question")
+            raise DataError(f"{location} ({item['video']}): qa_pairs is empty; remove the row, or add a question")
         for number, pair in enumerate(pairs, start=1):
             place = (
                 f"{location}, question {number} ({item['video']})"
@@ -140,7 +140,7 @@ def iter_benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]
                 else f"{location} ({item['video']})"
             )
             if not isinstance(pair, dict):
-                raise DataError(f"{place}: qa_pairs is {pair!r:.100}; it must have question, index2ans and answer")
+                raise DataError(f"{place}: qa_pairs must have question, index2ans and answer; got {pair!r:.100}")
             yield place, item["video"], pair
 
 
@@ -152,8 +152,8 @@ def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     if os.path.isfile(clip):  # unlike Path.is_file, does not raise for a path that is too long
         return clip, None
     packed = sorted(file.name for file in folder.iterdir() if file.name.lower().endswith(ARCHIVE_SUFFIXES))
-    hint = f"; {packed[0]} there is not unpacked: `dsreason data fetch` does that" if packed else ""
-    return clip, f"video: no file {clip}{hint}"
+    hint = f"; {packed[0]} in its folder is not unpacked: run `dsreason data fetch`" if packed else ""
+    return clip, f"video: {clip} does not exist{hint}"
 
 
 def make_benchmark_sample(
@@ -161,17 +161,17 @@ def make_benchmark_sample(
 ) -> tuple[Sample, QuestionKind]:
     options = options_field(pair.get("index2ans"), "index2ans")
     if options is None and pair.get("index2ans") is not None:
-        raise DataError(f"field 'index2ans' is {pair['index2ans']!r:.100}; it must have a string for each letter")
+        raise DataError(f"field 'index2ans' must have a string for each letter; got {pair['index2ans']!r:.100}")
     answer = pair["correct_answer"] if pair.get("correct_answer") is not None else pair["answer"]
     if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
-        raise DataError(f"field 'answer' is {answer!r:.100}; it must be a text")
+        raise DataError(f"field 'answer' must be a non-empty string or a number; got {answer!r:.100}")
     meta = {key: pair[key] for key in ("question_kind",) if key in pair}
     question = text_field(pair, "question")
     asked: list[Message] = [{"role": "user", "content": question}]
     sample = check_answer(with_options(Sample(video_id, asked, str(answer).strip(), options, meta)))
     kind = check_kind(sample)
     check_reference(sample, kind)
-    lines = [question, *option_lines(options)]
+    lines = [question, *format_options(options)]
     lines += [REQUESTS[kind]] if kind in REQUESTS else []
     text = "\n".join(lines)
     check_text(text)
@@ -192,15 +192,18 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
     source = open_source(config.model_copy(update={"vision": vision, "system_prompt": system}))
     counts: Counter[str] = Counter()
     for index in range(len(source.rows)):
-        sample = source.read(index)
-        problem = find_missing_medium(sample.messages, source.media_root)
+        sample, problem = source.read(index), None
+        try:
+            sample = source.fetch_media(sample)
+        except DataError as error:
+            problem = str(error)
         try:
             answer = split_response(
                 get_reference(sample) or ""
             ).answer  # the content of `<answer>`, or the complete text if there are no tags
             if not answer:
                 raise DataError(
-                    "the row has no answer to grade by; add one, or end the row with the assistant's message"
+                    "the row has no reference answer; add one, or end the messages with an assistant message"
                 )
             sample = check_answer(replace(sample, answer=answer), config.kind)
             kind = config.kind or check_kind(sample)
@@ -228,7 +231,7 @@ def check_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
             return sample
         letter = find_option_letter(sample.answer or "", sample.options)
     if letter is None:
-        raise DataError(f"the answer is {sample.answer!r}; it must be one of the options {', '.join(sample.options)}")
+        raise DataError(f"the answer must be one of the options {', '.join(sample.options)}; got {sample.answer!r}")
     return replace(sample, answer=letter)
 
 
@@ -277,12 +280,12 @@ def to_question(
 def check_reference(sample: Sample, kind: QuestionKind) -> None:
     """Raise DataError if the reference does not fit the question's kind, because no answer could be correct."""
     if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
-        raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
+        raise DataError(f"the answer {sample.answer!r} cannot be parsed as the answer to a question of kind {kind}")
 
 
 def check_kind(sample: Sample) -> QuestionKind:
     """Return the row's kind; raise DataError if `question_kind` is unknown, so that the row is not graded as another kind."""
     question_kind = sample.meta.get("question_kind")
     if question_kind is not None and question_kind not in get_args(QuestionKind):
-        raise DataError(f"question_kind is {question_kind!r}; it must be one of {', '.join(get_args(QuestionKind))}")
+        raise DataError(f"question_kind must be one of {', '.join(get_args(QuestionKind))}; got {question_kind!r}")
     return get_question_kind(sample)

@@ -13,7 +13,7 @@ import torch
 from dsreason.errors import ConfigError
 from dsreason.imports import build_install_command
 
-ADVICE = "give the folder of a sentence-transformers model, one with a modules.json"
+ADVICE = "set it to the folder of a sentence-transformers model, which contains a modules.json"
 ROUGES = ["rouge1", "rouge2", "rougeL"]
 
 
@@ -42,11 +42,13 @@ class Similarity:
         source = f"evaluation.similarity_model {folder}"
         path = Path(folder).expanduser()
         if not path.is_dir():
-            raise ConfigError(f"{source}: no such folder (working folder: {Path.cwd()}); {ADVICE}")
+            raise ConfigError(f"{source}: the folder does not exist (working folder: {Path.cwd()}); {ADVICE}")
         try:
             from sentence_transformers import SentenceTransformer
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{source} needs sentence-transformers: {build_install_command('similarity')}") from error
+            raise ConfigError(
+                f"{source} requires sentence-transformers; run {build_install_command('similarity')}"
+            ) from error
         try:
             self._model: Any = SentenceTransformer(str(path), device="cpu", local_files_only=True)
         except Exception as error:  # an arbitrary folder can cause any error

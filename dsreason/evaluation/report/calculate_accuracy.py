@@ -45,7 +45,7 @@ def calculate_accuracy(results_dir: Path, dataset: Sequence[str] | None = None) 
             continue
         if not isinstance(items, list):
             if file.name not in OWN_FILES:
-                complaints.append(f"Warning: {file}: holds {type(items).__name__}, not a list; skipped")
+                complaints.append(f"Warning: {file}: must contain a list, but contains {type(items).__name__}; skipped")
             continue
         counted = [bool(item["is_correct"]) for item in items if isinstance(item, dict) and "is_correct" in item]
         samples += len(counted)

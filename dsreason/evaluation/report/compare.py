@@ -68,8 +68,9 @@ class RunComparison:
             return None
         common = self.overall.this.total
         return (
-            f"the runs have different questions: {self.only_in_this} are only in {self.this} and {self.only_in_baseline} "
-            f"only in {self.baseline}; compared are the {common} common ones, so the accuracies differ from those of the runs"
+            f"the runs have different questions: {self.only_in_this} are only in {self.this}, and {self.only_in_baseline} "
+            f"are only in {self.baseline}; only the {common} common ones are compared, so the accuracies differ from those "
+            "of the complete runs"
         )
 
 
@@ -86,14 +87,14 @@ def compare(this: Sequence[Result], baseline: Sequence[Result], names: tuple[str
     pairs = [(result, before[key]) for result in this if (key := (result.datasource, result.id)) in before]
     if not pairs:
         raise DataError(
-            f"{names[0]} and {names[1]}: have no question in common ({len(this)} and {len(baseline)} questions, "
-            f"such as {this[0].id!r} and {baseline[0].id!r}); compare runs on the same data"
+            f"{names[0]} ({len(this)} questions, such as {this[0].id!r}) and {names[1]} ({len(baseline)} questions, such "
+            f"as {baseline[0].id!r}) have no question in common; compare runs on the same data"
         )
     for a, b in pairs:
         if a.correct_answer != b.correct_answer:
             raise DataError(
-                f"question {a.id!r}: its answer is {a.correct_answer!r:.80} in {names[0]} and {b.correct_answer!r:.80} "
-                f"in {names[1]}; compare runs on the same data"
+                f"question {a.id!r}: the reference answer is {a.correct_answer!r:.80} in {names[0]}, but "
+                f"{b.correct_answer!r:.80} in {names[1]}; compare runs on the same data"
             )
     datasets = sorted({a.datasource for a, _ in pairs})
     return RunComparison(

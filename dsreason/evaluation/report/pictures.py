@@ -54,7 +54,7 @@ def draw_sheets(results: Sequence[Result], limit: int | None = None) -> dict[str
     sheets: dict[str, Sheet] = {}
     num_bytes = 0
     console = open_console(stderr=True)
-    for result in track(results[:limit], "frames for the report", console=console, transient=True):
+    for result in track(results[:limit], "extracting frames for the report", console=console, transient=True):
         if limit is None and num_bytes > MAX_BYTES:
             break
         media = tuple(result.media)

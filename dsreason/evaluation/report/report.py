@@ -42,14 +42,14 @@ MARKDOWN, HTML = "report.md", "report.html"
 
 FILTERS = {
     "right": "right",
-    "wrong": "wrong (unparsed and unanswered too)",
+    "wrong": "wrong, including unparsed and unanswered",
     "unparsed": "unparsed",
     "unanswered": "unanswered",
     "truncated": "truncated",
-    "gained": "gained on the baseline",
-    "lost": "lost to the baseline",
+    "gained": "gained compared with the baseline",
+    "lost": "lost compared with the baseline",
 }
-"""Filters of the cards in the HTML report → their labels; a URL such as `report.html#wrong` sets one, too."""
+"""Filters of the cards in the HTML report → their labels; a URL such as `report.html#wrong` also sets one."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def read_settings(folder: Path) -> dict[str, str]:
         return {}
     settings = read_json(file)
     if not isinstance(settings, dict):
-        raise DataError(f"{file}: must hold an object with the settings of the evaluation")
+        raise DataError(f"{file}: must contain a JSON object with the settings of the evaluation")
     values = flatten_keys(settings)
     if values.get("config.evaluation.scorer") is not None:
         values.setdefault(f"config.{THRESHOLD}", FORMER_THRESHOLD)

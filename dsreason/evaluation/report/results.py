@@ -89,7 +89,9 @@ def write_text(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, text.encode(errors="replace"))
     except OSError as error:
-        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another folder or free it") from error
+        raise DataError(
+            f"{file}: cannot be written ({error.strerror}); make it writable, free space, or choose another folder"
+        ) from error
 
 
 # ---------------------------------------------------------------- finding
@@ -108,18 +110,18 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
         DataError: the folder is missing, or contains no results, or no results of a requested data set.
     """
     if not results_dir.is_dir():
-        raise DataError(f"{results_dir}: no such folder; give the --results-dir of an evaluation")
+        raise DataError(f"{results_dir}: the folder does not exist; pass the --results-dir of an evaluation")
     files = [file for file in list_json_files(results_dir) if file.name not in OWN_FILES]
     files = [file for file in files if not (file.parent / RUN_FILE).exists()]
     if not files:
-        raise DataError(f"{results_dir}: holds no results (<model>/<answer_type>/<dataset>/<video_id>.json)")
+        raise DataError(f"{results_dir}: contains no results (<model>/<answer_type>/<dataset>/<video_id>.json)")
     wanted_folders = None if dataset is None else {make_safe_name(name): name for name in dataset}
     present = {_get_dataset_folder(file) for file in files}
     if wanted_folders is not None and (
         missing := [name for folder, name in wanted_folders.items() if folder not in present]
     ):
         raise DataError(
-            f"{results_dir}: holds no results of {', '.join(missing)}; there are those of {', '.join(sorted(present))}"
+            f"{results_dir}: contains no results of {', '.join(missing)}, but only of {', '.join(sorted(present))}"
         )
     runs: dict[Path, list[Path]] = {}
     for file in files:
@@ -133,7 +135,7 @@ def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
     runs = find_runs(results_dir, dataset)
     if len(runs) > 1:
         names = ", ".join(str(run.folder) for run in runs)
-        raise DataError(f"{results_dir}: holds {len(runs)} evaluations; give the folder of one: {names}")
+        raise DataError(f"{results_dir}: contains {len(runs)} evaluations; pass the folder of one of them: {names}")
     return runs[0]
 
 
@@ -152,7 +154,8 @@ def list_json_files(results_dir: Path) -> list[Path]:
     for number, (folder, inside, files) in enumerate(os.walk(results_dir, followlinks=True)):
         if number > MOST_FOLDERS:
             raise DataError(
-                f"{results_dir}: has more than {MOST_FOLDERS} folders in it; give the --results-dir of an evaluation"
+                f"{results_dir}: contains more than {MOST_FOLDERS} folders, the maximum; pass the --results-dir of an "
+                "evaluation"
             )
         inside[:] = [name for name in inside if not name.startswith(".")]
         files_found += [Path(folder, name) for name in files if name.endswith(".json") and not name.startswith(".")]
@@ -188,11 +191,13 @@ def read_run(run: Run) -> list[Result]:
             first = names.setdefault(result.id, location)
             if first != location:
                 raise DataError(
-                    f"{location}: question {result.id!r} appears twice (first in {first}); remove one of the two"
+                    f"{location}: question {result.id!r} appears twice (first in {first}); remove one of them"
                 )
             results.append(result)
     if not results:
-        raise DataError(f"{run.folder}: its {len(run.files)} result files are empty lists; there is nothing to score")
+        raise DataError(
+            f"{run.folder}: all result files ({len(run.files)}) contain empty lists, so there is nothing to score"
+        )
     return sorted(results, key=lambda result: (result.datasource, result.video_id))
 
 
@@ -204,7 +209,9 @@ def read_file(file: Path) -> list[Result]:
     """
     items = read_json(file)
     if not isinstance(items, list):
-        raise DataError(f"{file}: holds {_name_json_type(items)}, not a list of results; move it elsewhere")
+        raise DataError(
+            f"{file}: must contain a list of results, but contains {_name_json_type(items)}; move it elsewhere"
+        )
     counts: Counter[str] = Counter()
     return [_read_item(item, file, number, counts) for number, item in enumerate(items)]
 
@@ -216,14 +223,14 @@ def read_json(file: Path) -> Any:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{file}: is not valid JSON ({describe_parse_error(error)}); evaluate again, or remove it"
+            f"{file}: is not valid JSON ({describe_parse_error(error)}); remove it, or run the evaluation again"
         ) from error
 
 
 def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:
     location = f"{file}: item {number + 1}"
     if not isinstance(item, dict):
-        raise DataError(f"{location}: is {_name_json_type(item)}, not a result")
+        raise DataError(f"{location}: must be an object with a result; got {_name_json_type(item)}")
     try:
         return STORED.validate_python(_complete_item(item, file, number, seen))
     except ValidationError as error:
@@ -278,5 +285,5 @@ def _infer_kind(reference: object) -> QuestionKind:
 
 
 def _name_json_type(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

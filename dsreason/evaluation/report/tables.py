@@ -56,7 +56,7 @@ def collect_facts(summary: RunSummary) -> dict[str, str]:
     shares = {"unparsed answers": share_of(summary.unparsed), "truncated answers": share_of(summary.truncated)}
     if summary.unanswered:
         question, why = next(iter(summary.unanswered.items()))
-        shares["without an answer"] = f"{len(summary.unanswered)}, such as {question}: {why:.200}"
+        shares["unanswered questions"] = f"{len(summary.unanswered)}, for example, {question}: {why:.200}"
     if summary.accuracy.clustered:
         shares["95% interval, clustered by clip"] = format_interval(summary.accuracy.clustered)
     return shares | score_facts(summary)
@@ -72,18 +72,19 @@ def describe_grading(summary: RunSummary, settings: Mapping[str, str]) -> str:
     if deciding:
         total = sum(summary.graded_by.values())
         by = ", ".join(f"{name} ({count} of {total} answers)" for name, count in deciding.items())
-        return (
-            f"An answer is right by evaluation.scorer and its evaluation.scorer_threshold, {by}, if anything was read."
-        )
+        return f"An answer is right if it was parsed and evaluation.scorer reaches evaluation.scorer_threshold: {by}."
     scorer, threshold = settings.get("config.evaluation.scorer"), settings.get("config.evaluation.scorer_threshold")
     if scorer is None:
         return ""
-    nothing = f"The scorer {scorer} has a mean, see the scores, and decides nothing: what is right goes by"
+    without = (
+        f"The scorer {scorer} does not decide which answers are right; its mean is under the scores. Answers are graded"
+    )
     if settings.get("config.evaluation.parser") == "compat":
-        return f"{nothing} the letters only, as in cosmos-reason1 (evaluation.parser is compat)."
+        return f"{without} by their letters only, as in cosmos-reason1 (evaluation.parser is compat)."
     if threshold is None:
-        return f"{nothing} the questions' kinds, as evaluation.scorer_threshold is not set."
-    return f"An answer is right by evaluation.scorer ({scorer}) from {threshold} on."  # old results do not contain `graded_by`
+        return f"{without} by the kinds of the questions, because evaluation.scorer_threshold is not set."
+    # Old results do not contain `graded_by`.
+    return f"An answer is right if evaluation.scorer ({scorer}) scores it at least {threshold}."
 
 
 def score_facts(summary: RunSummary) -> dict[str, str]:
@@ -121,7 +122,7 @@ def make_runs_table(summaries: Sequence[RunSummary]) -> Table:
 
 
 def make_comparison_table(comparison: RunComparison) -> Table:
-    title = Text(f"{comparison.this} against {comparison.baseline}")
+    title = Text(f"{comparison.this} compared with {comparison.baseline}")
     columns = ("this", "baseline", "difference", "95% interval", "p (McNemar)", "gained", "lost")
     table = _make_table(title, "", columns)
     for name, part in comparison.datasets.items():

@@ -21,14 +21,15 @@ MAX_PATCH = 64
 def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     if not is_above(tokenizer.model_max_length, 0):
         raise CheckpointError(
-            f"{path}: tokenizer_config.json has model_max_length {tokenizer.model_max_length!r:.100}; it must be a number above 0"
+            f"{path}: tokenizer_config.json has model_max_length {tokenizer.model_max_length!r:.100}, but it must be a number "
+            "above 0"
         )
 
 
 def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizerBase) -> None:
     if not isinstance(holder.chat_template, str):
         raise CheckpointError(
-            f"{path}: no chat template; copy chat_template.jinja (or .json) of the original model there"
+            f"{path}: the chat template is missing; copy chat_template.jinja (or .json) of the original model to this folder"
         )
 
 
@@ -44,12 +45,12 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
             media_value = media.to_dict().get(name)
             if media_value != value:
                 raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {media_value}, config.json says {value}; "
-                    "copy the processor files of the same model there"
+                    f"{path}: {type(media).__name__} has {name} {media_value}, but config.json has {value}; "
+                    "copy the processor files of the same model to this folder"
                 )
             if type(media_value) is not int or not 1 <= media_value <= MAX_PATCH:
                 raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {media_value!r:.100}; it must be a whole number from 1 "
+                    f"{path}: {type(media).__name__} has {name} {media_value!r:.100}, but it must be an integer from 1 "
                     f"to {MAX_PATCH}"
                 )
         check_scaling(path, media)
@@ -57,8 +58,8 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
             value = dict(media.size).get(name)
             if not isinstance(value, int | float) or not 1 <= value <= most:
                 raise CheckpointError(
-                    f"{path}: {type(media).__name__} has size.{name} {value!r:.100}; it must be a number of pixels of at "
-                    f"least 1 and at most {most}"
+                    f"{path}: {type(media).__name__} has size.{name} {value!r:.100}, but it must be a number of pixels from "
+                    f"1 to {most}"
                 )
 
 
@@ -69,13 +70,13 @@ def check_scaling(path: Path, media: Any) -> None:
         numbers = values if isinstance(values, list | tuple) else [values] * 3
         if media.do_normalize and not (len(numbers) == 3 and all(is_above(number, least) for number in numbers)):
             raise CheckpointError(
-                f"{path}: {type(media).__name__} has {name} {values!r:.100}; it must be three numbers"
+                f"{path}: {type(media).__name__} has {name} {values!r:.100}, but it must be three numbers"
                 + (" above 0" if least == 0 else "")
             )
     factor = media.to_dict().get("rescale_factor")
     if media.do_rescale and not is_above(factor, 0):
         raise CheckpointError(
-            f"{path}: {type(media).__name__} has rescale_factor {factor!r:.100}; it must be a number above 0"
+            f"{path}: {type(media).__name__} has rescale_factor {factor!r:.100}, but it must be a number above 0"
         )
 
 

@@ -35,7 +35,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {error}") from error
     if not isinstance(processor, ProcessorMixin):
         raise CheckpointError(
-            f"{path}: has a tokenizer but no processor for images and videos; copy the processor files of the model there"
+            f"{path}: has a tokenizer but no processor for images and videos; copy the model's processor files to this folder"
         )
     check_chat_template(path, processor)
     check_length(path, processor.tokenizer)
@@ -46,8 +46,8 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     ):
         if token_id != expected:
             raise CheckpointError(
-                f"{path}: the tokenizer has id {token_id} for {kind} placeholders, config.json says {expected}; "
-                "copy the tokenizer files of the same model there"
+                f"{path}: the tokenizer has id {token_id} for {kind} placeholders, but config.json has {expected}; "
+                "copy the tokenizer files of the same model to this folder"
             )
     check_patches(path, processor, config.vision_config)
     check_template(path, processor)

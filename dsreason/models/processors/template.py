@@ -41,7 +41,9 @@ def check_template(path: Path, processor: Any) -> None:
         problem = f"takes more than {CPU_SECONDS} s or {compute_memory_limit() >> 20} MiB"
     child.join()
     if problem:
-        raise CheckpointError(f"{path}: the chat template {problem} on a short conversation; take the original model's")
+        raise CheckpointError(
+            f"{path}: the chat template {problem} on a short conversation; restore the original template"
+        )
 
 
 def compute_memory_limit() -> int:
@@ -54,8 +56,8 @@ def compute_memory_limit() -> int:
     memory_limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - read_address_space())
     if memory_limit < LEAST_MEMORY_BYTES:
         raise ConfigError(
-            f"ulimit -v: {hard >> 20} MiB of address space for a process leave {max(memory_limit, 0) >> 20} MiB, too little to "
-            "go on; raise it (`ulimit -v unlimited`)"
+            f"ulimit -v: the limit of {hard >> 20} MiB leaves {max(memory_limit, 0) >> 20} MiB for the chat template, but at "
+            f"least {LEAST_MEMORY_BYTES >> 20} MiB are needed; raise it (`ulimit -v unlimited`)"
         )
     return memory_limit
 
@@ -66,7 +68,10 @@ def read_address_space() -> int:
 
 
 def _try_template(processor: Any, writer: Connection) -> None:
-    """Send the template's problem from the child process: "" for none, or nothing if the template exceeds the limits."""
+    """Test the template in the child process and send the problem, or "" if it has none.
+
+    Send nothing if the template exceeds the limits.
+    """
     signal.alarm(6 * CPU_SECONDS)  # ends the child if it waits for a lock that a thread of the parent held
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     seconds = CPU_SECONDS if hard == resource.RLIM_INFINITY else min(CPU_SECONDS, hard)

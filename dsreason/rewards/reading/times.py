@@ -107,7 +107,7 @@ def reduce_key(key: Any) -> str:
 
 
 def parse_json_time(value: Any) -> float | None:
-    """Convert a number of seconds, or a text with only one time, to seconds; return None for other values."""
+    """Convert a number of seconds, or a string that consists of a single time, to seconds; return None for other values."""
     if not isinstance(value, str):
         return to_finite_float(value)
     match = TIME.search(value[:WINDOW].lower())

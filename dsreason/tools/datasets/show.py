@@ -17,6 +17,7 @@ from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.media import images, videos
 from dsreason.media.frames import describe_video_path, is_frame_list, read_frame_list
+from dsreason.secrets import hide_payloads
 
 Purpose = Literal["sft", "grpo", "dpo"]
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -135,9 +136,11 @@ def to_relative(path: str, source: DataSource) -> str:
 
 
 def shorten_bytes(value: Any) -> Any:
-    """Replace bytes, which JSON cannot hold, with their number."""
+    """Replace bytes, which JSON cannot hold, with their number, and leave out the content of `data:` URIs."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
+    if isinstance(value, str):
+        return hide_payloads(value)
     if isinstance(value, dict):
         return {name: shorten_bytes(item) for name, item in value.items()}
     return [shorten_bytes(item) for item in value] if isinstance(value, list) else value
@@ -157,7 +160,7 @@ def render_row(sample: Sample, split: Split, title: str, describe: Callable[[dic
     facts = {
         "answer": " | ".join(filter(None, [sample.answer, *sample.other_answers])),
         "options": sample.options,
-        "meta": sample.meta,
+        "meta": shorten_bytes(sample.meta),
     }
     lines += [Text(f"{name}: {str(value):.500}", style="dim") for name, value in facts.items() if value]
     return Panel(Group(*lines), title=Text(title), title_align="left")

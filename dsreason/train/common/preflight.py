@@ -19,6 +19,7 @@ from dsreason.config.deepspeed import build_trial_settings, format_json, read_ze
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.formats.column_use import find_column_use
 from dsreason.data.loader import find_fatal_error, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
@@ -223,6 +224,7 @@ def check_dataset(
             check(sample)
         encoder.check_length(sample, encoder.measure(sample))
 
+    log_column_use(dataset)
     skipped: list[str] = []
     deadline = time.monotonic() + MAX_SECONDS
     for checked, index in enumerate(order_coarse_to_fine(len(dataset))):
@@ -244,6 +246,13 @@ def check_dataset(
     if skipped:
         log.warning("%s: %d rows are skipped:\n  %s", name, len(skipped), join_first(skipped, separator="\n  "))
     return skipped
+
+
+def log_column_use(dataset: SampleDataset) -> None:
+    """Log what the adapters do with the columns of their rows; ignored columns are a warning."""
+    for source in dataset.sources:
+        use = find_column_use(source)
+        log.log(logging.WARNING if use.ignored else logging.INFO, "%s", use.describe())
 
 
 def order_coarse_to_fine(count: int) -> list[int]:

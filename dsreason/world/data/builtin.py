@@ -44,9 +44,9 @@ def draw_square(seed: int, number: int) -> tuple[Square, str]:
     rng = np.random.default_rng([seed, number])
     colour, move = str(rng.choice([*COLOURS])), str(rng.choice([*MOVES]))
     square = Square(colour, move, rng.uniform(0.55, 1), rng.uniform(0, 0.25), (rng.uniform(), rng.uniform()))
-    said_colour = str(rng.choice([*COLOURS])) if rng.uniform() < 0.5 else colour
-    said_move = str(rng.choice([*MOVES])) if rng.uniform() < 0.5 else move
-    return square, write_caption(said_colour, said_move)
+    caption_colour = str(rng.choice([*COLOURS])) if rng.uniform() < 0.5 else colour
+    caption_move = str(rng.choice([*MOVES])) if rng.uniform() < 0.5 else move
+    return square, write_caption(caption_colour, caption_move)
 
 
 def write_caption(colour: str, move: str) -> str:
@@ -63,7 +63,7 @@ def make_rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> CheckedRow
         DataError: `variant` is neither empty nor `mislabelled`.
     """
     if variant not in ("", MISLABELLED):
-        raise DataError(f'{variant}: of the format builtin it must be empty or "{MISLABELLED}"')
+        raise DataError(f'{variant}: must be empty or "{MISLABELLED}" with data.format = "builtin"')
     rows = CheckedRows()
     for number in range(count):
         square, drawn_caption = draw_square(seed, number)

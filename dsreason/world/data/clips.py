@@ -51,7 +51,7 @@ def choose_frames(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
     if rate < 1 - SLOWER and size.frames > 1:
         raise DataError(
             f"the video has {info.fps:g} frames per second, fewer than data.fps ({size.fps:g}), so frames would be repeated; "
-            f"lower data.fps to {info.fps:g}, or leave it out"
+            f"lower data.fps to {info.fps:g}, or remove the video"
         )
     rate = max(rate, 1.0)
     first = math.floor(start * info.fps + 1e-6)
@@ -60,7 +60,7 @@ def choose_frames(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
         beginning = f" from second {start:g} on" if start else ""
         raise DataError(
             f"the video is too short: {size.frames} frames at {size.fps:g} per second need {indices[-1] + 1 - first} frames "
-            f"at its {info.fps:g} per second{beginning}, there are {max(0, info.num_frames - first)}; "
+            f"at its {info.fps:g} per second{beginning}, but it has only {max(0, info.num_frames - first)}; "
             "lower data.frames or raise data.fps"
         )
     return indices
@@ -75,5 +75,5 @@ def fit_size(have: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
 def start_of(row: WorldRow) -> float:
     start = row.meta.get("start", 0.0)
     if isinstance(start, bool) or not isinstance(start, (int, float)) or not 0 <= start < math.inf:
-        raise DataError(f"its start is {start!r}; it must be a number of seconds")
+        raise DataError(f"start must be a non-negative number of seconds; got {start!r}")
     return float(start)

@@ -42,7 +42,7 @@ class WorldDataset:
                 names the row.
         """
         if row.clip is None:
-            raise DataError(f"{row.id}: the row is a prompt without a clip; use data with clips (data.format)")
+            raise DataError(f"{row.id}: the row has a prompt but no clip; use data with clips (data.format)")
         return self.read(row, size)
 
 
@@ -63,7 +63,7 @@ def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, Wor
     count = len(training)
     number = max(1, round(data.validation * count)) if 0 < data.validation < 1 else int(data.validation)
     if number >= count:
-        raise DataError(f"data.validation ({data.validation}) leaves nothing of the {count} rows to train on; lower it")
+        raise DataError(f"data.validation ({data.validation}) leaves none of the {count} rows for training; lower it")
     order = np.random.default_rng(seed).permutation(count)
     return select_rows(training, np.sort(order[number:])), select_rows(training, np.sort(order[:number]))
 
@@ -82,8 +82,8 @@ def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> World
     if rows.bad:
         problem = f"{len(rows.bad)} rows of {data.path} cannot be used: {join_first(rows.bad)}"
         if data.on_bad_row == "error":
-            raise DataError(f'{problem}; correct them, or leave them out with data.on_bad_row = "skip"')
-        log.warning("%s; they are left out", problem)
+            raise DataError(f'{problem}; correct them, or skip them with data.on_bad_row = "skip"')
+        log.warning("%s; they are skipped", problem)
     if not rows.rows:
         raise DataError(f"{data.path or data.format}: the data set is empty")
     return WorldDataset(rows.rows[: data.limit], read)

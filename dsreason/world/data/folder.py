@@ -31,16 +31,17 @@ def read_folder(path: str) -> CheckedRows:
     else:
         folder = Path(path).expanduser()
     if not path or not (folder / VIDEOS).is_dir():
-        raise DataError(f"{path or 'is empty'}: must be a folder with {VIDEOS}/*.mp4 and {METAS}/*.txt")
+        start = f"{path}:" if path else "is empty, but"
+        raise DataError(f"{start} must be a folder with {VIDEOS}/*.mp4 and {METAS}/*.txt")
     if any((folder / name).is_dir() for name in EMBEDDINGS):
-        log.info("%s: its pickled text embeddings are not read: prompts are encoded by the model's own encoder", path)
+        log.info("%s: ignoring the pickled text embeddings; prompts are encoded with the model's text encoder", path)
     videos = list_by_name(folder / VIDEOS, VIDEO_SUFFIXES)
     metas = list_by_name(folder / METAS, META_SUFFIXES)
     rows = CheckedRows()
     for name, file in videos.items():
         row_id = f"{path.rstrip('/')}/{VIDEOS}/{file.name}"
         if name not in metas:
-            rows.bad.append(f"{row_id}: has no prompt: there is no {METAS}/{name}.txt")
+            rows.bad.append(f"{row_id}: has no prompt: {METAS}/{name}.txt does not exist")
             continue
         try:
             rows.add(row_id, read_meta(metas[name]), str(file))
@@ -58,7 +59,9 @@ def list_by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix.lower() in suffixes and not file.name.startswith("."):
             if file.stem in clips:
-                raise DataError(f"{folder}: {clips[file.stem].name} and {file.name} are of the same clip; remove one")
+                raise DataError(
+                    f"{folder}: {clips[file.stem].name} and {file.name} belong to the same clip; remove one"
+                )
             clips[file.stem] = file
     return clips
 

@@ -13,7 +13,7 @@ from dsreason.problems import describe_missing_file, describe_parse_error
 from dsreason.secrets import mask_credentials
 from dsreason.world.data.rows import CheckedRows
 
-ADVICE = 'a text file with a prompt a line, or one that ends with .jsonl with {"prompt": …} a line'
+ADVICE = 'a text file with one prompt per line, or a .jsonl file with {"prompt": …} per line'
 JSON_LINES = (".jsonl", ".ndjson")
 STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".toml", ".xml", ".xlsx")
 """Suffixes of structured files, whose lines are not prompts."""
@@ -29,10 +29,10 @@ def read_prompts(path: str) -> CheckedRows:
         DataError: the file is missing or not UTF-8, or its lines are not prompts.
     """
     if not path:
-        raise DataError('is empty; name a text file with a prompt a line, or JSONL with "prompt"')
+        raise DataError(f"is empty; set it to {ADVICE}")
     suffix = Path(path).suffix.lower()
     if suffix in STRUCTURED:
-        raise DataError(f"{path}: prompts are not read from a {suffix} file; give {ADVICE}")
+        raise DataError(f"{path}: prompts cannot be read from a {suffix} file; use {ADVICE}")
     rows = CheckedRows()
     for number, line in enumerate(_split_lines(path), 1):
         row_id = f"{path}:{number}"
@@ -40,7 +40,7 @@ def read_prompts(path: str) -> CheckedRows:
             _add_object(rows, path, row_id, line)
         elif _is_object(line):
             raise DataError(
-                f"{row_id}: is JSON, and the lines of a {suffix or 'text'} file are the prompts; give {ADVICE}"
+                f"{row_id}: is JSON, but each line of a {suffix or 'text'} file must be a prompt; use {ADVICE}"
             )
         elif line.strip():
             rows.add(row_id, {"prompt": line}, None)
@@ -53,7 +53,7 @@ def _split_lines(path: str) -> list[str]:
     if not file.is_file():
         raise DataError(f"{path}: {describe_missing_file(file)}")
     if (size := file.stat().st_size) > MAX_BYTES:
-        raise DataError(f"{path}: has {size} bytes, a file of prompts at most {MAX_BYTES}; give {ADVICE}")
+        raise DataError(f"{path}: has {size} bytes, but a file of prompts may have at most {MAX_BYTES}; use {ADVICE}")
     try:
         return file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -92,9 +92,9 @@ def resolve_beside(path: str, given: str) -> str:
         return given
     address = mask_credentials(given)[:200]
     if "://" in given:
-        raise DataError(f"{address} is an address; only files and s3:// addresses are read, download it")
+        raise DataError(f"{address} is a URL, but only local files and s3:// URIs are supported; download it")
     if not is_inside(Path("/folder", given), "/folder"):
-        raise DataError(f"{address} is not below the folder of {path}; give its whole path")
+        raise DataError(f"{address} is outside the folder of {path}; use its absolute path")
     if is_s3(path):
         return str(join_address(read_address(path).parent, given))
     return str(Path(path).expanduser().parent / given)

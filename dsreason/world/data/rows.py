@@ -29,16 +29,19 @@ class CheckedRows:
 def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
     """Build a row. Raise DataError if the prompt is missing, a text is not valid Unicode, or the fields are nested too deeply."""
     if not isinstance(fields, Mapping):
-        raise DataError(f"{row_id}: must be a JSON object with a prompt, is {fields!r:.80}")
+        raise DataError(f"{row_id}: must be a JSON object with a prompt; got {fields!r:.80}")
     prompt = fields.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError(f'{row_id}: has no text under "prompt"; its fields are {", ".join(map(str, fields)) or "none"}')
+        names = ", ".join(map(str, fields)) or "none"
+        raise DataError(f'{row_id}: "prompt" must be a non-empty string; the fields of the row: {names}')
     for name, text in {"name": row_id, "prompt": prompt, "video": clip or ""}.items():
         if (place := find_surrogate(text)) is not None:
-            raise DataError(f"{row_id!r}: its {name} has half of a character ({text[place]!r}) at {place}; correct it")
+            raise DataError(
+                f"{row_id!r}: its {name} contains an unpaired surrogate ({text[place]!r}) at index {place}; correct it"
+            )
     if is_nested_deeper(fields):
         raise DataError(
-            f"{row_id}: its fields are nested deeper than {MOST_LEVELS} levels; leave out what no reward needs"
+            f"{row_id}: its fields are nested more than {MOST_LEVELS} levels deep; remove those that no reward needs"
         )
     return WorldRow(row_id, prompt.strip(), clip, {key: value for key, value in fields.items() if key != "prompt"})
 

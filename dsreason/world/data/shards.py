@@ -65,8 +65,8 @@ def shard_files(path: str) -> dict[str, Path]:
     """Return the local shard files by the names used in messages; download them from S3 if necessary."""
     if path.lower().endswith((".pkl", ".pickle", ".json")):
         raise DataError(
-            f"{path} is not a shard; of an index of cosmos-rl (wdinfo) give the folder with its tars, "
-            "and to look into a pickled one use: dsreason data unpickle"
+            f"{path}: is not a shard; instead of an index of cosmos-rl (wdinfo), specify the folder with its tar files; to "
+            "inspect a pickled index, run: dsreason data unpickle"
         )
     if is_s3(path):
         address = read_address(path)
@@ -84,7 +84,8 @@ def shard_files(path: str) -> dict[str, Path]:
         check_layout(path, [str(file) for file in files])
         return {str(file): file for file in files} or _list_nothing(path)
     if not path or not place.is_file():
-        raise DataError(f"{path or 'is empty'}: must be a tar file, or a folder with tar files")
+        start = f"{path}:" if path else "is empty, but"
+        raise DataError(f"{start} must be a tar file, or a folder with tar files")
     return {path: place}
 
 
@@ -93,7 +94,7 @@ def is_tar(name: str) -> bool:
 
 
 def _list_nothing(path: str) -> dict[str, Path]:
-    raise DataError(f"there is no .tar file below {path} (compressed ones must be unpacked: rows are read in place)")
+    raise DataError(f"{path}: has no .tar files; decompress compressed ones, because rows are read in place")
 
 
 def check_layout(path: str, names: list[str]) -> None:
@@ -101,8 +102,8 @@ def check_layout(path: str, names: list[str]) -> None:
     folders = {Path(name).parent.name for name in names if is_tar(name)}
     if {"metas", "video"} <= folders:
         raise DataError(
-            f"{path} has a tar for each kind of member (metas, video), as cosmos-rl has it; unpack those of the same "
-            'name together, and pack them with webdataset\'s layout: <key>.json with {"prompt": …} beside <key>.mp4'
+            f"{path}: has a separate tar for each kind of member (metas, video), as in cosmos-rl; unpack tars of the same "
+            'name together, and repack them in webdataset\'s layout: <key>.json with {"prompt": …} next to <key>.mp4'
         )
 
 
@@ -129,7 +130,7 @@ def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
     try:
         entries: list[dict[str, Any]] = json.loads((built / "index.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{built / 'index.json'}: is damaged ({error}); remove {built}: it is made again") from None
+        raise DataError(f"{built / 'index.json'}: is damaged ({error}); delete {built} to rebuild it") from None
     return entries
 
 
@@ -145,12 +146,12 @@ def make_index(shard: Path, name: str) -> list[dict[str, Any]]:
             suffix = suffix.lower()
             key = f"{folder}/{key}" if folder else key
             if suffix in members.setdefault(key, {}):
-                raise DataError(f"{name}: has the member {member.name!r:.200} twice")
+                raise DataError(f"{name}: contains the member {member.name!r:.200} twice; remove one")
             members[key][suffix] = (member.offset_data, member.size)
         end = max((start + size for parts in members.values() for start, size in parts.values()), default=0)
         if end > file.seek(0, 2):
             raise DataError(
-                f"{name}: the shard is truncated: its last member ends at byte {end}, the file at {file.tell()}"
+                f"{name}: is truncated: its last member ends at byte {end}, but the file has only {file.tell()} bytes"
             )
         return [to_entry(file, key, parts) for key, parts in members.items()]
 
@@ -159,12 +160,12 @@ def check_member(member: tarfile.TarInfo, name: str) -> None:
     suffix = member.name.rpartition(".")[2].lower()
     if suffix in PICKLES:
         raise DataError(
-            f"{name}: its member {member.name!r:.200} is a pickle, which could run code; write arrays as .npy and facts as .json "
-            "(dsreason data unpickle does that for plain data), and pack the shard anew"
+            f"{name}: member {member.name!r:.200} is a pickle, which could run code; store arrays as .npy and facts as .json "
+            "(dsreason data unpickle converts plain data), and repack the shard"
         )
     if not member.isreg() or member.issparse():
         raise DataError(
-            f"{name}: its member {member.name!r:.200} is not a plain file but a link or a sparse file; pack it again"
+            f"{name}: member {member.name!r:.200} is a link or a sparse file, but must be a regular file; repack the shard"
         )
 
 
@@ -173,10 +174,11 @@ def to_entry(file: Any, key: str, members: Members) -> dict[str, Any]:
     entry: dict[str, Any] = {"key": key, "members": members}
     suffix = next((suffix for suffix in ("json", "txt") if suffix in members), None)
     if suffix is None:
-        return entry | {"problem": f"has neither {key}.json nor {key}.txt, so no prompt; it has {', '.join(members)}"}
+        suffixes = ", ".join(members)
+        return entry | {"problem": f"has no prompt: neither {key}.json nor {key}.txt exists, only {suffixes}"}
     start, size = members[suffix]
     if size > MAX_TEXT_BYTES:
-        return entry | {"problem": f"its .{suffix} has {size} bytes; at most {MAX_TEXT_BYTES} are read"}
+        return entry | {"problem": f"its .{suffix} has {size} bytes, but the maximum is {MAX_TEXT_BYTES}"}
     file.seek(start)
     try:
         text = file.read(size).decode("utf-8-sig")
@@ -191,7 +193,7 @@ def shard_errors(name: str) -> Iterator[None]:
         yield
     except UNPACK_ERRORS as error:
         cause = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{name}: cannot be read as a tar file (compressed ones must be unpacked): {cause}") from error
+        raise DataError(f"{name}: cannot be read as a tar file: {cause}; if it is compressed, decompress it") from error
 
 
 # ---------------------------------------------------------------- members of a row
@@ -220,5 +222,7 @@ def read_member(row: WorldRow, suffix: str) -> bytes:
     except OSError as error:
         raise DataError(f"{row.id}: its shard cannot be read: {error}") from error
     if len(content) != size:
-        raise DataError(f"{row.id}: its shard was truncated during the run: it has {len(content)} of {size} bytes")
+        raise DataError(
+            f"{row.id}: its shard was truncated during the run: only {len(content)} of the {size} bytes of .{suffix} remain"
+        )
     return content

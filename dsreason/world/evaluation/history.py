@@ -43,12 +43,12 @@ def read_rows(file: Path) -> list[Row]:
 
     `splitlines` would also split at characters such as U+2028, which JSON does not escape.
     """
-    steps = []
+    rows = []
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:
         with suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
-                steps.append(row)
-    return steps
+                rows.append(row)
+    return rows
 
 
 def run_page(run: Path, found: dict[int, list[Row]]) -> Page:
@@ -111,8 +111,8 @@ def make_means_table(
         if any(value is not None for value in values):
             rows[name] = ["–" if value is None else number(value) for value in values]
     clips = len(found[steps[-1]])
-    note = f"Means of {clips} clips, along the ODE; diversity is how far they are from their mean."
-    return Table("Rewards and looks", columns, rows, note)
+    note = f"Means over {clips} clips, sampled along the ODE. Diversity is the clips' standard deviation at low resolution."
+    return Table("Rewards and appearance", columns, rows, note)
 
 
 def make_clips_table(found: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
@@ -125,7 +125,7 @@ def make_clips_table(found: dict[int, list[Row]], steps: Sequence[int], columns:
         f"{i}: {last[i]['prompt']} ({last[i]['id']})": [number(get_reward(found[step], i)) for step in steps]
         for i in numbers
     }
-    return Table("The reward of every clip, those that gained least first", columns, rows, folded=True)
+    return Table("Reward of every clip, smallest gain first", columns, rows, folded=True)
 
 
 def get_reward(rows: Sequence[Row], i: int) -> float:
@@ -143,8 +143,8 @@ def make_curves(lines: Sequence[Row]) -> list[Curve]:
     curves = [Curve(name.removesuffix("/mean"), points(name), points(f"val/{name}")) for name in rewards]
     curves += [Curve(name, points(f"clips/{name}"), points(f"val/{name}")) for name in LOOKS[:2]]
     curves += [
-        Curve("diversity of a prompt's clips", training=points("clips/diversity")),
-        Curve("diversity over prompts", validation=points("val/diversity")),
+        Curve("diversity within a prompt", training=points("clips/diversity")),
+        Curve("diversity across prompts", validation=points("val/diversity")),
     ]
     curves += [Curve("loss", points("train/loss"), points("val/loss")), Curve("kl", points("policy/kl"))]
     return curves

@@ -15,7 +15,7 @@ from dsreason.files.atomic import write_file
 
 FILE = "world.html"
 MAX_BYTES = 30_000_000
-"""Maximum total size of the embedded videos; those that would exceed it are left out."""
+"""Maximum total size of the embedded videos; those that would exceed it are omitted."""
 WIDTH, HEIGHT = 260.0, 90.0
 """Size of a curve's panel, in SVG user units."""
 DECIMALS = 3
@@ -117,7 +117,7 @@ def render(page: Page) -> str:
 
 
 def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
-    """Return the videos' data URIs by file, up to `MAX_BYTES` in total, and the number of files that are left out."""
+    """Return the videos' data URIs by file, up to `MAX_BYTES` in total, and the number of omitted files."""
     uris: dict[Path, str] = {}
     num_bytes = left_out = 0
     for file in dict.fromkeys(clip.video for card in cards for clip in card.clips if clip.video is not None):

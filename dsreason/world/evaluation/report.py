@@ -46,14 +46,14 @@ def write_report(folder: Path, baseline: Path | None = None) -> ClipReport:
         }
         before, other = read_clips(baseline), baseline.absolute().name
         comparison = compare(clips, before)
-        notices += [f"{key} differs: {b!r} in the baseline, {a!r} here" for key, (b, a) in changed.items()]
+        notices += [f"{key} differs: {b!r} in the baseline, but {a!r} here" for key, (b, a) in changed.items()]
         if comparison.only_one:
-            notices.append(f"{comparison.only_one} clips are only in one of the two; they are not compared")
+            notices.append(f"{comparison.only_one} clips exist in only one of the two evaluations and are not compared")
     document = {"name": name, **asdict(summary), "baseline": other, "comparison": comparison and asdict(comparison)}
     write_file(folder / SUMMARY_FILE, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     page = Page(
         kicker="Evaluation of a world model",
-        title=f"{name} against {other}" if other else name,
+        title=f"{name} compared with {other}" if other else name,
         columns=[other, name] if other else [name],
         cards=make_cards(folder, clips, baseline, before),
         tables=make_tables(summary, comparison),
@@ -87,15 +87,15 @@ def make_tables(summary: ClipSummary, comparison: ClipComparison | None) -> list
     rows = {name: [number(value.mean), format_interval(value.interval)] for name, value in summary.values.items()}
     rows["diversity"] = [number(summary.diversity), format_interval(None)]
     note = (
-        f"{summary.clips} clips of {summary.prompts} different prompts. Intervals are of the bootstrap over prompts. "
-        "Brightness, motion and diversity show where a reward is being cheated."
+        f"{summary.clips} clips of {summary.prompts} distinct prompts. Intervals come from a bootstrap over prompts. "
+        "Brightness, motion and diversity reveal reward hacking."
     )
-    tables = [Table("Rewards and looks", ("mean", "95% interval"), rows, note)]
+    tables = [Table("Rewards and appearance", ("mean", "95% interval"), rows, note)]
     if comparison is not None:
-        columns = ("difference", "95% interval", "clips with more", "with less")
+        columns = ("difference", "95% interval", "clips higher", "clips lower")
         tables.append(
             Table(
-                "Against the baseline",
+                "Comparison with the baseline",
                 columns,
                 {
                     name: [
@@ -106,7 +106,7 @@ def make_tables(summary: ClipSummary, comparison: ClipComparison | None) -> list
                     ]
                     for name, value in comparison.values.items()
                 },
-                f"Differences of {comparison.clips} pairs of clips with the same prompt and the same noise.",
+                f"Differences between {comparison.clips} pairs of clips with the same prompt and noise.",
             )
         )
     return tables

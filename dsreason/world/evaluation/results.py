@@ -86,16 +86,16 @@ def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Read the settings. Raise DataError if the folder or its settings are missing or invalid."""
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; give the results of an evaluation of a world model")
+        raise DataError(f"{folder}: does not exist; specify the results folder of a world-model evaluation")
     file = folder / SETTINGS_FILE
     try:
         return dict(json.loads(read_small(file)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{file}: are not the settings of an evaluation of a world model ({error})") from error
+        raise DataError(f"{file}: does not contain the settings of a world-model evaluation ({error})") from error
 
 
 def find_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ: name, with nested names joined by dots → the two values."""
+    """Return the settings that differ, as dotted name → (value in `one`, value in `other`)."""
     first, second = flatten_keys(dict(one)), flatten_keys(dict(other))
     names = dict.fromkeys([*first, *second])
     return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}

@@ -74,11 +74,11 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> ClipC
     before = {clip.number: clip for clip in baseline}
     pairs = [(clip, before[clip.number]) for clip in this if clip.number in before]
     if not pairs:
-        raise DataError("the two evaluations have no clip in common; evaluate both on the same prompts")
+        raise DataError("the two evaluations have no clips in common; evaluate both on the same prompts")
     for a, b in pairs:
         if a.prompt != b.prompt:
             raise DataError(
-                f"clip {a.number} is of the prompt {a.prompt!r:.80} in one evaluation and of {b.prompt!r:.80} in the other; "
+                f"clip {a.number} has the prompt {a.prompt!r:.80} in one evaluation, but {b.prompt!r:.80} in the other; "
                 "evaluate both on the same prompts"
             )
     prompts = [a.prompt for a, _ in pairs]

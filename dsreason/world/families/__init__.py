@@ -29,4 +29,4 @@ def find_family(folder: Path) -> WorldFamily:
                 raise CheckpointError(f"{file}: {reason}")
             return family
     supported = ", ".join(f"{family.name} ({', '.join(family.pipelines)})" for family in FAMILIES.values())
-    raise CheckpointError(f"{file}: {index.get('_class_name')} is not supported; supported are {supported}")
+    raise CheckpointError(f"{file}: {index.get('_class_name')} is not supported; use a model of {supported}")

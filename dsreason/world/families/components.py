@@ -24,13 +24,13 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(read_small(file))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{file}: is missing; the folder must be a model in diffusers' format, with model_index.json and a folder for "
-            "each component"
+            f"{file}: is missing; the folder must contain a model in diffusers' format, with model_index.json and a folder "
+            "per component"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}); download the model again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: is no JSON object; download the model again")
+        raise CheckpointError(f"{file}: is not a JSON object; download the model again")
     return content
 
 
@@ -61,12 +61,12 @@ def load_scheduler(folder: Path) -> Any:
         config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction"
     ):
         raise CheckpointError(
-            f"{file}: use_flow_sigmas is {config.get('use_flow_sigmas')} and prediction_type {config.get('prediction_type')!r}; "
-            "only models of rectified flow are trained (true and 'flow_prediction')"
+            f"{file}: use_flow_sigmas must be true and prediction_type 'flow_prediction', because only rectified-flow models "
+            f"can be trained; got {config.get('use_flow_sigmas')} and {config.get('prediction_type')!r}"
         )
     if config.get("use_dynamic_shifting"):
         raise CheckpointError(
-            f"{file}: use_dynamic_shifting is not supported; set world.schedule = 'linear' and a shift"
+            f"{file}: use_dynamic_shifting is not supported; set world.schedule = 'linear' and world.shift"
         )
     return getattr(diffusers, name).from_config(config)
 
@@ -78,8 +78,8 @@ def read_sigmas(folder: Path, steps: int) -> Tensor:
     sigmas: Tensor = scheduler.sigmas.double().cpu()
     if not (sigmas[-1] == 0 and (sigmas.diff() < 0).all() and sigmas[0] <= 1):
         raise CheckpointError(
-            f"{folder / 'scheduler'}: its {steps} steps do not fall from at most 1 to 0 ({sigmas[0]:g}, …, {sigmas[-1]:g}); "
-            "take another number of steps, or world.schedule = 'linear'"
+            f"{folder / 'scheduler'}: the noise levels of {steps} steps must decrease from at most 1 to 0, but they are "
+            f"{sigmas[0]:g}, …, {sigmas[-1]:g}; change the number of steps, or set world.schedule = 'linear'"
         )
     return sigmas
 

@@ -103,8 +103,8 @@ def explain_unsupported(config: Mapping[str, Any]) -> str:
     if config["use_crossattn_projection"]:
         return ""
     return (
-        "use_crossattn_projection is false, so it has no layer for the text of Cosmos-Predict2.5 (all layers of its encoder); "
-        "take the transformer of such a model"
+        "use_crossattn_projection is false, so the transformer has no projection for text embeddings of all encoder layers; "
+        "use the transformer of a Cosmos-Predict2.5 model"
     )
 
 
@@ -144,7 +144,7 @@ def compute_velocity(
     if conditioning is None:
         return predicted
     if initial_noise is None:
-        raise ValueError("velocity: conditioning needs initial_noise, which the velocity of given frames follows from")
+        raise ValueError("velocity: conditioning requires initial_noise, which determines the velocity of given frames")
     known_velocity: Tensor = given_mask * (initial_noise - conditioning.latents)
     return known_velocity + (1 - given_mask) * predicted
 

@@ -76,7 +76,7 @@ def compute_velocity(
     initial_noise: Tensor | None = None,
 ) -> Tensor:
     if conditioning is not None:
-        raise ValueError("Wan's text-to-video models take no given frames")
+        raise ValueError("velocity: Wan's text-to-video models do not accept given frames")
     dtype = next(transformer.parameters()).dtype
     return transformer(  # type: ignore[no-any-return]
         hidden_states=x.to(dtype), timestep=s * TIMES, encoder_hidden_states=text.to(dtype), return_dict=False
@@ -190,9 +190,9 @@ def build_tiny(folder: Path, seed: int = 0, num_layers: int = 2) -> None:
 def explain_unsupported(index: dict[str, Any]) -> str:
     second = index.get("transformer_2")
     if (second and second[0]) or index.get("boundary_ratio") is not None:
-        return "has two transformers (Wan 2.2 A14B); only models with one, such as Wan 2.1, are trained"
+        return "has two transformers (Wan 2.2 A14B), but only models with one, such as Wan 2.1, can be trained"
     if index.get("expand_timesteps"):
-        return "has a noise level for each token (Wan 2.2 TI2V); only models with one for all, such as Wan 2.1, are trained"
+        return "has a noise level per token (Wan 2.2 TI2V), but only models with one per clip, such as Wan 2.1, can be trained"
     return ""
 
 

@@ -37,7 +37,7 @@ BUILT_IN: dict[str, ClipReward] = {
 }
 ADVICE = (
     f"Built in: {', '.join(BUILT_IN)}. "
-    "Your own: package.module:attr, or a path to a .py file, with :attr where it has several functions"
+    "Your own: package.module:attr, or a path to a .py file, with :attr if it has several functions"
 )
 
 
@@ -70,7 +70,9 @@ def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], 
         raise ValueError(f"returned {describe_value(result)}; it must return a finite number for each clip") from None
     count = len(arguments[1])
     if scores.shape != (count,):
-        raise ValueError(f"returned values of shape {list(scores.shape)} for {count} clips; it must return [{count}]")
+        raise ValueError(
+            f"returned values of shape {list(scores.shape)} for {count} clips; the shape must be [{count}]"
+        )
     if not np.isfinite(scores).all():
         worst = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise ValueError(f'returned {scores[worst]} for "{arguments[1][worst].id}"; rewards must be finite')

@@ -163,7 +163,7 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
             with torch.no_grad():
                 scores = name_scores(name, functions[name](clips, samples), samples)
         except BaseException as error:  # noqa: BLE001  user code, which may even exit; the response reports it
-            log.error('job %s, reward "%s" failed', job.uuid, name, exc_info=error)
+            log.error('job %s: reward "%s" failed', job.uuid, name, exc_info=error)
             jobs.keep(job, name, build_failure(name, error), replace=False)
         else:
             info = describe_input(job.request)
@@ -173,9 +173,9 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
 
 
 def build_failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Build the response to a pull of a failed function.
+    """Build the response to a client that pulls the scores of a failed function.
 
-    Converting the error to a string may fail as well, which `traceback` handles.
+    `traceback` formats the error, because it also handles errors whose conversion to a string fails.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     return 500, {"message": f'reward "{name}" failed: {text[:LONGEST_FAILURE]}'}
@@ -187,9 +187,11 @@ def select_functions(request: ScoringRequest, functions: Mapping[str, ClipReward
     unknown = [name for name in names if name not in functions]
     if unknown or not names:
         problem = (
-            f"no reward function {unknown[0]!r:.80}" if unknown else "reward_fn names no function of positive weight"
+            f"the reward function {unknown[0]!r:.80} is not served"
+            if unknown
+            else "reward_fn has no function with a positive weight"
         )
-        raise ValueError(f"{problem}; served are {', '.join(functions)}")
+        raise ValueError(f"{problem}; choose from {', '.join(functions)}")
     return names
 
 
@@ -205,7 +207,10 @@ def to_pixels(request: ScoringRequest, decoder: Decoder | None) -> Tensor:
 
 
 def to_rows(job: str, request: ScoringRequest) -> list[WorldRow]:
-    """Return the rows to pass to functions; `meta` has `fps` and the request's other fields, per clip or for all clips."""
+    """Return the rows for the reward functions, one per clip.
+
+    `meta` has `fps` and the request's other fields; a list with one value per clip is split.
+    """
     rows = []
     for number, (prompt, info) in enumerate(zip(request.prompts, request.video_infos, strict=True)):
         shared = {
@@ -239,7 +244,7 @@ def find_functions(name: str) -> dict[str, ClipReward]:
     Raises:
         ConfigError: the file has no reward function, or cannot be imported.
     """
-    advice = "Name a .py file or an installed module with functions fn(clips, samples)"
+    advice = "Specify a .py file or an installed module with functions fn(clips, samples)"
     code = find_code(name, f"reward-serve {name}", [], advice)
     if not isinstance(code, ModuleType):
         attribute = name.rpartition(":")[2]
@@ -253,7 +258,7 @@ def find_functions(name: str) -> dict[str, ClipReward]:
         and is_reward(value)
     }
     if not functions:
-        raise ConfigError(f"reward-serve {name}: no function there can be called as fn(clips, samples)")
+        raise ConfigError(f"reward-serve {name}: has no function that can be called as fn(clips, samples)")
     return functions
 
 

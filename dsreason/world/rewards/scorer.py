@@ -125,7 +125,7 @@ class ClipScorer:
         """
         if clips.dtype != torch.uint8 or clips.ndim != 5 or len(clips) != len(rows):
             raise ValueError(
-                f"clips must be uint8 [{len(rows)}, 3, T, H, W], are {clips.dtype} {list(clips.shape)} for {len(rows)} rows"
+                f"clips must be uint8 [{len(rows)}, 3, T, H, W] for {len(rows)} rows; got {clips.dtype} {list(clips.shape)}"
             )
         samples = [replace(row, meta={**row.meta, "fps": fps}) for row in rows]
         pixels = clips.contiguous().numpy()
@@ -158,7 +158,7 @@ def open_scorer(config: WorldRewardConfig) -> ClipScorer:
         ConfigError: no reward is configured, a function cannot be found or called, or the service's URLs are missing.
     """
     if not config.functions and not config.services:
-        raise ConfigError("no reward is named; set reward.functions, such as { follow = 1.0 }, or reward.services")
+        raise ConfigError("no reward is configured; set reward.functions, such as { follow = 1.0 }, or reward.services")
     check_functions(config.functions, config.options)
     return ClipScorer(config)
 

@@ -56,7 +56,7 @@ MOST_CONNECTIONS = 256
 """Maximum number of open connections; the limit is lower if it exceeds half of the files that the process may open."""
 NO_PLACE = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 2\r\nContent-Type: application/json\r\n"
-    b'Content-Length: 45\r\n\r\n{"message": "there are too many connections"}'
+    b'Content-Length: 48\r\n\r\n{"message": "too many connections; retry later"}'
 )
 RETRY_AFTER = {"Retry-After": "2"}
 """Header with the seconds that a client should wait if the queue is full."""
@@ -115,7 +115,7 @@ class RewardHTTPServer:
     """An HTTP server for `functions`, which score jobs one by one in a thread.
 
     Raises:
-        OSError: the server cannot listen at the address.
+        OSError: the server cannot listen on the address.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ async def answer_ping() -> dict[str, str]:
 async def enqueue(request: Request) -> dict[str, str]:
     service = find_service(request)
     jobs, most_bytes = service.jobs, service.limits.body_bytes
-    queue_full = HTTPException(503, "the queue is full; ask again later", RETRY_AFTER)
+    queue_full = HTTPException(503, "the queue is full; retry later", RETRY_AFTER)
     if not jobs.has_room(read_size(request, most_bytes)):
         raise queue_full
     content, uuid = bytearray(), None
@@ -215,7 +215,7 @@ async def enqueue(request: Request) -> dict[str, str]:
         body = await run_in_threadpool(read_body, content)
         names = select_functions(body, service.functions)
         if body.media_type == "latent" and not service.decodes:
-            raise ValueError("latents cannot be decoded here: send media_type video, or start the server with --vae")
+            raise ValueError("this server cannot decode latents; send media_type video, or start it with --vae")
         uuid = jobs.add(body, names, len(content))
     finally:
         if uuid is None:
@@ -250,7 +250,7 @@ async def push(request: Request) -> dict[str, str]:
         raise ValueError(f"scores are not JSON: {error}") from None
     name = fields.get("type")
     if not isinstance(scores, dict) or not name:
-        raise HTTPException(400, "scores must be a JSON object, and type must be the name of its reward function")
+        raise HTTPException(400, "scores must be a JSON object, and type must be the name of the reward function")
     check_asked(job, name)
     service.jobs.keep(job, name, (200, scores))
     return {"message": "Scores received and stored successfully"}
@@ -258,7 +258,7 @@ async def push(request: Request) -> dict[str, str]:
 
 @router.post("/latent_attr")
 async def refuse_latent_attr() -> None:
-    raise HTTPException(501, "the decoder of latents is chosen when the server starts, with --vae")
+    raise HTTPException(501, "the decoder of latents is chosen with --vae when the server starts")
 
 
 def find_job(jobs: Jobs, fields: Mapping[str, str]) -> Job:
@@ -266,21 +266,21 @@ def find_job(jobs: Jobs, fields: Mapping[str, str]) -> Job:
         raise HTTPException(400, "the form has no uuid")
     job = jobs.find(fields["uuid"])
     if job is None:
-        reason = "the server was started again, or its scores were dropped since many came later"
-        raise HTTPException(404, f"no such job; {reason}")
+        reason = "the server was restarted, or the scores were dropped to make room for later jobs"
+        raise HTTPException(404, f"the job does not exist: {reason}")
     return job
 
 
 def check_asked(job: Job, name: str) -> None:
     if name not in job.names:
-        raise HTTPException(404, f"the job did not ask for the reward function {name!r:.80}")
+        raise HTTPException(404, f"the job did not request the reward function {name!r:.80}")
 
 
 def read_size(request: Request, most_bytes: int) -> int:
     """Return the request's Content-Length, or 0 if it has none. Raise HTTPException if it is too large."""
     num_bytes = int(request.headers.get("Content-Length", 0))
     if num_bytes > most_bytes:
-        raise HTTPException(413, f"the body has {num_bytes} bytes, at most {most_bytes} are taken")
+        raise HTTPException(413, f"the body has {num_bytes} bytes, but the maximum is {most_bytes}")
     return num_bytes
 
 
@@ -296,7 +296,7 @@ async def iter_body(request: Request, most_bytes: int) -> AsyncIterator[bytes]:
             return
         num_bytes += len(piece)
         if num_bytes > most_bytes:
-            raise HTTPException(413, f"the body is longer than {most_bytes} bytes")
+            raise HTTPException(413, f"the body exceeds the maximum of {most_bytes} bytes")
         yield piece
 
 
@@ -312,16 +312,16 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
     headers = dict(error.headers or {}) if isinstance(error, AnyHTTPException) else {}
     match error:
         case ClientDisconnect():
-            log.info("a request broke off before its end")
-            status, message = 400, "the request broke off"
+            log.info("a client disconnected before its request was complete")
+            status, message = 400, "the request is incomplete"
         case AnyHTTPException(status_code=404, detail="Not Found"):
             names = "enqueue, pull, push, ping or latent_attr"
-            status, message = 404, f"no such URL: requests are POST, to {PREFIX}{names}"
+            status, message = 404, f"the URL does not exist; send POST requests to {PREFIX}{names}"
         case AnyHTTPException():
             status, message = error.status_code, error.detail
         case TimeoutError():
-            rate = f"{LOWEST_RATE / 1e6:g} MB a second"
-            status, message = 408, f"the body must come within {SOCKET_LIMIT:g} s and what it takes at {rate}"
+            rate = f"{LOWEST_RATE / 1e6:g} MB per second"
+            status, message = 408, f"the body must arrive within {SOCKET_LIMIT:g} s plus the time it takes at {rate}"
             headers["Connection"] = "close"
         case _:
             status, message = 400, str(error)

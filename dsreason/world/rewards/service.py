@@ -110,7 +110,7 @@ class RewardService:
                     raise self._make_error(
                         self.enqueue, subject, f"{error} ({attempt} attempts within {limit:g} s)"
                     ) from error
-                log.warning("reward service %s: %s; trying again in %.1f s", self.enqueue.place, error, pause)
+                log.warning("reward service %s: %s; retrying in %.1f s", self.enqueue.place, error, pause)
             if self._stop.wait(pause):
                 raise self._make_error(self.enqueue, subject, "cancelled")
 
@@ -122,17 +122,17 @@ class RewardService:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             uuid = replica = None
         if not (isinstance(uuid, str) and 0 < len(uuid) <= LONGEST_NAME):
-            raise self._make_error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {quoted_answer}')
+            raise self._make_error(self.enqueue, subject, f'the response must be {{"uuid": …}}; got {quoted_answer}')
         if replica is not None and not is_header(replica):
             raise self._make_error(
-                self.enqueue, subject, f"the response has a replica_id that no header can hold: {quoted_answer}"
+                self.enqueue, subject, f"the response has a replica_id that is not valid in a header: {quoted_answer}"
             )
         return Ticket(uuid, f"job {self.enqueue.quote(uuid)}", replica or None, subject, deadline)
 
     def _pull(self, ticket: Ticket, name: str, keys: Sequence[str], count: int) -> dict[str, list[float]]:
         headers = {"Content-Type": FORM_TYPE} | ({REPLICA: ticket.replica} if ticket.replica else {})
         body = pull_body(ticket.uuid, name)
-        failures, pause, last_answer = 0, self.poll, "nothing"
+        failures, pause, last_answer = 0, self.poll, "none"
         while (seconds_left := ticket.deadline - time.monotonic()) > 0:
             try:
                 status, answer = self.fetch.post(body, headers, min(seconds_left, REQUEST_LIMIT), expected=[400])
@@ -154,8 +154,8 @@ class RewardService:
         raise self._make_error(
             self.fetch,
             ticket.subject,
-            f'no scores of "{name}" within {self.config.time_limit:g} s; the last answer to {ticket.shown} was {last_answer}. '
-            "The service may have dropped the job: see its log, or raise reward.time_limit",
+            f'no scores of "{name}" within {self.config.time_limit:g} s; last response for {ticket.shown}: {last_answer}. '
+            "The service may have dropped the job; check its log, or raise reward.time_limit",
         )
 
     def _read_scores(
@@ -177,7 +177,7 @@ class RewardService:
         for key, values in scores_by_key.items():
             if len(values) != count:
                 raise self._make_error(
-                    self.fetch, ticket.subject, f"{name}/{key}: {len(values)} numbers for {count} clips"
+                    self.fetch, ticket.subject, f"{name}/{key}: got {len(values)} scores for {count} clips"
                 )
         return scores_by_key
 
@@ -191,11 +191,11 @@ def is_header(value: object) -> bool:
 
 def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
     """Return the score keys to read for each function, such as `{"dance_grpo": ["vq_reward", "mq_reward"]}`."""
-    keys_by_url: dict[str, list[str]] = {}
+    keys_by_name: dict[str, list[str]] = {}
     for service in config.services:
-        keys = keys_by_url.setdefault(service.name, [])
+        keys = keys_by_name.setdefault(service.name, [])
         keys += [key for key in service.score_key.split("+") if key not in keys]
-    return keys_by_url
+    return keys_by_name
 
 
 def choose_sent_weights(config: WorldRewardConfig) -> dict[str, float]:
@@ -220,7 +220,7 @@ def _find_url(given: str | None, key: str) -> str:
     if not url:
         name = key.upper()
         raise ConfigError(
-            f"reward.services needs the service's addresses: set REMOTE_REWARD_{name} (or WFM_REWARD_{name}) in the environment, "
+            f"reward.services requires the service's URLs; set REMOTE_REWARD_{name} (or WFM_REWARD_{name}) in the environment, "
             f"or reward.{key}"
         )
     return url

@@ -72,7 +72,7 @@ def read_body(body: bytes | bytearray) -> ScoringRequest:
     end = body.find(b"\n", 0, MAX_HEAD_BYTES)
     if end < 0:
         raise ValueError(
-            f"no line break between the JSON and the array within {MAX_HEAD_BYTES} bytes; send fewer clips or shorter prompts"
+            f"the JSON must end with a line break within {MAX_HEAD_BYTES} bytes; send fewer clips or shorter prompts"
         )
     try:
         head = parse_strict_json(bytes(body[:end]))
@@ -82,22 +82,22 @@ def read_body(body: bytes | bytearray) -> ScoringRequest:
         raise ValueError("the first line is not a JSON object")
     media_type = head.get("media_type", "latent")
     if media_type not in get_args(Media):
-        raise ValueError(f"media_type is {media_type!r}; it must be video, image or latent")
+        raise ValueError(f"media_type must be video, image or latent; got {media_type!r}")
     try:
         array = read_npy(memoryview(body)[end + 1 :])
     except ValueError as error:
-        raise ValueError(f"what follows the JSON: {error}") from None
+        raise ValueError(f"the array after the JSON: {error}") from None
     _check_array(media_type, array)
     prompts, infos, weights = head.get("prompts"), head.get("video_infos"), head.get("reward_fn")
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("prompts must be a list of strings")
     if len(prompts) != len(array):
-        raise ValueError(f"{len(prompts)} prompts for {len(array)} clips")
+        raise ValueError(f"got {len(prompts)} prompts for {len(array)} clips")
     infos = [{}] * len(array) if infos is None else infos
     if not isinstance(infos, list) or len(infos) != len(array) or not all(isinstance(info, dict) for info in infos):
         raise ValueError(f"video_infos must be a list of {len(array)} objects")
     if not isinstance(weights, dict) or not all(_is_number(weight) for weight in weights.values()):
-        raise ValueError("reward_fn must be an object of names and weights")
+        raise ValueError("reward_fn must be an object that maps function names to weights")
     extra = {key: value for key, value in head.items() if key not in KNOWN}
     return ScoringRequest(prompts, weights, infos, media_type, array, extra)
 
@@ -115,20 +115,18 @@ def parse_strict_json(text: str | bytes) -> Any:
 def _check_array(media_type: Media, array: Array) -> None:
     shape, axes = list(array.shape), NUM_AXES[media_type]
     if array.ndim != axes:
-        raise ValueError(f"{media_type} of shape {shape}; it must have {axes} axes")
+        raise ValueError(f"{media_type} must have {axes} axes; got shape {shape}")
     if 0 in shape:
-        raise ValueError(f"{media_type} of shape {shape}; no axis may be 0")
+        raise ValueError(f"{media_type} must not have an axis of length 0; got shape {shape}")
     if media_type != "latent" and (array.dtype != np.uint8 or shape[CHANNEL_AXIS[media_type]] != 3):
         form = "[B, 3, T, H, W]" if media_type == "video" else "[B, H, W, 3]"
-        raise ValueError(
-            f"{media_type} of shape {shape} and type {array.dtype}; it must have 3 channels, uint8 0 to 255: {form}"
-        )
+        raise ValueError(f"{media_type} must be uint8 with 3 channels, {form}; got {array.dtype} with shape {shape}")
 
 
 def decode_bfloat16(array: Array) -> Array:
     """Convert the bytes of bfloat16 numbers to float32: uint8 `[…, 2·w]` → `[…, w]`."""
     if array.shape[-1] % 2:
-        raise ValueError(f"latents of type uint8 must have an even last axis, it is {array.shape[-1]}")
+        raise ValueError(f"latents of type uint8 must have a last axis of even length; got {array.shape[-1]}")
     bits = np.ascontiguousarray(array).view("<u2").astype(np.uint32) << 16
     return bits.view(np.float32)
 

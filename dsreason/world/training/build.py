@@ -97,8 +97,8 @@ def check_start(config: WorldConfig, step: int) -> None:
     steps = config.world.optimizer_steps_per_rollout
     if config.world.algorithm != "sft" and step % steps:
         raise ConfigError(
-            f"world.optimizer_steps_per_rollout ({steps}): the checkpoint is of step {step}, which is inside of a rollout; "
-            "take the number that the run began with"
+            f"world.optimizer_steps_per_rollout ({steps}): the checkpoint is from step {step}, which is in the middle of a "
+            "rollout; use the value with which the run was started"
         )
 
 

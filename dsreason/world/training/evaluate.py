@@ -58,7 +58,7 @@ def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
     if (model_path / lora.FILE).is_file():
         if not (model_path / FILE).is_file():
             raise CheckpointError(
-                f"model.path {model_path}: is an adapter without {FILE}, which says what it belongs to; export it again"
+                f"model.path {model_path}: is an adapter without {FILE}, which names its base model; export it again"
             )
         return find_base(model_path, lambda base: resolve_world_model(base, cache)), model_path
     return resolve_world_model(config.model, cache), None

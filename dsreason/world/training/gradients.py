@@ -43,8 +43,8 @@ class EpsilonCheck:
         if 0 < ratio < LITTLE and not self.has_warned:
             self.has_warned = True
             log.warning(
-                "step %d: the gradient's root mean square is only %.2g times optim.eps (%g), so that AdamW's steps are "
-                "shorter than optim.lr says; set optim.eps = %.0e",
+                "step %d: the gradient's root mean square is only %.2g times optim.eps (%g), so AdamW's steps are shorter "
+                "than optim.lr implies; set optim.eps = %.0e",
                 *(step, ratio, optim.eps, 10 ** math.floor(math.log10(ratio * optim.eps / 100))),
             )
         return ratio

@@ -176,7 +176,7 @@ def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec
     dtype = DTYPES[config.train.precision]
     length, project = config.model.max_prompt_length, is_projection_kept(config)
     texts = TextCache.open(find_family(folder), folder, length, dtype, get_cache_dir(), project=project)
-    log.info("%d different prompts", len(prompts))
+    log.info("%d distinct prompts", len(prompts))
     with share_errors():  # every host has its own cache
         texts.encode(prompts, world.device, rank=world.local_rank, num_ranks=hosts.count_local_ranks())
     wait_for_ranks()

@@ -124,8 +124,8 @@ def list_trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
     silent = [number for number in world.trained_steps or () if number not in noisy]
     if silent:
         raise ConfigError(
-            f"world.trained_steps names step {silent[0]}, which adds no noise with world.sde = {world.sde!r} and "
-            f"noise_level {world.noise_level:g}, and so has no probability; leave it out"
+            f"world.trained_steps contains step {silent[0]}, which adds no noise with world.sde = {world.sde!r} and "
+            f"noise_level = {world.noise_level:g}, so it has no probability; remove it"
         )
     if not noisy:
         raise ConfigError(
@@ -156,8 +156,8 @@ def check_rewards(config: WorldConfig) -> None:
         )
     if world.prompts_per_step < world.optimizer_steps_per_rollout:
         raise ConfigError(
-            f"world.optimizer_steps_per_rollout ({world.optimizer_steps_per_rollout}) is more than world.prompts_per_step "
-            f"({world.prompts_per_step}), which they share; lower it"
+            f"world.optimizer_steps_per_rollout ({world.optimizer_steps_per_rollout}) is greater than world.prompts_per_step "
+            f"({world.prompts_per_step}), but each step needs at least one prompt; lower it"
         )
 
 
@@ -167,8 +167,8 @@ def check_lora(config: WorldConfig, layers: Sequence[str]) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             names = sorted({name.rpartition(".")[2] if not name[-1].isdigit() else name for name in layers})
             near = find_nearest(target, names)
-            advice = f"did you mean {near}?" if near else f"there are {', '.join(names[:12])}"
-            raise ConfigError(f"lora.targets: no linear layer of the transformer is called {target!r}; {advice}")
+            advice = f"did you mean {near}?" if near else f"choose from {', '.join(names[:12])}"
+            raise ConfigError(f"lora.targets: the transformer has no linear layer {target!r}; {advice}")
 
 
 OF_SAMPLING = {"sde", "noise_level", "trained_steps", "window", "clip_range", "kl"}
@@ -203,16 +203,18 @@ def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:
     low, high = config.world.conditional_frames
     frames, most = (config.data.frames - 1) // TIME + 1, family.max_conditional_frames
     if not 0 <= low <= high:
-        raise ConfigError(f"world.conditional_frames ({low}, {high}): give the fewest first, and then the most")
-    if high > most:
-        can = f"at most {most}" if most else "none, only text"
         raise ConfigError(
-            f"world.conditional_frames ({low}, {high}): {family.name} can be given {can}; lower it, or take another model"
+            f"world.conditional_frames must be a minimum and a maximum of at least 0, in this order; got ({low}, {high})"
+        )
+    if high > most:
+        limit = f"at most {most} given frames" if most else "only text"
+        raise ConfigError(
+            f"world.conditional_frames ({low}, {high}): {family.name} accepts {limit}; lower it, or use another model"
         )
     if high >= frames:
         raise ConfigError(
             f"world.conditional_frames ({low}, {high}) leaves none of the {frames} latent frames of data.frames "
-            f"({config.data.frames}) to sample; lower it or raise data.frames"
+            f"({config.data.frames}) to sample; lower it, or raise data.frames"
         )
 
 
@@ -226,8 +228,8 @@ def check_exchange(config: WorldConfig) -> None:
     if read_zero_section(config.deepspeed).get("zero_quantized_weights") and any(uses.values()):
         names = " and ".join(name for name, used in uses.items() if used)
         raise ConfigError(
-            f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, which {names} must exchange "
-            "exactly; remove one of them"
+            f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, but exact weights are required "
+            f"for {names}; remove one of them"
         )
 
 
@@ -255,7 +257,7 @@ def check_texts(config: WorldConfig, folder: Path, training: WorldDataset, order
     """
     family, model = find_family(folder), config.model
     if model.freeze_text_projection and family.project_text is None:
-        raise ConfigError(f"model.freeze_text_projection: {family.name} has no such layer; remove it")
+        raise ConfigError(f"model.freeze_text_projection: {family.name} has no text projection; remove the key")
     rows = dict.fromkeys(index for step in range(order.num_steps) for index in order.indices(step))
     dtype, project = DTYPES[config.train.precision], is_projection_kept(config)
     texts = TextCache.open(family, folder, model.max_prompt_length, dtype, get_cache_dir(), project=project)
@@ -276,9 +278,8 @@ def check_bad_rows(config: WorldConfig) -> None:
     """Raise ConfigError if `data.on_bad_row` is "skip" but clips cannot be skipped, because rollouts have a fixed set of rows."""
     if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
         raise ConfigError(
-            f'data.on_bad_row ("skip") leaves clips out in sft only, and {explain_need_of_clips(config)} needs those '
-            f"of all rows of a "
-            'rollout; set "error", and remove the rows that it names'
+            f'data.on_bad_row = "skip" can skip clips only in sft, but {explain_need_of_clips(config)} needs the clips of all '
+            'rows of a rollout; set it to "error", and remove the rows that the error names'
         )
 
 
@@ -290,4 +291,4 @@ def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
         except DataError as error:
             if config.data.on_bad_row == "error" or dataset[index].clip is None:
                 raise DataError(f"{name}: {error} ({explain_need_of_clips(config)} needs clips)") from error
-            log.warning("%s: left out: %s", name, error)
+            log.warning("%s: skipped a row: %s", name, error)

@@ -205,7 +205,9 @@ def collect_scores(pending: Sequence[PendingBatch]) -> list[ScoredClip]:
         for item in pending:
             scores, batch = item.result(), item.batch
             if not torch.isfinite(scores.total).all():
-                raise RewardError(f"the reward of {batch.rows[0].id} and those after it is {scores.total.tolist()}")
+                raise RewardError(
+                    f"the rewards of {batch.rows[0].id} and the clips after it must be finite; got {scores.total.tolist()}"
+                )
             for i, place in enumerate(batch.places):
                 by_name = {name: float(v[i]) for name, v in scores.by_name.items()}
                 local.append(ScoredClip(place, float(scores.total[i]), by_name, item.looks[i]))

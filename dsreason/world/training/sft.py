@@ -40,7 +40,7 @@ def read_next_batches(
         step_clips = next(clips)
     batches, skipped = make_batches(maker, dataset, indices, step_clips, step)
     if not batches:
-        raise DataError(f"none of the {len(indices)} clips of step {step} can be used; the first: {skipped[0]}")
+        raise DataError(f"none of the {len(indices)} clips of step {step} can be used; first error: {skipped[0]}")
     return batches, skipped
 
 
@@ -126,7 +126,7 @@ def measure_held_out_loss(maker: ClipMaker, validation: WorldDataset) -> float |
     batches, skipped = make_batches(maker, validation, rows, clips, step=0)
     if not batches:
         log.warning(
-            "the validation loss is not measured, because none of the %d held-out clips can be used: %s",
+            "the validation loss is not measured, because none of the %d held-out clips can be used; first error: %s",
             len(rows),
             skipped[0],
         )

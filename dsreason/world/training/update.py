@@ -152,7 +152,7 @@ class RatioCheck:
         self.is_done = True
         if error > MAX_RATIO_ERROR:
             raise DsReasonError(
-                f"step {step}: the log-probabilities of the first update differ from those of sampling: a ratio "
-                f"is {error:.2g} away from 1, more than {MAX_RATIO_ERROR:g}, although the weights are the same. Sampling and "
-                'training compute different things; try train.precision = "fp32", or model.gradient_checkpointing = false'
+                f"step {step}: the log-probabilities of the first update differ from those of sampling, although the weights "
+                f"are the same: a ratio differs from 1 by {error:.2g}, but at most {MAX_RATIO_ERROR:g} is allowed; try "
+                'train.precision = "fp32", or model.gradient_checkpointing = false'
             )

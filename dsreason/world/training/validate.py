@@ -84,10 +84,10 @@ class WorldResult:
         write_rows(folder / f"{format_step(step)}.jsonl", rows)
         for clip in self.clips:
             if clip.pixels is not None:
-                self.show(clip.number, clip.pixels, folder / format_step(step), step, metrics)
+                self.write_clip(clip.number, clip.pixels, folder / format_step(step), step, metrics)
         write_run_page(output_dir)
 
-    def show(self, number: int, pixels: Pixels, folder: Path, step: int, metrics: Metrics) -> None:
+    def write_clip(self, number: int, pixels: Pixels, folder: Path, step: int, metrics: Metrics) -> None:
         """Write the original clip and a small one for the page, and log an animated GIF to TensorBoard."""
         write_mp4(pixels, folder / f"{number}.mp4", self.fps)
         write_mp4(shrink(pixels), locate_small_video(folder, number), self.fps)
@@ -171,7 +171,7 @@ def solve_ode(maker: ClipMaker, batch: ClipMicroBatch) -> Tensor:
 
 
 def refuse_noise(number: int) -> Tensor:
-    raise ValueError(f"step {number} of an ODE has no noise")
+    raise ValueError(f"step {number} follows the ODE, so it must not draw noise")
 
 
 def look_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> SampledBatch:

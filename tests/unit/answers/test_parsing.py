@@ -621,8 +621,8 @@ def test_a_text_is_all_of_the_answer(kind, text, answer, rule):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("A", "letters"), "answer_type is 'letters'; it must be one of letter, reasoning"),
-        (("A", "letter", "strict"), "parser is 'strict'; it must be one of default, compat"),
+        (("A", "letters"), "answer_type must be one of letter, reasoning; got 'letters'"),
+        (("A", "letter", "strict"), "parser must be one of default, compat; got 'strict'"),
     ],
 )
 def test_unknown_choice_is_rejected_with_valid_choices(arguments, message):
@@ -631,7 +631,7 @@ def test_unknown_choice_is_rejected_with_valid_choices(arguments, message):
 
 
 def test_unknown_kind_is_rejected_with_valid_kinds():
-    with pytest.raises(ValueError, match="kind is 'essay'; it must be one of multiple_choice, yes_no, open"):
+    with pytest.raises(ValueError, match="kind must be one of multiple_choice, yes_no, open.*; got 'essay'"):
         parse("A", "letter", kind="essay")
 
 

@@ -51,8 +51,8 @@ def test_summary_reports_merge_and_largest_change() -> None:
     record, _ = merge(0.25, "bf16")
     assert record.changes == pytest.approx({"x.q.weight": 0.125, "x.k.weight": 0.25})
     assert record.summary == (
-        "LoRA of rank 1, alpha 2, on 2 layers, merged into these weights; separately in `adapter/`. Largest relative change "
-        "of a weight: 0.25 (x.k.weight)"
+        "LoRA of rank 1, alpha 2, on 2 layers, merged into these weights; also saved separately in `adapter/`. Largest "
+        "relative change of a weight: 0.25 (x.k.weight)"
     )
     assert Merge("bf16", None).summary == ""
 
@@ -66,8 +66,11 @@ def test_quantized_adapter_card_names_its_base(tmp_path: Path) -> None:
     (tmp_path / "quantized").mkdir()
     write_adapter(record, tmp_path / "quantized")
     card = (tmp_path / "quantized" / "adapter" / "README.md").read_text()
-    assert "trained beside org/base with the matrices of its language model in 4 bits" in card
-    assert "on 2 layers, merged into the base model's weights as their NF4 codes give them back" in record.summary
+    assert "trained on org/base, with the matrices of the language model quantised to 4 bits" in card
+    assert (
+        "on 2 layers, merged into the base model's weights, quantised to NF4 and dequantised as in training"
+        in record.summary
+    )
 
 
 @pytest.mark.parametrize(("then", "now"), [("nf4", None), (None, "nf4")])
@@ -90,4 +93,4 @@ def test_change_lost_in_bfloat16_is_warned_about(
     record, _ = merge(size, dtype)  # the largest change is 2 · 2 · size / 4
     with caplog.at_level(logging.WARNING):
         record.report(Path("out"))
-    assert ("is lost in rounding" in caplog.text) is warned
+    assert ("rounding to bfloat16 loses part" in caplog.text) is warned

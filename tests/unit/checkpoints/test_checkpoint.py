@@ -209,7 +209,7 @@ def test_changed_sizes_and_missing_files_are_named(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 1)
     check_sizes(path)
     (path / "trainer_state.json").write_text("{}\n")
-    with pytest.raises(CheckpointError, match=r"step_1/trainer_state.json: has 3 bytes instead of 2"):
+    with pytest.raises(CheckpointError, match=r"step_1/trainer_state.json: has 3 bytes, but COMPLETE lists 2"):
         check_sizes(path)
     (path / "trainer_state.json").unlink()
     with pytest.raises(CheckpointError, match=r"step_1/trainer_state.json: is missing"):
@@ -221,7 +221,7 @@ def test_incomplete_or_garbled_checkpoint_is_rejected(tmp_path: Path) -> None:
         read_checkpoint(write_checkpoint(tmp_path, 1, complete=False))
     garbled = write_checkpoint(tmp_path, 2)
     (garbled / "trainer_state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step_2/trainer_state.json: is not the state of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"step_2/trainer_state.json: is not a valid checkpoint state"):
         read_checkpoint(garbled)
 
 
@@ -296,7 +296,7 @@ def test_failed_export_is_reported_and_cleaned_up(tmp_path: Path, trouble: str, 
 def test_checkpoint_split_across_hosts_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "rng_rank_0.safetensors").touch()
     with pytest.raises(
-        CheckpointError, match="has no rng_rank_1.safetensors: the 2 ranks of this run wrote to folders of"
+        CheckpointError, match="does not contain rng_rank_1.safetensors: the 2 ranks of this run wrote to folders on"
     ):
         next(iter_checkpoint_tensors(tmp_path, saved_run(ranks=[0])))
 

@@ -63,7 +63,7 @@ def test_card_lists_command_steps_scores_and_versions() -> None:
     assert "| val/loss | 0.75 |" in text
     assert "val/reward/mean" not in text
     assert "dsreason 0.1.0, torch 2.13.0" in text
-    assert "This card names no license" in text
+    assert "This card does not specify a license" in text
 
 
 @pytest.mark.parametrize(("step", "value"), [(0, 0.25), (7, 0.25), (8, 0.625), (100, 0.875)])
@@ -144,4 +144,4 @@ def test_unreadable_config_is_omitted_with_warning(caplog: pytest.LogCaptureFixt
     (run / "config.json").write_text("{")
     assert "base_model" not in card_of(run).data.to_dict()
     assert "mine/config.json: is not the configuration of a run (Expecting property name" in caplog.text
-    assert "the model card leaves it out" in caplog.text
+    assert "the model card omits it" in caplog.text

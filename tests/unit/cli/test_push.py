@@ -120,7 +120,7 @@ def test_damaged_checkpoint_blocks_the_upload(tmp_path: Path, sent: list[tuple[s
     [
         (make_export, "bucket/a/b", ConfigError, "--to: 'bucket/a/b' is not a valid upload target"),
         (make_export, "s3://key:sentinel@bucket", ConfigError, "--to: s3://…@…: an S3 URI must not contain keys"),
-        (lambda folder: None, "s3://bucket", ConfigError, "no such folder"),
+        (lambda folder: None, "s3://bucket", ConfigError, "the folder does not exist"),
         (Path.mkdir, "s3://bucket", ConfigError, "is neither an export"),
         (
             lambda folder: (make_checkpoint(folder) / "COMPLETE").unlink(),

@@ -60,7 +60,7 @@ def test_two_runs_are_compared(root: Path) -> None:
 def test_different_questions_trigger_a_warning(root: Path) -> None:
     write_results(root / "small" / "letter", "robovqa", "9", [made("9")])
     ended = call("--results-dir", root / "big", "--compare", root / "small", "--no-html")
-    assert "warning: the runs have different questions: 0 are only in big/letter and 1 only in" in ended.stdout
+    assert "warning: the runs have different questions: 0 are only in big/letter, and 1 are only in" in ended.stdout
 
 
 def test_markup_in_name_is_printed_literally(tmp_path: Path) -> None:

@@ -80,22 +80,25 @@ def test_prompt_and_system_may_accompany_conversations(beside: Any, begin: Any, 
 @pytest.mark.parametrize(
     ("beside", "missing"),
     [
-        ({"prompt": "Which colour?"}, "user message beside it, 'Which colour"),
-        ({"prompt": "Which way?", "system": "Be long."}, "system message beside it, 'Be long"),
-        ({"system": "Be long."}, "system message beside it, 'Be long"),
-        ({"prompt": [*ASKED, {"role": "assistant", "content": "Up."}, *ASKED]}, "assistant message beside it, 'Up"),
+        ({"prompt": "Which colour?"}, "user message of the row's other columns, 'Which colour"),
+        ({"prompt": "Which way?", "system": "Be long."}, "system message of the row's other columns, 'Be long"),
+        ({"system": "Be long."}, "system message of the row's other columns, 'Be long"),
+        (
+            {"prompt": [*ASKED, {"role": "assistant", "content": "Up."}, *ASKED]},
+            "assistant message of the row's other columns, 'Up",
+        ),
     ],
 )
 def test_another_prompt_beside_whole_conversations_is_refused(beside: Any, missing: str) -> None:
     begin = [SYSTEM, *ASKED]
-    with pytest.raises(DataError, match=f"field 'chosen' is a whole conversation without the {missing}"):
+    with pytest.raises(DataError, match=f"field 'chosen' is a complete conversation, but lacks the {missing}"):
         preferences.to_sample(beside | {"chosen": begin + LEFT, "rejected": begin + RIGHT})
 
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", " ", "<image>Which way?", [{"role": "user", "content": None}], "Really?"],
-    ids=["empty", "blank", "with a mark", "no content", "the last of two"],
+    ["", " ", "<image>Which way?", "Really?"],
+    ids=["empty", "blank", "with a mark", "the last of two"],
 )
 def test_redundant_or_empty_prompt_is_accepted(prompt: Any) -> None:
     begin = [*ASKED, says("assistant", "Up."), says("user", "Really?")]
@@ -143,21 +146,21 @@ def test_system_text_and_reference_values_stand_beside() -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"chosen": "left", "rejected": "right"}, "field 'chosen' has an answer only, and the row has no prompt"),
+        ({"chosen": "left", "rejected": "right"}, "field 'chosen' has only a reply, and the row has no prompt"),
         ({"prompt": "Which?", "chosen": "left"}, "field 'rejected' is missing"),
-        ({"prompt": "Which?", "chosen": "left", "rejected": None}, "field 'rejected' is null"),
-        ({"prompt": "Which?", "chosen": "left", "rejected": 3}, "field 'rejected': must be a list of messages"),
-        ({"prompt": 7, "chosen": "left", "rejected": "right"}, "field 'prompt': must be a list of messages"),
+        ({"prompt": "Which?", "chosen": "left", "rejected": None}, "field 'rejected' is missing or null"),
+        ({"prompt": "Which?", "chosen": "left", "rejected": 3}, "field 'rejected' must be a list of messages"),
+        ({"prompt": 7, "chosen": "left", "rejected": "right"}, "field 'prompt' must be a list of messages"),
         ({"prompt": "Which?", "chosen": [], "rejected": "right"}, "field 'chosen': the list is empty"),
         (
             {"prompt": [says("user", [{"type": "image"}])], "chosen": "a", "rejected": "b", "images": ["1", "2"]},
-            "field 'chosen': 1 of the row's images are not shown",
+            "the messages have 1 <image> tags or empty parts, but the row has 2 images",
         ),
         (
             {"prompt": "Which?", "chosen": "left", "rejected": [says("assistant", [{"type": "sound"}])]},
-            r"a part of type 'sound'",
+            r"must have the type text, image or video, but has 'sound'",
         ),
-        ({"prompt": "Which?", "chosen": "left", "rejected": [says("tool", "x")]}, r"rejected\[0\]: role must be"),
+        ({"prompt": "Which?", "chosen": "left", "rejected": [says("tool", "x")]}, "lacks the user message"),
     ],
 )
 def test_bad_row_error_names_file_and_field(tmp_path: Path, row: dict[str, Any], error: str) -> None:

@@ -25,7 +25,7 @@ TWO_BILLION = RolloutMemory(
 
 def test_needed_memory_is_share_training_and_margin() -> None:
     assert TWO_BILLION.needed == pytest.approx(76 * GIB, abs=2)
-    assert TWO_BILLION.describe() == "vLLM 36.00 + training 36.00 + margin 4.00 = 76.00 GiB, the GPU has 80.00"
+    assert TWO_BILLION.describe() == "vLLM 36.00 + training 36.00 + margin 4.00 = 76.00 GiB of the GPU's 80.00 GiB"
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_never_offload_is_rejected_without_room() -> None:
     with pytest.raises(ConfigError) as raised:
         choose_amount("never", replace(TWO_BILLION, total=60 * GIB))
     message = str(raised.value)
-    assert "= 76.00 GiB, the GPU has 60.00" in message
-    assert "8.00 GiB are still missing" in message
+    assert "= 76.00 GiB of the GPU's 60.00 GiB" in message
+    assert "8.00 GiB are missing" in message
     assert 'set rollout.offload = "auto", or lower rollout.gpu_memory_utilization to 0.46' in message
 
 

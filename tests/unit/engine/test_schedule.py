@@ -62,9 +62,12 @@ def test_warmup_longer_than_run_is_clipped() -> None:
     [
         (9, None),
         (0.94, None),  # 9.4 steps
-        (10, r"optim.warmup \(10 steps\) is as long as the run \(10\): optim.lr is reached in the last step only"),
-        (0.96, r"optim.warmup \(0.96 of the run's steps\) is as long as the run \(10\)"),
-        (20, r"optim.warmup \(20 steps\) is longer than the run \(10\) and is clipped to it"),
+        (
+            10,
+            r"optim.warmup \(10 steps\) is as long as the run \(10 steps\), so optim.lr is reached only in the last step",
+        ),
+        (0.96, r"optim.warmup \(0.96 of the run's steps\) is as long as the run \(10 steps\)"),
+        (20, r"optim.warmup \(20 steps\) is longer than the run \(10 steps\) and is clipped to it"),
     ],
 )
 def test_warmup_that_takes_whole_run_is_reported(warmup: float, note: str | None) -> None:

@@ -85,14 +85,16 @@ def test_only_common_questions_are_compared_with_warning() -> None:
     result = compare(answers("AAA"), answers("BA") + answers("AAAA", datasource="av"), NAMES)
     assert (result.overall.this.total, result.only_in_this, result.only_in_baseline) == (2, 1, 4)
     assert result.warning is not None
-    assert "1 are only in new and 4 only in old; compared are the 2 common ones" in result.warning
+    assert "1 are only in new, and 4 are only in old; only the 2 common ones are compared" in result.warning
 
 
 def test_nothing_in_common_is_an_error() -> None:
-    with pytest.raises(DataError, match="new and old: have no question in common"):
+    with pytest.raises(
+        DataError, match=r"new \(1 questions, .*\) and old \(1 questions, .*\) have no question in common"
+    ):
         compare(answers("A"), answers("A", datasource="av"), NAMES)
 
 
 def test_another_reference_answer_is_an_error() -> None:
-    with pytest.raises(DataError, match="question 'robovqa/0/0': its answer is 'A' in new and 'B' in old"):
+    with pytest.raises(DataError, match="question 'robovqa/0/0': the reference answer is 'A' in new, but 'B' in old"):
         compare(answers("A"), answers("A", correct_answer="B"), NAMES)

@@ -187,7 +187,7 @@ def test_similarity_covers_only_parsed_free_texts(embedding_model):
 
 def test_missing_embedding_model_error_suggests_a_folder(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"similarity_model \S+nowhere: no such folder.*give the folder of a sentence"
+        ConfigError, match=r"similarity_model \S+nowhere: the folder does not exist.*set it to the folder of a sentence"
     ):
         grader_for("letter", similarity_model=str(tmp_path / "nowhere"))
 
@@ -207,7 +207,9 @@ def test_embedding_model_with_custom_code_is_rejected(tmp_path):
 
 def test_missing_sentence_transformers_error_shows_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(ConfigError, match=r"needs sentence-transformers: .*pip install .*'sentence-transformers>=5'"):
+    with pytest.raises(
+        ConfigError, match=r"requires sentence-transformers; run .*pip install .*'sentence-transformers>=5'"
+    ):
         grader_for("letter", similarity_model=str(tmp_path))
 
 

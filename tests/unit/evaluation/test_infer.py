@@ -51,7 +51,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "text"),
     [
         (("--prompt=?",), "no image or video is specified; use --image FILE or --video FILE"),
-        (("--image=a.png", "--prompt=?", "--prompt-file=p.txt"), "--prompt and --prompt-file given; give one of them"),
+        (("--image=a.png", "--prompt=?", "--prompt-file=p.txt"), "--prompt and --prompt-file are mutually exclusive"),
         (("--image=a.png", "--prompt= "), "--prompt: the prompt is empty"),
         (("--image=a.png", "--prompt-file=no.txt"), r"--prompt-file no\.txt: cannot be read \(.*No such file"),
         (
@@ -136,9 +136,9 @@ def test_prompts_of_a_file(tmp_path) -> None:
     [
         ("", "the prompt is empty"),
         ('{"prompt": "a"}\n{"prompt": ""}', "the prompt is empty"),
-        ('{"prompt": "a"}\n{prompt', r"p\.jsonl, line 2: not a JSON object"),
-        ('{"question": "a"}', r"p\.jsonl, row 1: is {'question': 'a'}; a line must be {\"prompt\": \"…\"}"),
-        ("[1]", r"p\.jsonl, row 1: is \[1\]"),
+        ('{"prompt": "a"}\n{prompt', r"p\.jsonl, line 2: is not valid JSON"),
+        ('{"question": "a"}', r"p\.jsonl, row 1: must be {\"prompt\": \"…\"}; got {'question': 'a'}"),
+        ("[1]", r"p\.jsonl, row 1: must be .*; got \[1\]"),
     ],
 )
 def test_prompt_files_that_cannot_be_used(content, text, tmp_path) -> None:
@@ -195,7 +195,9 @@ def test_too_long_prompt_reports_both_lengths(media, tiny) -> None:
     sample = sample_of(settings, 0, "Where?")
     length = check_length(encoder, sample, longest)
     assert length == len(encoder.encode_prompt(sample).encoded)
-    with pytest.raises(DataError, match=rf"prompt 1 has {length} tokens, and the model takes {length} with the answer"):
+    with pytest.raises(
+        DataError, match=rf"prompt 1 has {length} tokens, but the model supports at most {length}, including"
+    ):
         check_length(encoder, sample, length)
 
 
@@ -205,7 +207,7 @@ def test_answer_length_is_limited_to_available_room() -> None:
     assert limit_length(sampling, 100, message.append) == sampling
     assert message == []
     assert limit_length(sampling, 40, message.append) == Sampling(temperature=0.5, max_completion_length=40, seed=3)
-    assert message == ["note: --max-tokens (100) is cut to the 40 that the model has room for"]
+    assert message == ["note: --max-tokens (100) is reduced to 40, the maximum after this prompt"]
 
 
 def test_media_are_described_and_saved_as_processed(media, tiny, tmp_path) -> None:
@@ -267,8 +269,8 @@ def test_a_run_means_its_final_export(tmp_path) -> None:
     ("name", "text"),
     [
         ("empty", r"^--model .*empty: has no config\.json"),
-        ("tiny:gpt", "^--model tiny:gpt: no such tiny model"),
-        ("./no/such/folder", r"^--model \./no/such/folder: no such folder"),
+        ("tiny:gpt", "^--model tiny:gpt: the tiny model must be one of"),
+        ("./no/such/folder", r"^--model \./no/such/folder: the folder does not exist"),
     ],
 )
 def test_unavailable_model_is_named_as_specified(name, text, tmp_path, monkeypatch) -> None:

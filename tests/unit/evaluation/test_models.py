@@ -161,7 +161,7 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
 def test_unwritable_export_folder_is_reported(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(CheckpointError, match=r"file: no room for the export of .*mine"),
+        pytest.raises(CheckpointError, match=r"file: cannot hold the export of .*mine"),
         export_temporarily(run, tmp_path / "file", "fp32"),
     ):
         pass

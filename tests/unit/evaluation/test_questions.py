@@ -209,7 +209,7 @@ def test_missing_clip_affects_only_its_question(folder: Path) -> None:
     rows = [item("1"), item("9"), item("2")]
     questions = load(folder, rows)
     clip = folder / "robovqa" / "clips" / "9.mp4"
-    assert [question.problem for question in questions] == [None, f"video: no file {clip}", None]
+    assert [question.problem for question in questions] == [None, f"video: {clip} does not exist", None]
     assert (text_asked(questions[1]), questions[1].answer) == (CHOICE_TEXT, "B")
     assert [questions[0], questions[2]] == load(folder, [rows[0], rows[2]])
 
@@ -232,7 +232,7 @@ def test_packed_clips_are_reported_with_advice(folder: Path) -> None:
     (folder / "robovqa" / "clips.tar.gz").write_bytes(b"")
     [question] = load(folder, [item("9")])
     assert question.problem is not None
-    assert question.problem.endswith("; clips.tar.gz there is not unpacked: `dsreason data fetch` does that")
+    assert question.problem.endswith("; clips.tar.gz in its folder is not unpacked: run `dsreason data fetch`")
 
 
 @pytest.mark.parametrize("video", ["../../secret.mp4", "/etc/secret.mp4", "", ".", "clips/../.."])
@@ -244,16 +244,16 @@ def test_clip_outside_its_folder_is_rejected(folder: Path, video: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"answer": "C"}, "the answer is 'C'; it must be one of the options A, B"),
-        ({"answer": "left"}, "the answer is 'left'; it must be one of the options A, B"),
-        ({"answer": None}, "field 'answer' is None; it must be a text"),
-        ({"answer": True}, "field 'answer' is True; it must be a text"),
-        ({"answer": " "}, "field 'answer' is ' '; it must be a text"),
-        ({"question": 3}, "field 'question' is 3; it must be a string"),
-        ({"index2ans": ["left"]}, "field 'index2ans' is ['left']; it must have a string for each letter"),
-        ({"index2ans": {}}, "field 'index2ans' is {}; it must have a string for each letter"),
+        ({"answer": "C"}, "the answer must be one of the options A, B; got 'C'"),
+        ({"answer": "left"}, "the answer must be one of the options A, B; got 'left'"),
+        ({"answer": None}, "field 'answer' must be a non-empty string or a number; got None"),
+        ({"answer": True}, "field 'answer' must be a non-empty string or a number; got True"),
+        ({"answer": " "}, "field 'answer' must be a non-empty string or a number; got ' '"),
+        ({"question": 3}, "field 'question' must be a string; got 3"),
+        ({"index2ans": ["left"]}, "field 'index2ans' must map each letter to a string; got ['left']"),
+        ({"index2ans": {}}, "field 'index2ans' must have a string for each letter; got {}"),
         ({"question": "<|video_pad|>"}, "the text contains the model's special token <|video_pad|>"),
-        ({"question_kind": "essay"}, "question_kind is 'essay'; it must be one of multiple_choice, yes_no, open"),
+        ({"question_kind": "essay"}, "question_kind must be one of multiple_choice, yes_no, open"),
     ],
 )
 def test_malformed_question_error_names_its_row(folder: Path, changes: Any, text: str) -> None:
@@ -271,11 +271,11 @@ def test_malformed_question_among_several_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("items", "text"),
     [
-        ([], "holds no questions"),
+        ([], "contains no questions"),
         ([item("1") | {"qa_pairs": []}], r"row 1 \(clips/1.mp4\): qa_pairs is empty"),
         ([{"video": "clips/1.mp4"}], "row 1: must have video and qa_pairs"),
-        ([3], "row 1: must have video and qa_pairs, is 3"),
-        ([{"video": "clips/1.mp4", "qa_pairs": "x"}], "qa_pairs is 'x'; it must have question, index2ans and answer"),
+        ([3], "row 1: must have video and qa_pairs; got 3"),
+        ([{"video": "clips/1.mp4", "qa_pairs": "x"}], "qa_pairs must have question, index2ans and answer; got 'x'"),
         ("[{", "not valid JSON|cannot be|Expecting"),
     ],
 )
@@ -287,13 +287,15 @@ def test_a_malformed_file_is_an_error(folder: Path, items: Any, text: str) -> No
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("robovqua", r"did you mean robovqa\? \(there: robovqa\)"),
-        ("holoassist", r"`dsreason data fetch` downloads it \(there: robovqa\)"),
-        ("xyz", r"check datasets and data_dir \(there: robovqa\)"),
+        ("robovqua", r"did you mean robovqa\? \(available: robovqa\)"),
+        ("holoassist", r"run `dsreason data fetch` to download it \(available: robovqa\)"),
+        ("xyz", r"check datasets and data_dir \(available: robovqa\)"),
     ],
 )
 def test_unknown_dataset_error_lists_available_datasets(folder: Path, name: str, advice: str) -> None:
-    with pytest.raises(DataError, match=rf"^dataset {name}: no {name}/{name}_benchmark_qa_pairs.json in .*; {advice}"):
+    with pytest.raises(
+        DataError, match=rf"^dataset {name}: {name}/{name}_benchmark_qa_pairs.json was not found in .*; {advice}"
+    ):
         load(folder, [item("1")], datasets=[name])
 
 
@@ -450,7 +452,7 @@ def test_missing_clip_of_row_keeps_its_question(folder: Path, path: str) -> None
     questions = load_rows(folder, [ROW, ROW | {"id": "x", "video": path}])
     assert questions[0].problem is None
     clip = str(folder / "robovqa" / path)
-    assert questions[1].problem == f"video: no file {clip}"
+    assert questions[1].problem == f"video: no such file: {clip}"
     assert (text_asked(questions[1]), questions[1].answer) == ("Which way?\n(A) left\n(B) right", "B")
     assert questions[1].sample.messages[0]["content"][0]["video"] == clip
 
@@ -458,11 +460,11 @@ def test_missing_clip_of_row_keeps_its_question(folder: Path, path: str) -> None
 def test_missing_file_is_reported_for_any_adapter(folder: Path) -> None:
     (folder / "own.py").write_text(OWN.replace('row["video"]', 'row["clip"]'))
     [question] = load_rows(folder, [{"id": "x", "clip": "clips/9.mp4"}], adapter=str(folder / "own.py"))
-    assert question.problem == f"video: no file {folder}/robovqa/clips/9.mp4"
+    assert question.problem == f"video: no such file: {folder}/robovqa/clips/9.mp4"
     gone = {"type": "image", "image": {"path": "gone.png", "bytes": None}}
     messages = [{"role": "user", "content": [gone]}, {"role": "assistant", "content": "so"}]
     [question] = load_rows(folder, [{"id": "x", "messages": messages}], adapter="conversations")
-    assert question.problem == f"image: no file {folder}/robovqa/gone.png"
+    assert question.problem == f"image: no such file: {folder}/robovqa/gone.png"
 
 
 def test_label_without_video_is_reported(folder: Path) -> None:
@@ -471,7 +473,7 @@ def test_label_without_video_is_reported(folder: Path) -> None:
         (folder / name).write_text(content)
     source = {"adapter": "local_labels", "path": str(folder), "question": "What is there?"}
     questions = load_questions(EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}}))
-    assert [question.problem for question in questions] == [None, f"video: no file {folder}/videos/9.*"]
+    assert [question.problem for question in questions] == [None, f"video: no such file: {folder}/videos/9.*"]
 
 
 def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
@@ -481,21 +483,24 @@ def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
     questions = load_questions(EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}}))
     assert [question.video_id for question in questions] == ["clips/1.mp4", "clips/9.mp4"]
     assert questions[0].problem is None
-    assert questions[1].problem == f"video: no file {folder}/robovqa/clips/9.mp4"
+    assert questions[1].problem == f"video: no such file: {folder}/robovqa/clips/9.mp4"
     assert (text_asked(questions[1]), questions[1].answer) == (CHOICE_TEXT, "B")
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"answer": "C"}, "row 2 (sample 'x'): the answer is 'C'; it must be one of the options A, B"),
-        ({"question": 3}, "row 2: field 'question' is 3; it must be a string"),
-        ({"options": [["left"], ["right"]]}, "row 2: field 'options' is {'A': ['left'], 'B': ['right']}; it must have"),
-        ({"options": "AB"}, "row 2: field 'options' is 'AB'; it must have a string for each letter"),
+        ({"answer": "C"}, "row 2 (sample 'x'): the answer must be one of the options A, B; got 'C'"),
+        ({"question": 3}, "row 2: field 'question' must be a string; got 3"),
+        (
+            {"options": [["left"], ["right"]]},
+            "row 2: field 'options' must map each letter to a string; got {'A': ['left'], 'B': ['right']}",
+        ),
+        ({"options": "AB"}, "row 2: field 'options' must map each letter to a string; got 'AB'"),
         ({"video": 3}, "row 2"),
-        ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 leads out of"),
-        ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is a URL"),
-        ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' is 3; it must be a string"),
+        ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 points outside"),
+        ({"video": "ftp://h/x.mp4"}, "row 2 (sample 'x'): video: ftp://h/x.mp4 is a URL"),
+        ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' must be a string; got 3"),
         ({"video": "clips/9.mp4", "question": "<|im_end|>"}, "row 2 (sample 'x'): "),
     ],
 )
@@ -507,13 +512,13 @@ def test_malformed_row_with_missing_clip_is_rejected(folder: Path, changes: dict
 
 def test_non_text_options_of_adapter_are_rejected(folder: Path) -> None:
     (folder / "own.py").write_text(OWN.replace('answer="so"', 'answer="B", options={"A": 1, "B": None}'))
-    with pytest.raises(DataError, match=r"row 1 \(sample 'a/1'\): options: must have a string for each letter"):
+    with pytest.raises(DataError, match=r"row 1 \(sample 'a/1'\): options must map each letter to a string"):
         load_rows(folder, [ROW], adapter=str(folder / "own.py"))
 
 
 def test_row_without_answer_is_rejected(folder: Path) -> None:
     messages = [{"role": "user", "content": "Which way?"}, {"role": "assistant", "content": " "}]
-    with pytest.raises(DataError, match=r"row 1 \(sample '1'\): the row has no answer to grade by"):
+    with pytest.raises(DataError, match=r"row 1 \(sample '1'\): the row has no reference answer"):
         load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")
 
 

@@ -110,15 +110,15 @@ def test_each_of_several_runs_is_scored(folder: Path) -> None:
     reports = write_reports(folder.parent, with_html=False)
     assert [report.summary.run for report in reports] == ["big/letter", "big/reasoning"]
     assert not (folder / "report.html").exists()
-    with pytest.raises(DataError, match="holds 2 evaluations"):
+    with pytest.raises(DataError, match="contains 2 evaluations"):
         score_run(folder.parent)
 
 
 def test_partial_report_names_datasets_left_out(folder: Path) -> None:
     (report,) = write_reports(folder, ["robovqa"])
     assert report.summary.left_out == ("av",)
-    assert "Not asked for: av" in (folder / "report.md").read_text()
-    assert "Not asked for: av" in page(folder).text
+    assert "Data sets not included: av" in (folder / "report.md").read_text()
+    assert "Data sets not included: av" in page(folder).text
 
 
 def test_no_report_is_written_when_result_malformed(folder: Path) -> None:
@@ -151,7 +151,7 @@ def test_scorer_without_threshold_is_reported_with_key(folder: Path) -> None:
     settings = {"config": {"evaluation": {"scorer": "format", "scorer_threshold": None}}}
     (folder / "run.json").write_text(json.dumps(settings))
     score_run(folder)
-    assert "The scorer format has a mean" in page(folder).text
+    assert "The scorer format does not decide" in page(folder).text
     assert "evaluation.scorer_threshold is not set" in page(folder).text
     assert "evaluation.scorer\\_threshold is not set" in (folder / "report.md").read_text()
 
@@ -161,9 +161,12 @@ def test_scorer_without_threshold_is_reported_with_key(folder: Path) -> None:
     [
         (
             {"parser": "compat", "scorer": "format", "scorer_threshold": 0.5},
-            "The scorer format has a mean, see the scores, and decides nothing: what is right goes by the letters only",
+            "its mean is under the scores. Answers are graded by their letters only",
         ),
-        ({"parser": "default", "scorer": "judge.py:x"}, "right by evaluation.scorer (judge.py:x) from 0.5 on"),
+        (
+            {"parser": "default", "scorer": "judge.py:x"},
+            "right if evaluation.scorer (judge.py:x) scores it at least 0.5",
+        ),
     ],
     ids=["compat", "before there was a threshold"],
 )
@@ -182,7 +185,7 @@ def test_a_run_without_settings_is_scored(folder: Path) -> None:
 
 def test_settings_that_are_not_object_are_rejected(folder: Path) -> None:
     (folder / "run.json").write_text("[]")
-    with pytest.raises(DataError, match=r"run\.json: must hold an object"):
+    with pytest.raises(DataError, match=r"run\.json: must contain a JSON object"):
         score_run(folder)
 
 
@@ -205,7 +208,7 @@ def test_the_filters_count_what_they_show(folder: Path) -> None:
     text = page(folder).text
     for label in (
         "right (1)",
-        "wrong (unparsed and unanswered too) (3)",
+        "wrong, including unparsed and unanswered (3)",
         "unparsed (1)",
         "unanswered (1)",
         "truncated (1)",
@@ -297,7 +300,7 @@ def test_a_comparison_is_in_every_report(folder: Path, tmp_path: Path) -> None:
     tags = [card["data-tags"] for card in page(folder).cards()]
     assert tags[2:] == ["right gained", "wrong truncated lost"]
     for text in ((folder / "report.md").read_text(), page(folder).text):
-        assert "2 are only in big/letter and 0 only in small/letter" in text
+        assert "2 are only in big/letter, and 0 are only in small/letter" in text
 
 
 # ---------------------------------------------------------------- pictures

@@ -188,9 +188,9 @@ def test_only_is_correct_is_required(tmp_path: Path) -> None:
     [
         ("[{", r"1\.json: is not valid JSON"),
         ("[" * 100_000, r"1\.json: is not valid JSON"),
-        ("{}", r"1\.json: holds an object, not a list"),
-        ("null", r"1\.json: holds null, not a list"),
-        ([asdict(made()), 5], r"1\.json: item 2: is a number, not a result"),
+        ("{}", r"1\.json: must contain a list of results, but contains an object"),
+        ("null", r"1\.json: must contain a list of results, but contains null"),
+        ([asdict(made()), 5], r"1\.json: item 2: must be an object with a result; got a number"),
         ([asdict(made()), {"answer": "A"}], r"1\.json: item 2: is_correct is missing"),
         ([{"is_correct": "false"}], r"1\.json: item 1: is_correct is 'false': input should be a valid boolean"),
         ([{"is_correct": 1}], r"1\.json: item 1: is_correct is 1: input should be a valid boolean"),
@@ -202,7 +202,7 @@ def test_only_is_correct_is_required(tmp_path: Path) -> None:
             [asdict(made()), asdict(made())],
             r"1\.json: item 2: question 'robovqa/v/0' appears twice \(.*item 1\)",
         ),
-        ([], r"its 1 result files are empty lists"),
+        ([], r"all result files \(1\) contain empty lists"),
     ],
 )
 def test_invalid_result_file_is_rejected(tmp_path: Path, content: Any, message: str) -> None:
@@ -261,7 +261,9 @@ def test_cyclic_links_exceed_the_folder_limit(root: Path, monkeypatch: pytest.Mo
     assert len(find_runs(root)) == 2
     for name in ("a", "b"):
         (root / name).symlink_to(root)
-    with pytest.raises(DataError, match=r"has more than 8 folders in it; give the --results-dir of an evaluation"):
+    with pytest.raises(
+        DataError, match=r"contains more than 8 folders, the maximum; pass the --results-dir of an evaluation"
+    ):
         find_runs(root)
 
 
@@ -297,18 +299,20 @@ def test_files_at_all_depths_are_counted(tmp_path: Path) -> None:
 
 
 def test_unknown_data_sets_list_the_known_ones(root: Path) -> None:
-    with pytest.raises(DataError, match="holds no results of av; there are those of agibot, robovqa"):
+    with pytest.raises(DataError, match="contains no results of av, but only of agibot, robovqa"):
         find_runs(root, ["agibot", "av"])
 
 
 def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
     put(tmp_path / "run.json", {})
-    with pytest.raises(DataError, match="holds no results"):
+    with pytest.raises(DataError, match="contains no results"):
         find_runs(tmp_path)
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="the folder does not exist"):
         find_runs(tmp_path / "absent")
 
 
 def test_ambiguous_results_dir_is_rejected(root: Path) -> None:
-    with pytest.raises(DataError, match=r"holds 2 evaluations; give the folder of one: .*big/letter, .*small/letter"):
+    with pytest.raises(
+        DataError, match=r"contains 2 evaluations; pass the folder of one of them: .*big/letter, .*small/letter"
+    ):
         read_run(find_run(root))

@@ -95,7 +95,7 @@ def test_throughput_counts_only_this_run(evaluate: Any, tmp_path: Path) -> None:
     assert requested.asked == ["0", "1"]
     assert (counted.questions, counted.completion_tokens) == (2, 6)
     _, counted = evaluate([*ROWS, gone])
-    assert (counted.questions, str(counted)) == (0, "nothing was left to ask")
+    assert (counted.questions, str(counted)) == (0, "no new answers")
     assert [result.is_correct for result in stored(tmp_path).values()] == [True] * 5 + [False]
 
 
@@ -112,7 +112,7 @@ def test_answers_to_removed_questions_are_rejected(
 ) -> None:
     evaluate(ROWS)
     before = stored(tmp_path)
-    says = f"holds answers to 1 questions that are not asked now, such as {before['4'].id} in .*4.json"
+    says = f"contains answers to 1 questions that are no longer in the data, such as {before['4'].id} in .*4.json"
     with pytest.raises(DataError, match=says):
         evaluate(changed)
     assert stored(tmp_path) == before
@@ -125,13 +125,13 @@ def test_answers_beyond_limit_are_kept_and_reported(
 ) -> None:
     evaluate(ROWS)
     evaluate(ROWS, evaluation={"limit": 3})
-    assert "holds answers to 2 more questions" in caplog.text
+    assert "contains answers to 2 additional questions" in caplog.text
     assert len(stored(tmp_path)) == 5
 
 
 def test_other_settings_are_refused(evaluate: Any) -> None:
     evaluate(ROWS)
-    with pytest.raises(ConfigError, match="evaluation.seed was 1 and is 2"):
+    with pytest.raises(ConfigError, match="evaluation.seed was 1, but is now 2"):
         evaluate(ROWS, evaluation={"seed": 2})
 
 
@@ -159,7 +159,9 @@ def test_unshared_results_folder_is_rejected_before_prompting(
     monkeypatch.setattr(
         run, "select_for_rank", lambda questions, rank, size: questions[:3]
     )  # the other two are another host's
-    with pytest.raises(DataError, match=r"m/letter: the results of 2 questions are missing .* that all hosts share"):
+    with pytest.raises(
+        DataError, match=r"m/letter: the results of 2 questions, .*, are missing .* that all hosts share"
+    ):
         evaluate(ROWS, lambda question: pytest.fail("asked"))
 
 
@@ -201,7 +203,7 @@ def test_clip_file_is_written_before_first_question(
     [
         ({"scorer": "nowhere.py"}, "nowhere.py"),
         ({"scorer": "broken.py"}, "broken.py"),
-        ({"similarity_model": "nowhere"}, "evaluation.similarity_model nowhere: no such folder"),
+        ({"similarity_model": "nowhere"}, "evaluation.similarity_model nowhere: the folder does not exist"),
     ],
 )
 def test_graders_are_checked_before_engine_starts(
@@ -223,12 +225,14 @@ SERVER = {"url": "http://localhost:8000"}
 
 
 def fails(question: Question) -> Reply:
-    return Reply(error="the server answers 500: out of order")
+    return Reply(error="the server responds with 500: out of order")
 
 
 def test_server_answering_nothing_ends_evaluation_early(evaluate: Any, tmp_path: Path) -> None:
     rows = [{"id": f"{i:02}", "question": f"What is {i}?", "answer": "x"} for i in range(40)]
-    with pytest.raises(ConfigError, match=r"server.url \(.*8000\): none of the first 16 questions got an answer.*500"):
+    with pytest.raises(
+        ConfigError, match=r"server.url \(.*8000\): the server answered none of the first 16 questions.*500"
+    ):
         evaluate(rows, fails, server=SERVER)
     assert len(stored(tmp_path)) == 40
     evaluate(rows, server=SERVER)  # asks again
@@ -236,7 +240,7 @@ def test_server_answering_nothing_ends_evaluation_early(evaluate: Any, tmp_path:
 
 
 def test_few_unanswered_questions_also_end_evaluation(evaluate: Any) -> None:
-    with pytest.raises(ConfigError, match="none of the first 5 questions got an answer"):
+    with pytest.raises(ConfigError, match="the server answered none of the first 5 questions"):
         evaluate(ROWS, fails, server=SERVER)
 
 
@@ -261,11 +265,11 @@ def test_broken_clips_are_counted_with_healthy_server(tmp_path: Path, monkeypatc
         run.evaluate(EvalConfig.model_validate(settings | {"server": {"url": server.url}}))
         assert server.requests == []
     errors = [str(result.error) for result in stored(tmp_path).values()]
-    assert len(errors) == 20 and all("v.mp4: not a usable video" in error for error in errors)
+    assert len(errors) == 20 and all("v.mp4: is not a usable video" in error for error in errors)
 
 
 def test_nor_do_they_hide_that_it_fails(evaluate: Any) -> None:
-    with pytest.raises(ConfigError, match=r"none of the first 2 questions got an answer, such as rows/1/.*500"):
+    with pytest.raises(ConfigError, match=r"answered none of the first 2 questions \(for example, rows/1/.*500"):
         evaluate(ROWS, lambda question: fails(question) if question.video_id < "2" else broken(question), server=SERVER)
 
 

@@ -278,7 +278,7 @@ def test_impossible_setting_fails_only_its_question(stand_in: StandIn, tmp_path:
     clip = write_video(tmp_path / "v.mp4")
     bad = media_sample({"type": "video", "video": str(clip), "nframes": 50})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
-    assert str(error.error).startswith(f"{clip}: nframes is 50, but the video (or its chosen range) has 12 frames")
+    assert str(error.error).startswith(f"{clip}: nframes is 50, but the video (or its chosen range) has only 12 frames")
     assert good.text == "(A)"
     assert len(stand_in.requests) == 1
 
@@ -287,7 +287,7 @@ def test_clips_with_different_frame_counts_are_rejected(stand_in: StandIn, tmp_p
     clips = [write_video(tmp_path / "v.mp4", 12), write_video(tmp_path / "w.mp4", 24)]
     parts = [{"type": "video", "video": str(clip), "fps": 5} for clip in clips]
     [reply] = ask(answerer(stand_in.url), media_sample(*parts))
-    assert str(reply.error).startswith("the clips of this question differ in the frames to take")
+    assert str(reply.error).startswith("the clips of this question need different frame settings")
     parts = [{"type": "video", "video": str(clip), "nframes": 6} for clip in clips]
     assert ask(answerer(stand_in.url), media_sample(*parts))[0].error is None
 
@@ -297,7 +297,7 @@ def test_an_unreadable_clip_is_the_questions_error(stand_in: StandIn, tmp_path: 
     (tmp_path / "v.mp4").write_bytes(b"no video")
     bad = media_sample({"type": "video", "video": str(tmp_path / "v.mp4")})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
-    assert "v.mp4: not a usable video" in str(error.error)
+    assert "v.mp4: is not a usable video" in str(error.error)
     assert (error.sent, good.sent) == (False, True)
     assert (error.text, good.text) == ("", "(A)")
 
@@ -308,14 +308,14 @@ def test_an_unreadable_clip_is_the_questions_error(stand_in: StandIn, tmp_path: 
 @pytest.mark.parametrize(
     ("response", "error"),
     [
-        ((400, {"error": {"message": "the prompt is too long"}}), "the server answers 400: "),
-        ((500, "a page"), "the server answers 500: "),
+        ((400, {"error": {"message": "the prompt is too long"}}), "the server responds with 400: "),
+        ((500, "a page"), "the server responds with 500: "),
         ((200, "{not json"), "the server's response is not a chat completion: invalid JSON"),
         ((200, "<html>", {"content-type": "text/html"}), "the server's response is not a chat completion: invalid JSON"),
         ((200, {"choices": []}), "the server's response is not a chat completion: choices is []: list should have at least 1"),
         ((200, {"object": "error"}), "the server's response is not a chat completion: choices is missing"),
         ((200, {"choices": [{"message": {"content": 3}}]}), "the server's response is not a chat completion: choices.0.m"),
-        (None, "no answer from the server: "),
+        (None, "the server does not respond: "),
     ],
 )  # fmt: skip
 def test_failed_request_fails_only_its_question(
@@ -358,7 +358,7 @@ def test_request_timeout_fails_only_its_question(stand_in: StandIn) -> None:
     stand_in.respond = respond
     slow, good = ask(answerer(stand_in.url, time_limit=0.3), text_sample("slow"), text_sample())
     released.set()
-    assert slow.error == "no answer from the server: it takes too long; see server.time_limit"
+    assert slow.error == "the server does not respond: the request takes longer than server.time_limit"
     assert good.text == "(A)"
 
 
@@ -379,7 +379,7 @@ def test_what_may_pass_is_tried_again(stand_in: StandIn, response: tuple[Any, ..
 def test_error_is_returned_after_last_retry(stand_in: StandIn) -> None:
     stand_in.respond = lambda path, body: (429, {"error": {"message": "slow down"}}, {"retry-after": "0.01"})
     [reply] = ask(answerer(stand_in.url, max_retries=2), text_sample())
-    assert str(reply.error).startswith("the server answers 429: ")
+    assert str(reply.error).startswith("the server responds with 429: ")
     assert "slow down" in str(reply.error)
     assert len(stand_in.requests) == 3
 
@@ -410,13 +410,15 @@ def test_rejected_key_is_reported_once_without_value(
 
 def test_missing_key_error_names_the_variable(stand_in: StandIn) -> None:
     stand_in.models_status, stand_in.models = 401, {"error": {"message": "no key"}}
-    with pytest.raises(ConfigError, match="requires a key, and none is in the environment variable OPENAI_API_KEY"):
+    with pytest.raises(ConfigError, match="requires a key, but the environment variable OPENAI_API_KEY is not set"):
         answerer(stand_in.url)
 
 
 def test_key_with_line_break_is_never_sent(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nx")
-    with pytest.raises(ConfigError, match="^the key in OPENAI_API_KEY has characters that an HTTP header cannot hold"):
+    with pytest.raises(
+        ConfigError, match="^the key in OPENAI_API_KEY contains characters that are not allowed in an HTTP header"
+    ):
         answerer(stand_in.url)
 
 
@@ -425,13 +427,13 @@ def test_unknown_model_error_lists_available_models(stand_in: StandIn) -> None:
     with pytest.raises(ConfigError) as caught:
         ask(answerer(stand_in.url, model="stand-im"), text_sample())
     assert "the server has no model 'stand-im'" in str(caught.value)
-    assert "It has stand-in; did you mean stand-in?" in str(caught.value)
+    assert "The server has stand-in; did you mean stand-in?" in str(caught.value)
 
 
 def test_listed_model_is_not_reported_as_missing(stand_in: StandIn) -> None:
     stand_in.respond = lambda path, body: (404, "Not Found")
     with pytest.raises(
-        ConfigError, match=r"the server has no chat at this address \(404: Not Found\); correct server.url$"
+        ConfigError, match=r"the server offers no chat completions at this URL \(404: Not Found\); correct server.url$"
     ):
         ask(answerer(stand_in.url), text_sample())
 
@@ -440,16 +442,16 @@ def test_slow_model_list_is_reported_with_limit(stand_in: StandIn, monkeypatch: 
     stand_in.models_seconds = 1.0
     monkeypatch.setattr(server, "CHECK_SECONDS", 0.2)
     monkeypatch.setattr(server, "FIRST_PAUSE", 0.0)
-    with pytest.raises(ConfigError, match=r"it takes more than 0\.2 s to say which models it has\); start it"):
+    with pytest.raises(ConfigError, match=r"listing its models takes more than 0\.2 s\); start it"):
         answerer(stand_in.url)
 
 
 @pytest.mark.parametrize(
     ("models", "text"),
     [
-        ({"data": [{"id": "a"}, {"id": "b"}]}, "set server.model to the model that shall answer; it has a, b$"),
-        ({"data": []}, "it does not say which models it has$"),
-        ("a page", "it does not say which models it has$"),
+        ({"data": [{"id": "a"}, {"id": "b"}]}, "set server.model to the model to query; the server has a, b$"),
+        ({"data": []}, "the server does not list its models$"),
+        ("a page", "the server does not list its models$"),
     ],
 )
 def test_model_is_required_unless_server_has_one(stand_in: StandIn, models: Any, text: str) -> None:
@@ -468,19 +470,19 @@ def test_server_refusing_media_settings_ends_the_evaluation(stand_in: StandIn, t
     assert text in str(caught.value)
     assert str(caught.value).endswith('start vLLM with --trust-request-mm-kwargs, or set server.video = "frames"')
     [reply] = ask(answerer(stand_in.url, video="frames"), media_sample(clip))
-    assert str(reply.error).startswith("the server answers 400: ")
+    assert str(reply.error).startswith("the server responds with 400: ")
 
 
 def test_unreachable_server_is_reported_with_url(stand_in: StandIn) -> None:
     with pytest.raises(ConfigError) as caught:
         answerer("http://127.0.0.1:9")
-    assert str(caught.value).startswith("server.url (http://127.0.0.1:9/v1): no server answers there (")
+    assert str(caught.value).startswith("server.url (http://127.0.0.1:9/v1): the server does not respond (")
     assert "refused" in str(caught.value)
 
 
 def test_server_failing_at_startup_is_reported(stand_in: StandIn) -> None:
     stand_in.models_status, stand_in.models = 400, {"error": {"message": "not here"}}
-    with pytest.raises(ConfigError, match=r"the server answers 400: .*not here"):
+    with pytest.raises(ConfigError, match=r"the server responds with 400: .*not here"):
         answerer(stand_in.url)
 
 
@@ -491,7 +493,9 @@ def test_server_going_away_ends_the_evaluation(stand_in: StandIn) -> None:
         stand_in.models_status = 500
 
     stand_in.respond = respond
-    with pytest.raises(DsReasonError, match=r"the server went away .* and the same command continues$"):
+    with pytest.raises(
+        DsReasonError, match=r"the server no longer responds .* run the same command again to continue$"
+    ):
         ask(server, *[text_sample()] * 5)
 
 

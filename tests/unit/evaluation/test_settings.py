@@ -30,7 +30,7 @@ def with_results(folder: Path) -> Path:
 
 def test_settings_may_change_before_any_answer(tmp_path: Path) -> None:
     open_run_folder(tmp_path, config(), MODEL)
-    write_text(tmp_path / "robovqa" / "1.json", json.dumps([asdict(made(error="the server answers 500"))]))
+    write_text(tmp_path / "robovqa" / "1.json", json.dumps([asdict(made(error="the server responds with 500"))]))
     open_run_folder(tmp_path, config(evaluation={"seed": 2}), MODEL)
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["evaluation.seed"] == 2
 
@@ -38,10 +38,10 @@ def test_settings_may_change_before_any_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "model", "words"),
     [
-        ({"evaluation": {"seed": 2}}, MODEL, "evaluation.seed was 1 and is 2"),
-        ({"generation": {"top_p": 0.5}}, MODEL, "generation.top_p was 0.95 and is 0.5"),
-        ({}, MODEL | {"fingerprint": "2"}, "model.fingerprint was '1' and is '2'"),
-        ({"vision": {"nframes": 4}}, MODEL, "vision.nframes was None and is 4"),
+        ({"evaluation": {"seed": 2}}, MODEL, "evaluation.seed was 1, but is now 2"),
+        ({"generation": {"top_p": 0.5}}, MODEL, "generation.top_p was 0.95, but is now 0.5"),
+        ({}, MODEL | {"fingerprint": "2"}, "model.fingerprint was '1', but is now '2'"),
+        ({"vision": {"nframes": 4}}, MODEL, "vision.nframes was None, but is now 4"),
     ],
 )
 def test_other_settings_or_weights_are_refused(
@@ -66,7 +66,7 @@ def test_vision_of_shared_sources_is_compared(tmp_path: Path) -> None:
     open_run_folder(tmp_path, config(**rows("a", 2.0)), MODEL)
     write_text(tmp_path / "a" / "1.json", ANSWERED)
     open_run_folder(tmp_path, config(**rows("b", 1.0)), MODEL)
-    with pytest.raises(ConfigError, match="vision of a was {'fps': 2.0} and is {'fps': 3.0}"):
+    with pytest.raises(ConfigError, match="vision of a was {'fps': 2.0}, but is now {'fps': 3.0}"):
         open_run_folder(tmp_path, config(**rows("a", 3.0)), MODEL)
 
 
@@ -80,7 +80,7 @@ def test_overwriting_deletes_only_the_selected_datasets(tmp_path: Path) -> None:
 def test_partial_overwrite_with_new_settings_is_rejected(tmp_path: Path) -> None:
     folder = with_results(tmp_path)
     write_text(folder / "av" / "1.json", ANSWERED)
-    with pytest.raises(ConfigError, match="evaluation.seed was 1 and is 2"):
+    with pytest.raises(ConfigError, match="evaluation.seed was 1, but is now 2"):
         open_run_folder(folder, config(evaluation={"overwrite": True, "seed": 2}), MODEL)
     assert (folder / "robovqa").exists()
 
@@ -105,7 +105,7 @@ def test_an_edited_scorer_is_another_one(tmp_path: Path) -> None:
     write_text(folder / "robovqa" / "1.json", ANSWERED)
     open_run_folder(folder, local, MODEL)
     judge.write_text("def reward(completion, sample): return 0.0")
-    with pytest.raises(ConfigError, match="evaluation.scorer's content was '[0-9a-f]{16}' and is '[0-9a-f]{16}'"):
+    with pytest.raises(ConfigError, match="evaluation.scorer's content was '[0-9a-f]{16}', but is now '[0-9a-f]{16}'"):
         open_run_folder(folder, local, MODEL)
 
 
@@ -116,7 +116,7 @@ def test_scorer_threshold_is_compared_with_old_default(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run.json").read_text())
     del record["settings"]["evaluation.scorer_threshold"]
     write_text(tmp_path / "run.json", json.dumps(record))
-    with pytest.raises(ConfigError, match=r"evaluation.scorer_threshold was 0.5 and is None"):
+    with pytest.raises(ConfigError, match=r"evaluation.scorer_threshold was 0.5, but is now None"):
         open_run_folder(tmp_path, config(evaluation=local), MODEL)
     open_run_folder(tmp_path, config(evaluation=local | {"scorer_threshold": 0.5}), MODEL)
 

@@ -123,7 +123,7 @@ def test_family_is_found_by_model_type(toy: Family) -> None:
 
 
 def test_without_the_line_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such tiny model"):
+    with pytest.raises(CheckpointError, match="the tiny model must be one of"):
         resolve_model(ModelConfig(path="tiny:toy_vl"), tmp_path)
 
 

@@ -46,7 +46,7 @@ def test_parts_of_a_message_are_one_text(encoder: Encoder) -> None:
 
 def test_a_row_with_an_image_is_refused(encoder: Encoder) -> None:
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
-    with pytest.raises(DataError, match=r"sample '7' shows a\.png, but Qwen\d.* reads text only"):
+    with pytest.raises(DataError, match=r"sample '7' contains a\.png, but Qwen\d.* accepts only text"):
         encoder.encode(sample(parts))
 
 
@@ -91,5 +91,5 @@ def test_folder_without_chat_template_is_rejected(folder: Path, tmp_path: Path) 
     for file in folder.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(CheckpointError, match="no chat template"):
+    with pytest.raises(CheckpointError, match="the chat template is missing"):
         load_processor(tmp_path)

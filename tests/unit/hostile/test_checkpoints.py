@@ -131,8 +131,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "cut in the middle": (cut(RANK1, 0.5), [RANK1, "cannot be read"]),
     "cut at the end": (cut(RANK1, 0.99), [RANK1, "cannot be read"]),
     "a folder": (lambda folder: ((folder / RANK1).unlink(), (folder / RANK1).mkdir()), [RANK1, "cannot be read"]),
-    "a list": (write(RANK1, [1]), [RANK1, "holds a list"]),
-    "a tensor": (write(RANK1, torch.zeros(3)), [RANK1, "holds a Tensor"]),
+    "a list": (write(RANK1, [1]), [RANK1, "must contain a dict; got a list"]),
+    "a tensor": (write(RANK1, torch.zeros(3)), [RANK1, "must contain a dict; got a Tensor"]),
     "nothing in it": (write(RANK1, {}), ["step_1", "are inconsistent (KeyError: 'optimizer_state_dict')"]),
     "no groups": (
         write(RANK1, {"optimizer_state_dict": {"fp32_flat_groups": []}}),
@@ -145,7 +145,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "other parameters": (
         write(MODEL0, {**model_state(), "param_shapes": [{"other": torch.Size([3, 2])}]}),
-        ["layer.weight is not in the checkpoint"],
+        ["parameter layer.weight is missing"],
     ),
     "shapes of another kind": (write(MODEL0, {**model_state(), "param_shapes": 3}), ["are inconsistent"]),
     "shapes of another run": (
@@ -206,9 +206,7 @@ def test_damaged_random_states_raise_what_resuming_expects(here: Path, name: str
 @pytest.mark.parametrize("content", [b"", b"{", b"rubbish", b"\xff\xfe", b'{"state": '])
 def test_a_damaged_state_is_named(checkpoint: Path, content: bytes) -> None:
     (checkpoint / "trainer_state.json").write_bytes(content)
-    refused(
-        lambda: read_checkpoint(checkpoint), CheckpointError, "trainer_state.json: is not the state of a checkpoint"
-    )
+    refused(lambda: read_checkpoint(checkpoint), CheckpointError, "trainer_state.json: is not a valid checkpoint state")
 
 
 STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -249,7 +247,7 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_state_of_another_kind_is_named(checkpoint: Path, saved: dict[str, Any], name: str) -> None:
     (checkpoint / "trainer_state.json").write_text(json.dumps(STATES[name](saved)))
     mark(checkpoint)
-    words = ["trainer_state.json: is not the state of a checkpoint"]
+    words = ["trainer_state.json: is not a valid checkpoint state"]
     refused(lambda: read_state(checkpoint), CheckpointError, *words)
     refused(lambda: export_checkpoint(checkpoint, checkpoint.parent / "out"), CheckpointError, *words)
 
@@ -259,7 +257,7 @@ def test_a_state_of_another_kind_is_named(checkpoint: Path, saved: dict[str, Any
     [
         ({"world_size": 10**30}, [f"world_size is {10**30}", "less than or equal to 100000"]),
         ({"ranks": 3}, ["ranks is 3", "valid array"]),
-        ({"ranks": [0, 2]}, ["ranks is [0, 2], and world_size 2"]),
+        ({"ranks": [0, 2]}, ["ranks is [0, 2], but world_size is 2"]),
         ({"state": {"step": "x"}}, ["state.step is 'x'"]),
     ],
 )
@@ -287,7 +285,7 @@ def test_partial_checkpoint_of_other_step_is_deleted(checkpoint: Path, name: str
 def test_state_without_parameters_is_not_exported(checkpoint: Path, saved: dict[str, Any], here: Path) -> None:
     (checkpoint / "trainer_state.json").write_text(json.dumps(saved | {"parameters": {}}))
     write_marker(checkpoint)
-    refused(lambda: export_checkpoint(checkpoint, here / "exported"), CheckpointError, "names no parameters")
+    refused(lambda: export_checkpoint(checkpoint, here / "exported"), CheckpointError, "lists no parameters")
     assert not (here / "exported").exists()
 
 
@@ -319,20 +317,20 @@ def test_names_outside_folder_never_reach_converter(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"../../../outside/flag": 9}, ["COMPLETE: names '../../../outside/flag'"]),
-        ({"/etc/passwd": 9}, ["COMPLETE: names '/etc/passwd'"]),
-        ({".": 9}, ["COMPLETE: names '.'"]),
+        ({"../../../outside/flag": 9}, ["COMPLETE: lists '../../../outside/flag'"]),
+        ({"/etc/passwd": 9}, ["COMPLETE: lists '/etc/passwd'"]),
+        ({".": 9}, ["COMPLETE: lists '.'"]),
         ({"n" * 5000: 9}, ["nnn", "is missing"]),
         ({"a\0b": 9}, ["is missing"]),
         ({"\ud800": 9}, ["is missing"]),
         ({"gone.pt": 3}, ["gone.pt: is missing"]),
-        ({"trainer_state.json": 3}, ["trainer_state.json: has", "instead of 3"]),
-        ({"trainer_state.json": "3"}, ["trainer_state.json: has", "instead of '3'"]),
-        ({"trainer_state.json": 214.0}, ["trainer_state.json: has", "instead of 214.0"]),
-        ({"trainer_state.json": None}, ["trainer_state.json: has", "instead of None"]),
-        ({}, ["does not name trainer_state.json"]),
-        ([], ["does not list the files"]),
-        ("all", ["does not list the files"]),
+        ({"trainer_state.json": 3}, ["trainer_state.json: has", "COMPLETE lists 3"]),
+        ({"trainer_state.json": "3"}, ["trainer_state.json: has", "COMPLETE lists '3'"]),
+        ({"trainer_state.json": 214.0}, ["trainer_state.json: has", "COMPLETE lists 214.0"]),
+        ({"trainer_state.json": None}, ["trainer_state.json: has", "COMPLETE lists None"]),
+        ({}, ["does not list trainer_state.json"]),
+        ([], ["does not list the checkpoint's files"]),
+        ("all", ["does not list the checkpoint's files"]),
     ],
 )
 def test_marker_that_does_not_fit_is_named(checkpoint: Path, files: Any, words: list[str]) -> None:
@@ -383,7 +381,7 @@ def test_a_compressed_file_is_refused_unread(checkpoint: Path) -> None:
 
 def test_tensor_larger_than_its_file_is_rejected() -> None:
     many = torch.zeros(4).as_strided([10**12], [0])
-    with pytest.raises(ValueError, match="are larger than their files"):
+    with pytest.raises(ValueError, match="are larger than their storage"):
         assemble([many], torch.Size([10**12]))
 
 
@@ -429,7 +427,7 @@ def test_swapped_files_of_equal_size_are_detected(two: tuple[Path, Path], names:
     for name in names:
         assert (item / name).stat().st_size == (later / name).stat().st_size
         shutil.copyfile(item / name, later / name)
-    with pytest.raises(CheckpointError, match=rf"{later}/\S+: is not the file that was written with COMPLETE"):
+    with pytest.raises(CheckpointError, match=rf"{later}/\S+: does not match its digest in COMPLETE"):
         check_content(later)
     with pytest.raises(CheckpointError, match=str(later)):
         export_checkpoint(later, later.parent / "out")
@@ -438,19 +436,19 @@ def test_swapped_files_of_equal_size_are_detected(two: tuple[Path, Path], names:
 def test_checkpoint_named_for_other_step_is_rejected(two: tuple[Path, Path]) -> None:
     renamed = two[1].rename(two[1].with_name("step_9"))
     for use in (read_checkpoint, lambda folder: export_checkpoint(folder, folder.parent / "out")):
-        with pytest.raises(CheckpointError, match="step_9: holds the checkpoint of step 2.* the name step_2 again"):
+        with pytest.raises(CheckpointError, match="step_9: contains the checkpoint of step 2.* rename it to step_2"):
             use(renamed)
 
 
 def test_files_of_other_rank_count_are_rejected(two: tuple[Path, Path]) -> None:
     shutil.copyfile(two[0] / OPTIMIZER.format(1), two[1] / OPTIMIZER.format(2))
-    with pytest.raises(CheckpointError, match="has .* of 3 ranks, but 2 ranks have written it"):
+    with pytest.raises(CheckpointError, match="contains .* of 3 ranks, but was written by 2 ranks"):
         check_names(two[1], read_state(two[1]))
 
 
 def test_two_files_of_one_rank_are_rejected(two: tuple[Path, Path]) -> None:
     shutil.copyfile(two[0] / RANK1, two[1] / RANK1.removeprefix("bf16_"))
-    with pytest.raises(CheckpointError, match=f"{RANK1}: is ambiguous beside {RANK1.removeprefix('bf16_')}"):
+    with pytest.raises(CheckpointError, match=f"{RANK1} and {RANK1.removeprefix('bf16_')} both match"):
         tensors(two[1])
 
 
@@ -458,7 +456,7 @@ def test_two_files_of_one_rank_are_rejected(two: tuple[Path, Path]) -> None:
 def test_digests_of_another_kind_are_refused(two: tuple[Path, Path], ends: Any) -> None:
     marker = two[1] / "COMPLETE"
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"ends": ends or [1]}))
-    with pytest.raises(CheckpointError, match=f"{marker}: has digests of other files"):
+    with pytest.raises(CheckpointError, match=f"{marker}: lists digests and sizes of different files"):
         check_content(two[1])
 
 

@@ -92,7 +92,7 @@ def test_a_template_gets_what_the_shell_leaves(limits: Callable[..., None]) -> N
     limits(AS=template.read_address_space() + 200 * MIB)
     assert 100 * MIB < template.compute_memory_limit() <= 200 * MIB
     limits(AS=template.read_address_space() + 10 * MIB)
-    with pytest.raises(ConfigError, match=r"ulimit -v: \d+ MiB of address space for a process leave \d+ MiB"):
+    with pytest.raises(ConfigError, match=r"ulimit -v: the limit of \d+ MiB leaves \d+ MiB"):
         template.compute_memory_limit()
 
 

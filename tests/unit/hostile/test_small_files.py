@@ -100,7 +100,7 @@ def test_invalid_run_folder_is_rejected_before_loading(name: str, put: Put, here
 
 def test_invalid_checkpoint_state_is_rejected(put: Put, here: Path) -> None:
     put(here / STATE_FILE)
-    with pytest.raises(CheckpointError, match=f"{STATE_FILE}: is not the state of a checkpoint"):
+    with pytest.raises(CheckpointError, match=f"{STATE_FILE}: is not a valid checkpoint state"):
         read_state(here)
 
 

@@ -96,10 +96,10 @@ LOAD: dict[str, tuple[Spoil, list[str]]] = {
     "shape that overflows": (weights(safetensors({"a": tensor(shape=[1 << 40] * 2)}, bytes(4))), [DAMAGED, "overflow"]),
     "negative shape": (weights(safetensors({"a": tensor(shape=[-1])}, bytes(4))), [DAMAGED, "`-1`"]),
     "no tensors": (weights(safetensors({})), ["text_config.num_hidden_layers = 1", "0 tensors"]),
-    "whole numbers": (first_as(torch.int64), ["1 of a dtype that cannot be trained", "(I64)"]),
-    "flags": (first_as(torch.bool), ["1 of a dtype that cannot be trained", "(BOOL)"]),
-    "complex numbers": (first_as(torch.complex64), ["1 of a dtype that cannot be trained", "(C64)"]),
-    "quantised numbers": (first_as(torch.float8_e4m3fn), ["1 of a dtype that cannot be trained", "(F8_E4M3)"]),
+    "whole numbers": (first_as(torch.int64), ["1 with a dtype that cannot be trained", "(I64)"]),
+    "flags": (first_as(torch.bool), ["1 with a dtype that cannot be trained", "(BOOL)"]),
+    "complex numbers": (first_as(torch.complex64), ["1 with a dtype that cannot be trained", "(C64)"]),
+    "quantised numbers": (first_as(torch.float8_e4m3fn), ["1 with a dtype that cannot be trained", "(F8_E4M3)"]),
     "index with a file elsewhere": (index({"a": "/etc/passwd"}), [INDEX, "outside its folder: /etc/passwd"]),
     "index with a file above": (index({"a": "../outside/flag"}), [INDEX, "outside its folder"]),
     "index with the folder above": (index({"a": ".."}), [".. is missing"]),
@@ -117,8 +117,8 @@ LOAD: dict[str, tuple[Spoil, list[str]]] = {
         config("text_config", hidden_size=1 << 40),
         ["config.json has text_config.hidden_size", "1099511627776"],
     ),
-    "vocabulary of 2^26": (config("text_config", vocab_size=1 << 26), ["of another shape", "67108864"]),
-    "heads of 2^26": (config("text_config", head_dim=1 << 26), ["config.json asks for 33554432 values", "inv_freq"]),
+    "vocabulary of 2^26": (config("text_config", vocab_size=1 << 26), ["with a different shape", "67108864"]),
+    "heads of 2^26": (config("text_config", head_dim=1 << 26), ["config.json requires 33554432 values", "inv_freq"]),
     "100 million layers": (config("vision_config", depth=10**8), ["vision_config.depth = 100000000", "32 tensors"]),
     "unknown activation": (config("text_config", hidden_act="evil"), ["config.json", "evil"]),
     "generation settings of rubbish": (text("generation_config.json", "{"), ["generation_config.json"]),
@@ -189,34 +189,40 @@ PROCESSOR: dict[str, tuple[Spoil, list[str]]] = {
         ["no processor for images and videos"],
     ),
     "image processor that is a function": (processor_json(image_processor_type="os.system"), []),
-    "patches of no size": (processor_json(patch_size=0), ["patch_size 0, config.json says 14"]),
-    "patches of another size": (processor_json(patch_size=16), ["patch_size 16, config.json says 14"]),
-    "negative merging": (processor_json(merge_size=-2), ["merge_size -2, config.json says 2"]),
+    "patches of no size": (processor_json(patch_size=0), ["patch_size 0, but config.json has 14"]),
+    "patches of another size": (processor_json(patch_size=16), ["patch_size 16, but config.json has 14"]),
+    "negative merging": (processor_json(merge_size=-2), ["merge_size -2, but config.json has 2"]),
     "patches of no size, as in config.json": (patches(patch_size=0), ["vision_config.patch_size = 0"]),
     "no merging, as in config.json": (patches(merge_size=0), ["vision_config.spatial_merge_size = 0"]),
     "negative merging, as in config.json": (patches(merge_size=-2), ["vision_config.spatial_merge_size = -2"]),
-    "huge patches, as in config.json": (patches(patch_size=10**7), ["patch_size 10000000; it must be", "from 1 to 64"]),
-    "a fraction that is a whole number": (processor_json(patch_size=14.0), ["patch_size 14.0; it must be"]),
+    "huge patches, as in config.json": (
+        patches(patch_size=10**7),
+        ["patch_size 10000000, but it must be", "from 1 to 64"],
+    ),
+    "a fraction that is a whole number": (processor_json(patch_size=14.0), ["patch_size 14.0, but it must be"]),
     "huge frame groups, as in config.json": (
         patches(temporal_patch_size=10**7),
-        ["temporal_patch_size 10000000; it must be"],
+        ["temporal_patch_size 10000000, but it must be"],
     ),
     "a picture of 10^15 pixels at least": (
         processor_json(size={"shortest_edge": 10**15, "longest_edge": 10**15}),
-        ["size.shortest_edge 1000000000000000; it must be", "at most 150000000"],
+        ["size.shortest_edge 1000000000000000, but it must be", "to 150000000"],
     ),
     "a picture of 10^400 pixels at most": (
         processor_json(size={"shortest_edge": 784, "longest_edge": 10**400}),
-        ["size.longest_edge 1000", "it must be", "at most 1000000000000000"],
+        ["size.longest_edge 1000", "but it must be", "to 1000000000000000"],
     ),
-    "no pixels": (processor_json(size={"shortest_edge": 0, "longest_edge": 784}), ["size.shortest_edge 0; it must be"]),
+    "no pixels": (
+        processor_json(size={"shortest_edge": 0, "longest_edge": 784}),
+        ["size.shortest_edge 0, but it must be"],
+    ),
     "pixels in a text": (
         processor_json(size={"shortest_edge": 784, "longest_edge": "784"}),
-        ["size.longest_edge '784'; it must be"],
+        ["size.longest_edge '784', but it must be"],
     ),
     "pixels that are no number": (
         processor_json(size={"shortest_edge": float("nan"), "longest_edge": 784}),
-        ["size.shortest_edge nan; it must be"],
+        ["size.shortest_edge nan, but it must be"],
     ),
     "limits of another kind": (processor_json(size={"height": 28, "width": 28}), ["shortest_edge"]),
 }
@@ -299,7 +305,7 @@ class Planted:
 def test_pickled_weights_are_refused_unread(model: Path, executed: Path, name: str) -> None:
     (model / WEIGHTS).unlink()
     torch.save({"a": Planted()}, model / name)
-    refused(lambda: load(model), CheckpointError, f"pickled weights only ({name})")
+    refused(lambda: load(model), CheckpointError, f"only pickled weights ({name})")
 
 
 def test_pickle_named_safetensors_is_not_unpickled(model: Path, executed: Path) -> None:

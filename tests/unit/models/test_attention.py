@@ -191,7 +191,7 @@ def test_a_completion_without_a_token_changes_nothing(model_path: Path, completi
 
 def test_packed_row_with_mask_is_rejected(model_path: Path, samples: list[EncodedSample]) -> None:
     batch = pack(samples)
-    with pytest.raises(ValueError, match="packed row with an attention mask"):
+    with pytest.raises(ValueError, match="packed row has an attention mask"):
         policy(model_path, "sdpa")(replace(batch, attention_mask=torch.ones_like(batch.input_ids)))
 
 
@@ -200,7 +200,7 @@ def test_transformers_gets_sample_starts_of_packed_row(model_path: Path, samples
     lengths = [len(sample) for sample in samples[:2]]
     assert attention_inputs["attention_mask"] is None
     assert attention_inputs["position_ids"][0, 0].tolist() == [i for length in lengths for i in range(length)]
-    with pytest.raises(ValueError, match="4 rows of positions instead of 3"):
+    with pytest.raises(ValueError, match=r"3 rows of positions \(temporal, height, width\); got 4"):
         batch = pack(samples)
         four = torch.cat([batch.position_ids[:1], batch.position_ids])
         attention.build_attention_inputs(policy(model_path).model, replace(batch, position_ids=four))
@@ -209,7 +209,7 @@ def test_transformers_gets_sample_starts_of_packed_row(model_path: Path, samples
 def test_shared_prompts_are_rejected_with_transformers_attention(
     model_path: Path, completions: list[EncodedSample]
 ) -> None:
-    with pytest.raises(ValueError, match=r'only model\.attention = "auto"'):
+    with pytest.raises(ValueError, match=r'only model\.attention = "auto" supports'):
         policy(model_path, "sdpa")(pack(completions))
 
 
@@ -279,7 +279,7 @@ def test_vision_tower_calls_attention_once_per_layer(model_path: Path, samples: 
 def test_a_sliding_window_is_refused(model_path: Path) -> None:
     model = load_model(model_path, dtype=torch.float32, attention="sdpa")
     model.config.text_config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(CheckpointError, match=r'sliding window.*set model\.attention = "sdpa"'):
+    with pytest.raises(CheckpointError, match=r'sliding-window attention.*set model\.attention = "sdpa"'):
         attention.use_segments(model)
 
 

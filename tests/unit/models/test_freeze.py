@@ -40,9 +40,9 @@ def test_patterns_are_searched_in_names(patterns: list[str], expected: set[str])
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (r"vision\..*", r"'vision\\\.\.\*' matches none of 28 parameters; near: .*visual"),
+        (r"vision\..*", r"'vision\\\.\.\*' matches none of 28 parameters; similar names: .*visual"),
         ("self_atn", "matches none.*self_attn"),
-        ("model.layer.0", r"near: .*model\.layers\.0"),
+        ("model.layer.0", r"similar names: .*model\.layers\.0"),
         ("", "empty pattern"),
     ],
 )

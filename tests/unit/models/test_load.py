@@ -111,9 +111,8 @@ def test_every_wrong_tensor_is_listed(tiny: Path) -> None:
         load_model(rewrite(tiny, spoil), dtype=torch.float32)
     assert "1 missing: model.language_model.norm.weight" in str(error.value)
     assert "1 unexpected: model.language_model.extra.weight" in str(error.value)
-    assert "1 of another shape: model.language_model.layers.0.mlp.up_proj.weight [2, 3] instead of [128, 64]" in str(
-        error.value
-    )
+    expected = "model.language_model.layers.0.mlp.up_proj.weight has [2, 3], but config.json requires [128, 64]"
+    assert f"1 with a different shape: {expected}" in str(error.value)
 
 
 def test_untied_model_without_lm_head_is_refused(tiny: Path) -> None:
@@ -150,7 +149,7 @@ def test_bad_index_is_an_error(tiny: Path, content: str, message: str) -> None:
 
 def test_pickled_weights_are_refused(tiny: Path) -> None:
     (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pickled weights only \(pytorch_model\.bin\).*convert"):
+    with pytest.raises(CheckpointError, match=r"only pickled weights \(pytorch_model\.bin\).*convert"):
         load_model(tiny, dtype=torch.float32)
 
 
@@ -172,13 +171,13 @@ def test_missing_chat_template_is_an_error(tiny: Path) -> None:
         file.unlink()
     tokenizer = tiny / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": None}))
-    with pytest.raises(CheckpointError, match="no chat template"):
+    with pytest.raises(CheckpointError, match="the chat template is missing"):
         load_processor(tiny)
 
 
 def test_missing_tokenizer_is_an_error(tiny: Path) -> None:
     (tiny / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer has id \w+ for image placeholders, config\.json says \d+"):
+    with pytest.raises(CheckpointError, match=r"tokenizer has id \w+ for image placeholders, but config\.json has \d+"):
         load_processor(tiny)
 
 
@@ -227,10 +226,10 @@ def test_local_folder_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("tiny:llama", "no such tiny model; choose one of tiny:qwen2_5_vl, tiny:qwen3_vl"),
-        ("./no/such/folder", "no such folder"),
-        ("/no/such/folder", "no such folder"),
-        ("a/b/c", "no such folder"),
+        ("tiny:llama", "the tiny model must be one of tiny:qwen2_5_vl, tiny:qwen3_vl"),
+        ("./no/such/folder", "the folder does not exist"),
+        ("/no/such/folder", "the folder does not exist"),
+        ("a/b/c", "the folder does not exist"),
         ("", "model.path"),
     ],
 )
@@ -263,5 +262,5 @@ def test_unreachable_hub_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="model.path some/model: no local folder"):
+    with pytest.raises(CheckpointError, match="model.path some/model: is not a local folder"):
         resolve_model(ModelConfig(path="some/model"), tmp_path)

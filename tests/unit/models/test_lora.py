@@ -58,9 +58,9 @@ def test_targets_are_searched_in_names(model: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"targets": ["lm_head"]}, "matches lm_head, the output layer, which is the embedding as well"),
-        ({"targets": ["q_prj"]}, "'q_prj' matches none of 27 linear layers; near: q_proj"),
-        ({"targets": [""]}, "lora.targets holds an empty pattern"),
+        ({"targets": ["lm_head"]}, "matches lm_head, the output layer, which is also the embedding"),
+        ({"targets": ["q_prj"]}, "'q_prj' matches none of 27 linear layers; similar names: q_proj"),
+        ({"targets": [""]}, "lora.targets contains an empty pattern"),
         ({"targets": ["patch_embed"]}, ", but only linear layers can have an adapter"),
         ({"targets": ["embed_tokens"]}, "model.language_model.embed_tokens (Embedding)"),
         ({"rank_pattern": {"visual": 4}}, "lora.rank_pattern: 'visual' matches none of the 14 layers"),

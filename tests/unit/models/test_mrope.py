@@ -108,7 +108,11 @@ def test_qwen3_video_has_grid_per_frame_group() -> None:
     [
         ([0, 1], {}, "token 1 is a placeholder without its image"),
         ([0, 0], {"image_grid_thw": [[1, 2, 2]]}, "1 image and 0 video grids have no placeholder"),
-        ([0, 1, 0], {"image_grid_thw": [[1, 2, 4]]}, r"image at token 1 has 2 tokens \(1 x 1 x 2\), the text has 1"),
+        (
+            [0, 1, 0],
+            {"image_grid_thw": [[1, 2, 4]]},
+            r"image at token 1 has 2 tokens \(1 x 1 x 2\), but the text has 1",
+        ),
     ],
 )
 def test_placeholders_not_matching_media_are_rejected(

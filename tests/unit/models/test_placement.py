@@ -107,7 +107,7 @@ def test_evaluation_engine_reports_placement_of_large_model(
     with caplog.at_level(logging.WARNING, "dsreason"):
         engine.load(1)
     assert engine.model is not None and in_files(engine.model) > 0
-    assert "which do not fit on cpu alone: " in caplog.text and " stay in their files" in caplog.text
+    assert " and do not fit on cpu: " in caplog.text and " stay in their files" in caplog.text
 
 
 # ---------------------------------------------------------------- several GPUs
@@ -155,9 +155,17 @@ def test_ranks_share_the_gpus_of_host(
 @pytest.mark.parametrize(
     ("ranks", "shares", "expected"),
     [
-        (1, (0.9, 0.9), ["GiB go to cuda:0", "GiB go to cuda:1"]),
-        (1, (0.7,), ["GiB go to cuda:0", "GiB stay in their files, from which every token reads them: that is slow"]),
-        (4, (0.7,), ["GiB go to cuda:0", "GiB stay in", "with --nproc 1 one copy of the model has all GPUs"]),
+        (1, (0.9, 0.9), ["GiB are placed on cuda:0", "GiB are placed on cuda:1"]),
+        (
+            1,
+            (0.7,),
+            ["GiB are placed on cuda:0", "GiB stay in their files and are read again for every token, which is slow"],
+        ),
+        (
+            4,
+            (0.7,),
+            ["GiB are placed on cuda:0", "GiB stay in", "use --nproc 1 to spread one copy of the model over all GPUs"],
+        ),
     ],
 )
 def test_weight_placement_is_described(
@@ -166,7 +174,7 @@ def test_weight_placement_is_described(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     model, device_map = planned(deep, *shares)
     text = describe_placement(model, device_map, [torch.device("cuda", i) for i in range(len(shares))])
-    head, *parts = text.replace("alone: ", "alone; ").split("; ")
-    assert head == "the weights take 0.0 GiB, which do not fit on cuda:0 alone"
+    head, *parts = text.replace("fit on cuda:0: ", "fit on cuda:0; ").split("; ")
+    assert head == "the weights need 0.0 GiB and do not fit on cuda:0"
     assert len(parts) == len(expected)
     assert all(text in part for text, part in zip(expected, parts, strict=True))

@@ -187,11 +187,11 @@ def test_distance_limit_is_tenth_of_range():
 @pytest.mark.parametrize(
     ("reward", "answer", "options", "text"),
     [
-        (temporal_iou, None, {}, "sample '7': field 'answer' is None, which holds no span of time"),
-        (temporal_iou, "soon", {}, r"'soon', which holds no span of time; write \[12.0, 15.0\]"),
+        (temporal_iou, None, {}, r"sample '7': field 'answer' \(None\) contains no span of time"),
+        (temporal_iou, "soon", {}, r"\('soon'\) contains no span of time; write \[12.0, 15.0\]"),
         (temporal_iou, "[15, 12]", {}, "does not end after its start"),
         (box_iou, "[1, 2, 3]", {}, "no box"),
-        (box_iou, "[10, 10, 10, 20]", {}, "without width or height; are its numbers xyxy"),
+        (box_iou, "[10, 10, 10, 20]", {}, "without width or height; check that its numbers are in the order xyxy"),
         (box_iou, "[0, 0, 1200, 700]", {"coordinates": "0-1000"}, 'outside 0-1000; set .* coordinates = "pixels"'),
         (points, "[1200, 700]", {}, "outside 0-1000"),
         (points, "[0.5, 0.3]", {}, 'coordinates = "0-1"'),

@@ -103,8 +103,8 @@ def test_failed_request_is_retried_and_counted(server: StandIn, failures: list[A
     ("answer", "said", "requests"),
     [
         ((503, {}), r"status 503.* \(3 attempts\)", 3),
-        (chat("no idea"), r"no score from 1 to 5 in 'no idea' \(3 attempts\)", 3),
-        ((401, {}), "the server requires a token, check JUDGE_API_KEY", 1),
+        (chat("no idea"), r"no score from 1 to 5: 'no idea' \(3 attempts\)", 3),
+        ((401, {}), "the server requires a token; set JUDGE_API_KEY", 1),
         ((302, {}, {"location": "http://127.0.0.1:9/"}), "redirects are not followed", 1),
     ],
 )
@@ -135,8 +135,8 @@ def test_request_has_deadline_and_hides_the_key(server: StandIn, monkeypatch: py
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "the reward judge needs its url: set the option judge.url, or JUDGE_URL"),
-        ({"url": "http://j/v1"}, "the reward judge needs its model"),
+        ({}, "the reward judge has no url; set the option judge.url, or JUDGE_URL"),
+        ({"url": "http://j/v1"}, "the reward judge has no model"),
         ({"url": "ftp://j", "model": "m"}, "URL must be http"),
         ({"url": "http://j", "model": "m", "lowest": 5.0, "highest": 5.0}, r"judge.lowest \(5\) must be below"),
         ({"url": "http://j", "model": "m", "api_key_variable": "HOME"}, "must end in _KEY or _TOKEN"),

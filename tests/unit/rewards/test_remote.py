@@ -179,7 +179,7 @@ def test_slowly_dripping_response_is_given_up(server):
         ({"scores": {}}, "at least 1 item"),
         ({"uuid": "1"}, "cosmos-rl's queue"),
         ({"scores": {"a": 1}}, "scores.a is 1: input should be a valid list"),
-        ({"scores": {"a": [1]}}, 'score "a": 1 numbers for 2 completions'),
+        ({"scores": {"a": [1]}}, 'score "a" has 1 numbers, but there are 2 completions'),
         (
             {"scores": {"a": [1, None]}},
             'sample "1": the response is not {"scores": {name: [number]}}: scores.a.1 is None',
@@ -255,12 +255,12 @@ def test_truncated_response_is_requested_again(server):
 
 def test_batches_with_different_scores_are_an_error(server):
     server.answer = lambda body: (200, {"scores": {body["completions"][0]: [1]}})
-    with pytest.raises(RewardError, match="one batch has the scores l, another le"):
+    with pytest.raises(RewardError, match="one batch has the scores l, but another has le"):
         remote(server, batch_size=1).score(["l", "le"], SAMPLES[:2])
 
 
 def test_sample_not_serializable_to_json_is_named(server):
-    with pytest.raises(RewardError, match='sample "9": its media or meta cannot be sent'):
+    with pytest.raises(RewardError, match='sample "9": its media or meta cannot be encoded'):
         remote(server).score(["x"], [Sample("9", [], meta={"image": b"..."})])
 
 
@@ -282,8 +282,8 @@ def test_both_families_of_environment_names_are_read(prefix, address, monkeypatc
     [
         ({}, "set REMOTE_REWARD_URL"),
         ({"REMOTE_REWARD_URL": "ftp://x"}, "http://"),
-        ({"REMOTE_REWARD_URL": f"http://me:{TOKEN}@host/x"}, "must not contain user and password"),
-        ({"REMOTE_REWARD_URL": "http://a", "WFM_REWARD_URL": "http://b"}, "are set and differ"),
+        ({"REMOTE_REWARD_URL": f"http://me:{TOKEN}@host/x"}, "must not contain a user name or password"),
+        ({"REMOTE_REWARD_URL": "http://a", "WFM_REWARD_URL": "http://b"}, "have different values"),
         ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_ENQUEUE_TIMEOUT_S": "soon"}, "number of seconds"),
         ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_TOKEN": f"{TOKEN}\n{TOKEN}"}, "line break"),
     ],

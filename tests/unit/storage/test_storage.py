@@ -71,8 +71,8 @@ def test_export_manifest_has_sizes_and_checksums(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / "COMPLETE").unlink(), "is not a complete checkpoint (COMPLETE is missing)"),
         (lambda folder: (folder / "weights.pt").unlink(), "weights.pt: is missing"),
-        (lambda folder: (folder / "weights.pt").write_text("half"), "weights.pt: has 4 bytes instead of 7"),
-        (lambda folder: (folder / "COMPLETE").write_text("{}"), "COMPLETE: does not list the files"),
+        (lambda folder: (folder / "weights.pt").write_text("half"), "weights.pt: has 4 bytes, but COMPLETE lists 7"),
+        (lambda folder: (folder / "COMPLETE").write_text("{}"), "COMPLETE: does not list the checkpoint's files"),
     ],
 )
 def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
@@ -96,12 +96,12 @@ NESTED = "[" * 100_000
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        ({"files": {"../secret.txt": 6}}, "COMPLETE: names '../secret.txt', which is outside the checkpoint folder"),
+        ({"files": {"../secret.txt": 6}}, "COMPLETE: lists '../secret.txt', which is outside the checkpoint folder"),
         ({"files": {"{tmp}/secret.txt": 6}}, "/secret.txt', which is outside the checkpoint folder"),
-        ({"files": ["weights.pt"]}, "COMPLETE: does not list the files"),
+        ({"files": ["weights.pt"]}, "COMPLETE: does not list the checkpoint's files"),
         ({"files": {"n" * 5000: 6}}, "nnn: is missing"),
-        ({"files": {"weights.pt": "7"}}, "weights.pt: has 7 bytes instead of '7'"),
-        (["weights.pt"], "COMPLETE: holds a list"),
+        ({"files": {"weights.pt": "7"}}, "weights.pt: has 7 bytes, but COMPLETE lists '7'"),
+        (["weights.pt"], "COMPLETE: must be a JSON object; got a list"),
         (NESTED, "COMPLETE: cannot be read"),
         ('{"files": ' + NESTED, "COMPLETE: cannot be read"),
     ],
@@ -123,13 +123,13 @@ def test_unsafe_or_damaged_marker_is_rejected(tmp_path: Path, marker: object, me
     ("index", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "holds a list"),
+        ("[]", "must be a JSON object; got a list"),
         (NESTED, "cannot be read"),
         ('{"weight_map": ' + NESTED, "cannot be read"),
-        ("{}", "weight_map is None"),
-        ('{"weight_map": 3}', "weight_map is 3"),
-        ('{"weight_map": {"a": 3}}', "weight_map is {'a': 3}"),
-        ('{"weight_map": {"a": ["b"]}}', "weight_map is {'a': ['b']}"),
+        ("{}", "weight_map must map tensors to files; got None"),
+        ('{"weight_map": 3}', "weight_map must map tensors to files; got 3"),
+        ('{"weight_map": {"a": 3}}', "weight_map must map tensors to files; got {'a': 3}"),
+        ('{"weight_map": {"a": ["b"]}}', "weight_map must map tensors to files; got {'a': ['b']}"),
         (b"\xff", "cannot be read"),
     ],
 )
@@ -139,7 +139,7 @@ def test_export_with_damaged_index_is_rejected(tmp_path: Path, index: str | byte
     with pytest.raises(CheckpointError) as caught:
         open_package(folder)
     assert str(caught.value).startswith(f"{folder}/model.safetensors.index.json: {message}")
-    assert str(caught.value).endswith("; export it again")
+    assert str(caught.value).endswith("; export the model again")
 
 
 @pytest.mark.parametrize("left", [0, 7, EXPORT_BYTES - 3])
@@ -149,7 +149,7 @@ def test_export_with_truncated_weights_is_rejected(tmp_path: Path, left: int) ->
     weights.write_bytes(weights.read_bytes()[:left])
     with pytest.raises(
         CheckpointError,
-        match=r"final/model\.safetensors is truncated, damaged or a Git LFS pointer \(.*; download or export it",
+        match=r"final/model\.safetensors is truncated, damaged or a Git LFS pointer \(.*; download or export the model",
     ):
         open_package(folder)
 
@@ -181,7 +181,7 @@ def test_links_inside_and_to_folder_are_followed(tmp_path: Path) -> None:
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is neither an export"):
         open_package(tmp_path)
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="the folder does not exist"):
         open_package(tmp_path / "nothing")
 
 
@@ -229,7 +229,7 @@ def test_equal_or_uninformative_etag_is_accepted(answer: dict[str, str]) -> None
 
 
 def test_etag_of_other_bytes_is_transient_error() -> None:
-    with pytest.raises(StorageError, match="corrupted in transit") as caught:
+    with pytest.raises(StorageError, match="was corrupted in transit") as caught:
         make_etag_check(TARGET, MD5_OF_A)({"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "AES256"})
     assert caught.value.transient
 
@@ -356,7 +356,9 @@ def test_failed_upload_is_logged_and_retried_later(
     uploader.add(run / "checkpoints" / "step_2", last=False)
     uploader.finish()
     assert storage.sent == [f"{TARGET}/checkpoints/step_2", f"{TARGET}/checkpoints/step_1"]
-    assert "step_1: not uploaded: s3://bucket: the server responds with 503; it will be retried" in caplog.text
+    assert (
+        "step_1: was not uploaded: s3://bucket: the server responds with 503; the upload will be retried" in caplog.text
+    )
 
 
 def test_failed_upload_is_retried_with_next(run: Path, storage: FakeStorage) -> None:
@@ -439,11 +441,11 @@ def test_failed_upload_error_shows_push_command(run: Path, storage: FakeStorage)
     with pytest.raises(StorageError) as caught:
         uploader.finish()
     assert str(caught.value).splitlines() == [
-        "2 of this run's folders are not in s3://bucket/run; they are complete on disk",
+        "2 of this run's folders could not be uploaded to s3://bucket/run; the files on disk are complete",
         f"  {checkpoint_folder}: denied",
-        f"    upload it with: dsreason push {checkpoint_folder} --to s3://bucket/run/checkpoints/step_2",
+        f"    to upload it: dsreason push {checkpoint_folder} --to s3://bucket/run/checkpoints/step_2",
         f"  {export}: RuntimeError: a bug",
-        f"    upload it with: dsreason push {export} --to s3://bucket/run/export/final",
+        f"    to upload it: dsreason push {export} --to s3://bucket/run/export/final",
     ]
     assert caught.value.exit_code == 1
 
@@ -462,12 +464,12 @@ def test_stop_request_ends_waiting_and_names_missing(run: Path, storage: FakeSto
     export, requested = run / "export" / "final", iter(["", "", "SIGTERM"])
     storage.gate.clear()
     with (
-        pytest.raises(Stopped, match="^stopped by SIGTERM before all was uploaded; 1 of") as caught,
+        pytest.raises(Stopped, match="^stopped by SIGTERM before all uploads had finished; 1 of") as caught,
         open_uploads(config(), lambda: next(requested, "SIGTERM")) as uploader,
     ):
         uploader.add(export, last=True)
     storage.gate.set()
-    assert f"upload it with: dsreason push {export} --to s3://bucket/run/export/final" in str(caught.value)
+    assert f"to upload it: dsreason push {export} --to s3://bucket/run/export/final" in str(caught.value)
     uploader.finish()
     with open_uploads(config(), lambda: "SIGTERM") as uploader:
         uploader.add(export, last=True)  # it is there
@@ -543,7 +545,9 @@ def test_rejecting_target_does_not_block_another(run: Path, places: dict[str, li
     with pytest.raises(StorageError) as caught, open_uploads(config) as uploader:
         add_all(uploader, run)
     assert places["hub"] == ["hub:user/name"]
-    assert "3 of this run's folders are not in s3://refuses/a; they are complete on disk" in str(caught.value)
+    assert "3 of this run's folders could not be uploaded to s3://refuses/a; the files on disk are complete" in str(
+        caught.value
+    )
     assert "--to s3://refuses/a/checkpoints/step_2" in str(caught.value)
     assert "hub:user" not in str(caught.value)
 
@@ -554,8 +558,8 @@ def test_all_targets_that_refuse_are_named(run: Path, places: dict[str, list[str
         add_all(uploader, run)
     heads = [line for line in str(caught.value).splitlines() if not line.startswith(" ")]
     assert heads == [
-        "2 of this run's folders are not in s3://refuses/a; they are complete on disk",
-        "1 of this run's folders are not in hub:user/refuses; they are complete on disk",
+        "2 of this run's folders could not be uploaded to s3://refuses/a; the files on disk are complete",
+        "1 of this run's folders could not be uploaded to hub:user/refuses; the files on disk are complete",
     ]
 
 

@@ -172,7 +172,7 @@ def test_corrupted_upload_is_reported(bucket: Bucket, package: Package, monkeypa
         return head(name) | ({"ETag": f'"{"0" * 32}-4"'} if name == "weights.pt" else {})
 
     monkeypatch.setattr(bucket, "head_object", damaged)
-    with pytest.raises(StorageError, match=r"weights\.pt: corrupted in transit"):
+    with pytest.raises(StorageError, match=r"weights\.pt: was corrupted in transit"):
         S3Storage(PLACE).upload(package, lambda count: None)
 
 

@@ -143,7 +143,7 @@ def test_prompts_that_ask_for_the_format_pass(samples, pattern):
 @pytest.mark.parametrize(
     ("sample", "pattern", "words"),
     [
-        (asks("q"), None, ["asks for no format", "data.system_prompt", REQUEST.splitlines()[0]]),
+        (asks("q"), None, ["requests no format", "data.system_prompt", REQUEST.splitlines()[0]]),
         (asks("q", SPACE), COSMOS_FORMAT, [repr(COSMOS_FORMAT), "</think> <answer>", "format.pattern"]),
         (asks("q", REQUEST), "<box>.*</box>", ["'<box>.*</box>'", "your reasoning"]),
         (asks("q", REQUEST), "(", ["reward.options.format.pattern ('(')"]),

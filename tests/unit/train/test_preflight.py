@@ -80,7 +80,7 @@ def test_sft_warmup_of_whole_run_is_reported(warmup, told):
     notes = list_step_notes(
         StepOrder([WeightedRows(np.arange(6))], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings
     )
-    assert any("longer than the run (3) and is clipped to it" in note for note in notes) == told
+    assert any("longer than the run (3 steps) and is clipped to it" in note for note in notes) == told
 
 
 ASKED = [{"id": str(i), "question": f"{i}?"} for i in range(6)]
@@ -127,7 +127,7 @@ def test_best_loss_metric_needs_held_out_answers(tmp_path, tiny_qwen3_vl, checkp
 
 def test_sft_rows_need_an_answer(tmp_path, tiny_qwen3_vl):
     settings = config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {"format": 1.0}})
-    with pytest.raises(DataError, match="row 1: sample '0': no assistant message and no answer"):
+    with pytest.raises(DataError, match="row 1: sample '0' has neither an assistant message nor an answer"):
         check_sft(SFTConfig(model=settings.model, data=settings.data, train={"global_batch_size": 2}))
 
 
@@ -149,7 +149,7 @@ def test_answer_outside_options_is_reported_with_row(tmp_path, tiny_qwen3_vl, ca
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        ({"data": {"system_prompt": ""}}, "asks for no format"),
+        ({"data": {"system_prompt": ""}}, "requests no format"),
         ({"reward": {"options": {"format": {"pattern": "<box>.*</box>"}}}}, "<box>"),
         ({"reward": {"options": {"single_choice": {"strict": True}}}}, "strict"),
         ({"reward": {"functions": {"remote:a": 1.0}, "remote": {"url": "ftp://host"}}}, "http://"),

@@ -41,7 +41,7 @@ def test_every_rank_offloads_like_the_fullest(caplog: pytest.LogCaptureFixture) 
     assert amount.move_bytes == pytest.approx(2.8 * GIB, abs=2)
     (line,) = caplog.messages
     assert 'rollout.offload = "auto"' in line
-    assert "= 86.80 GiB, the GPU has 80.00" in line
+    assert "= 86.80 GiB of the GPU's 80.00 GiB" in line
 
 
 def test_always_moves_the_whole_optimizer() -> None:
@@ -49,7 +49,7 @@ def test_always_moves_the_whole_optimizer() -> None:
 
 
 def test_never_is_rejected_when_memory_is_short() -> None:
-    with pytest.raises(ConfigError, match=r"2\.80 GiB are still missing"):
+    with pytest.raises(ConfigError, match=r"2\.80 GiB are missing"):
         open_offload("never", 0.5)
 
 

@@ -193,7 +193,7 @@ def test_busy_server_is_retried_and_then_named(server: StandIn) -> None:
         ),
         ((200, '{"choices": [{"prompt_logprobs": [null, {"20": {"logprob": NaN}}]}]}'), "token 1|finite|NaN"),
         ((302, {}, {"location": "http://127.0.0.1:9/"}), "redirects are not followed"),
-        ((401, {}), "check TEACHER_API_KEY"),
+        ((401, {}), "set TEACHER_API_KEY"),
     ],
 )
 def test_invalid_response_is_reported_with_sample(server: StandIn, response: tuple[Any, ...], problem: str) -> None:

@@ -58,7 +58,7 @@ def test_hub_name_stays_and_folder_becomes_absolute(tmp_path: Path, monkeypatch:
 
 def test_missing_base_model_error_explains_fix(export: Path, tmp_path: Path) -> None:
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=rf"{FILE}: .*write there where the model is now"):
+    with pytest.raises(CheckpointError, match=rf'{FILE}: .*set "path" to the current location of the model'):
         resolve(export, tmp_path / "cache")
 
 
@@ -76,5 +76,7 @@ def test_complete_folder_is_used_unchanged(export: Path, tmp_path: Path) -> None
 def test_export_that_names_export_is_rejected(export: Path, tmp_path: Path) -> None:
     """Check an export that names itself, which would never end."""
     (export / FILE).write_text(json.dumps({"path": str(export)}))
-    with pytest.raises(CheckpointError, match="names an export, .*; write the path of the model that it began with"):
+    with pytest.raises(
+        CheckpointError, match='names another export, .*; set "path" to the model from which that was trained'
+    ):
         resolve(export, tmp_path / "cache")

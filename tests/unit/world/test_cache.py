@@ -63,7 +63,7 @@ def test_identically_cut_prompts_are_reported(
     cache.encode(prompts)
     caplog.clear()
     cache.check_different(prompts)
-    assert "1 of 122 prompts have the embedding of another one" in caplog.text
+    assert "1 of 122 prompts have the same embedding as another prompt" in caplog.text
 
 
 def test_prompts_differing_in_spaces_are_equal(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_cut_prompts_are_counted_and_shown(
     assert not caplog.messages
     cache.encode(["a ball", "a red square moves left " * 9])
     assert len(caplog.messages) == 1
-    assert f"1 of 2 prompts are cut at model.max_prompt_length ({length} tokens" in caplog.text
+    assert f"1 of 2 prompts are truncated to model.max_prompt_length ({length} tokens" in caplog.text
     assert "'a red square moves left a red" in caplog.text
     cache.encode(["a red square moves left " * 9], rank=1, num_ranks=2)
     assert len(caplog.messages) == 1
@@ -123,11 +123,11 @@ def test_embeddings_keep_bfloat16(tiny_worlds: dict[str, Path], tmp_path: Path) 
 
 def test_a_damaged_or_missing_file_is_named(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
-    with pytest.raises(StorageError, match=r"\.safetensors is missing"):
+    with pytest.raises(StorageError, match=r"\.safetensors: is missing"):
         cache.read(PROMPTS)
     cache.encode(PROMPTS[:1])
     next(cache.folder.iterdir()).write_bytes(b"\0" * 20)
-    with pytest.raises(StorageError, match=r"\.safetensors: cannot be read .*remove it"):
+    with pytest.raises(StorageError, match=r"\.safetensors: cannot be read .*delete it"):
         cache.read(PROMPTS[:1])
 
 

@@ -94,7 +94,9 @@ def test_linear_codec_is_saved_in_model_folder(linear: LinearCodec, tmp_path: Pa
 def test_an_unknown_codec_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLCosmos"}')
-    with pytest.raises(CheckpointError, match="AutoencoderKLCosmos is not supported; supported are AutoencoderKLWan"):
+    with pytest.raises(
+        CheckpointError, match="_class_name must be AutoencoderKLWan or LinearCodec; got AutoencoderKLCosmos"
+    ):
         load_vae(tmp_path, "cpu", torch.float32)
 
 

@@ -203,10 +203,10 @@ def test_each_reward_weighs_its_own_clip() -> None:
 @pytest.mark.parametrize("shape", [(2, 1), (1,), ()])
 def test_rewards_of_wrong_shape_are_rejected(shape: tuple[int, ...]) -> None:
     values, other = torch.zeros(2), torch.zeros(shape)
-    with pytest.raises(ValueError, match="one value for each clip"):
+    with pytest.raises(ValueError, match="one value per clip"):
         compute_policy_loss(values, values, other, 1e-4)
     zero = torch.zeros(2, 1, 1, 1, 1)
-    with pytest.raises(ValueError, match="one value for each clip"):
+    with pytest.raises(ValueError, match="one value per clip"):
         compute_nft_loss(zero, zero, noisy=zero, clean=zero, times=values, optimal=other, beta=1.0, scale=5)
 
 

@@ -64,9 +64,9 @@ def test_a_folder_is_itself(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("tiny:flux", "no such tiny model; choose one of tiny:cosmos_predict2_5, tiny:wan"),
+        ("tiny:flux", "the tiny model must be one of tiny:cosmos_predict2_5, tiny:wan"),
         ("https://me:secret@example.org/model", r"https://\S*example\.org/model: URLs are not supported"),
-        ("./nowhere", "no such folder"),
+        ("./nowhere", "the folder does not exist"),
     ],
 )
 def test_paths_that_name_no_model(tmp_path: Path, path: str, message: str) -> None:
@@ -77,7 +77,7 @@ def test_paths_that_name_no_model(tmp_path: Path, path: str, message: str) -> No
 
 def test_a_folder_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"model_index\.json: is missing; the folder must be .*diffusers"):
+    with pytest.raises(CheckpointError, match=r"model_index\.json: is missing; the folder must contain .*diffusers"):
         resolve_world_model(WorldModelConfig(path=str(tmp_path)), tmp_path)
 
 
@@ -86,7 +86,7 @@ def test_a_folder_of_another_kind(tmp_path: Path) -> None:
     [
         (
             {"_class_name": "FluxPipeline"},
-            r"FluxPipeline is not supported; supported are Cosmos-Predict2\.5 \(Cosmos2_5",
+            r"FluxPipeline is not supported; use a model of Cosmos-Predict2\.5 \(Cosmos2_5",
         ),
         ({"_class_name": "Cosmos2VideoToWorldPipeline"}, "Cosmos2VideoToWorldPipeline is not supported"),
         (
@@ -94,8 +94,8 @@ def test_a_folder_of_another_kind(tmp_path: Path) -> None:
             "has two transformers",
         ),
         ({"_class_name": "WanPipeline", "boundary_ratio": 0.875}, "has two transformers"),
-        ({"_class_name": "WanPipeline", "expand_timesteps": True}, "has a noise level for each token"),
-        ([], "is no JSON object"),
+        ({"_class_name": "WanPipeline", "expand_timesteps": True}, "has a noise level per token"),
+        ([], "is not a JSON object"),
     ],
 )
 def test_models_that_are_not_supported(tmp_path: Path, index: Any, message: str) -> None:
@@ -135,7 +135,7 @@ def test_a_revision_is_downloaded_without_pickles(
 def test_wrong_revision_without_diffusers_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsreason.models.folder.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(
-        CheckpointError, match=r"revision main has no model_index\.json.*model\.revision, such as diffusers/base"
+        CheckpointError, match=r"revision main has no model_index\.json.*model\.revision to one that is, such as diff"
     ):
         resolve_world_model(WorldModelConfig(path="nvidia/Cosmos-Predict2.5-2B"), tmp_path)
 
@@ -185,7 +185,7 @@ def test_shards_are_loaded_as_diffusers_loads_them(
 
 def test_missing_weights_are_listed(folder: Path) -> None:
     change(folder / "transformer" / "config.json", num_layers=3)
-    with pytest.raises(CheckpointError, match=r"do not fit config.json(.|\n)*missing: transformer_blocks\.2\."):
+    with pytest.raises(CheckpointError, match=r"do not match config.json(.|\n)*missing: transformer_blocks\.2\."):
         load_transformer(folder, torch.float32)
 
 
@@ -199,7 +199,7 @@ def test_a_transformer_of_another_class(folder: Path) -> None:
 
 def test_a_configuration_that_builds_nothing(folder: Path) -> None:
     change(folder / "transformer" / "config.json", attention_head_dim="wide")
-    with pytest.raises(CheckpointError, match=r"config\.json: no model can be built from it"):
+    with pytest.raises(CheckpointError, match=r"config\.json: the transformer cannot be built from it"):
         load_transformer(folder, torch.float32)
 
 
@@ -256,8 +256,8 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, component: st
     ("values", "message"),
     [
         ({"_class_name": "EDMEulerScheduler"}, "EDMEulerScheduler is not supported"),
-        ({"use_flow_sigmas": False}, "use_flow_sigmas is False"),
-        ({"prediction_type": "epsilon"}, "prediction_type 'epsilon'"),
+        ({"use_flow_sigmas": False}, "use_flow_sigmas must be true .*got False"),
+        ({"prediction_type": "epsilon"}, "prediction_type 'flow_prediction'.* and 'epsilon'"),
     ],
 )
 def test_only_schedulers_of_rectified_flow(folder: Path, values: dict[str, Any], message: str) -> None:
@@ -271,7 +271,10 @@ def test_conditioning_frames_require_initial_noise(tiny_worlds: dict[str, Path])
 
     conditioning = Conditioning(torch.zeros(1, 16, 3, 4, 4), torch.zeros(1, 1, 3, 1, 1))
     x, s = torch.zeros(1, 16, 3, 4, 4), torch.tensor([0.5])
-    for name, width, message in (("cosmos_predict2_5", 128, "needs initial_noise"), ("wan", 32, "no given frames")):
+    for name, width, message in (
+        ("cosmos_predict2_5", 128, "requires initial_noise"),
+        ("wan", 32, "do not accept given frames"),
+    ):
         transformer = load_transformer(tiny_worlds[name], torch.float32)
         with pytest.raises(ValueError, match=message):
             FAMILIES[name].velocity(transformer, x, s, torch.zeros(1, 8, width), conditioning)

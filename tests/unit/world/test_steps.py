@@ -135,7 +135,7 @@ def test_flow_noise_is_uncapped_after_first_steps(shift: float, count: int, numb
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
 def test_eta_above_one_is_rejected(kind: Kind) -> None:
     """Reject eta above 1: with cps, eta = 2 would add no noise, because its standard deviation is a sine."""
-    with pytest.raises(ValueError, match=f"of {kind} is at most 1"):
+    with pytest.raises(ValueError, match=f"at most 1 with {kind}"):
         step_of(kind, 0.8, 0.6, 2.0)
 
 
@@ -147,7 +147,7 @@ def test_steps_that_cannot_be(s: float, s_next: float, eta: float) -> None:
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
 def test_noise_share_above_one_is_rejected(kind: Kind) -> None:
-    with pytest.raises(ValueError, match=f"{kind} is at most 1"):
+    with pytest.raises(ValueError, match=f"at most 1 with {kind}"):
         step_of(kind, 0.8, 0.5, 1.5)
 
 

@@ -96,7 +96,7 @@ def test_prompts_are_lines_or_objects(tmp_path: Path) -> None:
     ]
     assert held_out[0].meta == {"tag": "counting", "include": [{"class": "cup", "count": 2}]}
     assert held_out[1].clip == str(tmp_path / "a/b.mp4")
-    with pytest.raises(DataError, match=r"train.txt:1: the row is a prompt without a clip"):
+    with pytest.raises(DataError, match=r"train.txt:1: the row has a prompt but no clip"):
         training.read_clip(training[0], SIZE)
 
 
@@ -104,7 +104,9 @@ def test_bad_rows_are_reported_or_skipped(tmp_path: Path, caplog: pytest.LogCapt
     file = tmp_path / "p.jsonl"
     deep = json.dumps({"prompt": "a", "note": 0}).replace("0", "[" * 900 + "]" * 900)
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n{"prompt": " "}\n[1]\n{"prompt"\n' + deep)
-    with pytest.raises(DataError, match=r'5 rows of .*p.jsonl:2: has no text under "prompt"; its fields are text'):
+    with pytest.raises(
+        DataError, match=r'5 rows of .*p.jsonl:2: "prompt" must be a non-empty string; the fields .*: text'
+    ):
         open_world_data(WorldDataConfig(format="prompts", path=str(file)), 0)
     with caplog.at_level(logging.WARNING):
         rows, _ = open_world_data(WorldDataConfig(format="prompts", path=str(file), on_bad_row="skip"), 0)
@@ -117,11 +119,11 @@ def test_bad_rows_are_reported_or_skipped(tmp_path: Path, caplog: pytest.LogCapt
     [
         ({"format": "prompts"}, "data.path: is empty"),
         ({"format": "prompts", "path": "/nowhere/p.txt"}, "data.path: /nowhere/p.txt: does not exist"),
-        ({"validation": "wrong"}, "data.validation: wrong: of the format builtin"),
+        ({"validation": "wrong"}, "data.validation: wrong: must be empty or"),
         ({"validation": "https://host/p.txt"}, "data.validation: https://host/p.txt is a URL"),
         ({"format": "prompts", "path": "https://host/p.txt"}, "is a URL"),
         ({"path": "wrong"}, 'must be empty or "mislabelled"'),
-        ({"limit": 5, "validation": 5}, r"data.validation \(5\) leaves nothing of the 5 rows"),
+        ({"limit": 5, "validation": 5}, r"data.validation \(5\) leaves none of the 5 rows"),
     ],
 )
 def test_data_that_cannot_be_opened(settings: dict[str, object], said: str) -> None:
@@ -161,14 +163,14 @@ def test_json_lines_are_known_by_their_suffix(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("c.json", '[\n{"prompt": "x"}\n]\n', r"c.json: prompts are not read from a .json file; give a text file"),
-        ("c.CSV", "id,prompt\n1,x\n", r"c.CSV: prompts are not read from a .csv file"),
+        ("c.json", '[\n{"prompt": "x"}\n]\n', r"c.json: prompts cannot be read from a .json file; use a text file"),
+        ("c.CSV", "id,prompt\n1,x\n", r"c.CSV: prompts cannot be read from a .csv file"),
         (
             "c.txt",
             'x\n {"prompt": "x"}\n',
-            r"c.txt:2: is JSON, and the lines of a .txt file are the prompts; .* .jsonl",
+            r"c.txt:2: is JSON, but each line of a .txt file must be a prompt; .* .jsonl",
         ),
-        ("prompts", '{"prompt": "x"}\n', r"prompts:1: is JSON, and the lines of a text file"),
+        ("prompts", '{"prompt": "x"}\n', r"prompts:1: is JSON, but each line of a text file"),
     ],
 )
 def test_lines_that_are_no_prompts_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -186,9 +188,9 @@ def test_a_prompt_may_begin_with_a_brace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row_id", "prompt", "clip", "said"),
     [
-        ("p:1", "x \ud800", None, r"'p:1': its prompt has half of a character \('\\ud800'\) at 2"),
-        ("v/\udcff.mp4", "x", None, r"its name has half of a character"),
-        ("p:1", "x", "\udbff.mp4", r"its video has half of a character"),
+        ("p:1", "x \ud800", None, r"'p:1': its prompt contains an unpaired surrogate \('\\ud800'\) at index 2"),
+        ("v/\udcff.mp4", "x", None, r"its name contains an unpaired surrogate"),
+        ("p:1", "x", "\udbff.mp4", r"its video contains an unpaired surrogate"),
     ],
 )
 def test_lone_surrogate_makes_a_bad_row(row_id: str, prompt: str, clip: str | None, said: str) -> None:
@@ -202,6 +204,6 @@ def test_lone_surrogate_makes_a_bad_row(row_id: str, prompt: str, clip: str | No
 def test_lone_surrogate_in_negative_prompt_is_rejected() -> None:
     """The prompt is a key of the cache, too; JSON can write such a one."""
     with pytest.raises(
-        ConfigError, match=r"c\.json: data\.negative_prompt: .*'x \\ud800' has half of a character at 2"
+        ConfigError, match=r"c\.json: data\.negative_prompt: .*'x \\ud800' contains an unpaired surrogate at index 2"
     ):
         read_values(WorldConfig, {"data": {"negative_prompt": "x \ud800"}}, "c.json")

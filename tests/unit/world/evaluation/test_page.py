@@ -122,7 +122,7 @@ def test_oversized_videos_are_omitted_and_counted(tmp_path: Path, monkeypatch: p
     cards = [PromptCard("p", name, [Clip(tmp_path / name, {})]) for name in "ab"]
     html = render(Page("k", "t", ["one"], cards))
     assert tags(html).count("video") == 1
-    assert "1 clips are left out" in html
+    assert "1 clips are omitted" in html
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_evaluation_page_shows_the_baseline(tmp_path: Path) -> None:
             write_clip(folder, ClipResult(i, f"row {i}", f"{EVIL} {i}", {"": reward}, 0.5, 0.1, [1, 2]))
             write_mp4(shrink(CLIP), locate_small_video(folder / "clips", i), 16.0)
     report = write_report(tmp_path / "new", tmp_path / "base")
-    assert report.notices == ("world.sampling_steps differs: 4 in the baseline, 3 here",)
+    assert report.notices == ("world.sampling_steps differs: 4 in the baseline, but 3 here",)
     html = report.file.read_text()
     assert tags(html).count("video") == 6
     assert "script" not in tags(html)
@@ -151,7 +151,7 @@ def test_evaluation_page_shows_the_baseline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("typo", "typo: no such folder"), ("text", r"text/world\.json: are not the")]
+    ("name", "said"), [("typo", "typo: does not exist"), ("text", r"text/world\.json: does not contain the settings")]
 )
 def test_invalid_baseline_is_reported(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "text").mkdir()

@@ -61,7 +61,7 @@ def test_a_comparison_is_of_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("baseline", "message"),
-    [([clip(7, 1.0)], "no clip in common"), ([clip(0, 1.0, prompt="another")], "clip 0 is of the prompt 'prompt 0'")],
+    [([clip(7, 1.0)], "no clips in common"), ([clip(0, 1.0, prompt="another")], "clip 0 has the prompt 'prompt 0'")],
 )
 def test_evaluations_of_other_prompts_are_not_compared(baseline: list[ClipResult], message: str) -> None:
     with pytest.raises(DataError, match=message):

@@ -32,7 +32,7 @@ def test_public_and_builtin_functions_are_served(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be called as fn\(clips, samples\)"):
         find_functions(f"{file}:helper")
     file.with_name("none.py").write_text("def helper(clip): ...")
-    with pytest.raises(ConfigError, match="no function there can be called"):
+    with pytest.raises(ConfigError, match="has no function that can be called"):
         find_functions(str(file.with_name("none.py")))
     with pytest.raises(ConfigError, match="does not exist"):
         find_functions(str(file.with_name("absent.py")))

@@ -128,9 +128,9 @@ def test_custom_functions_run_in_workers_in_order(file: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("too_few", r"returned values of shape \[1\] for 2 clips; it must return \[2\]"),
+        ("too_few", r"returned values of shape \[1\] for 2 clips; the shape must be \[2\]"),
         ("not_finite", r'returned nan for "train.txt:2"; rewards must be finite'),
-        ("huge", r'returned -1e\+300 for "train.txt:2"; a reward must be from -1e\+12 to 1e\+12; scale it'),
+        ("huge", r'returned -1e\+300 for "train.txt:2"; a reward must be between -1e\+12 and 1e\+12; scale it'),
         ("text", r"returned 'good' \(str\); it must return a finite number for each clip"),
         ("texts", r"returned \['1.0', '2.0'\] \(list\); it must return a finite number for each clip"),
         ("broken", r"raised ValueError: no weights"),
@@ -190,7 +190,7 @@ def test_crashing_or_hanging_function_raises_an_error(file: str, name: str, said
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ([], "no reward is named; set reward.functions"),
+        ([], "no reward is configured; set reward.functions"),
         (["brightnes"], 'did you mean "brightness"'),
         (["{file}:one"], r"cannot be called as fn\(clips, samples\)"),
         (["{file}:absent"], 'has no "absent"'),

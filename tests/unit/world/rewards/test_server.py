@@ -197,7 +197,7 @@ def test_error_responses_are_short_and_hide_secrets(server: RewardHTTPServer, mo
     assert answer["message"].startswith('reward "telling" failed: ValueError: 401 for Bearer <JUDGE_API_KEY> xxx')
     status, refused = post(server, "enqueue", body(VIDEO, media_type="sk-live-0123456789" + "x" * 100_000))
     assert status == 400
-    assert refused["message"].startswith("media_type is '<JUDGE_API_KEY>xxx")
+    assert refused["message"].startswith("media_type must be video, image or latent; got '<JUDGE_API_KEY>xxx")
     assert len(answer["message"]) < 2000
     assert len(refused["message"]) < 2000
 
@@ -239,7 +239,10 @@ def test_full_queue_and_large_body_are_rejected(server: RewardHTTPServer) -> Non
     sent = body(VIDEO, media_type="video", reward_fn={"slow": 1})
     tickets = [post(server, "enqueue", sent) for _ in range(3)]
     assert [status for status, _ in tickets] == [200, 200, 503]
-    assert post(server, "enqueue", b"x" * 3000) == (413, {"message": "the body has 3000 bytes, at most 2000 are taken"})
+    assert post(server, "enqueue", b"x" * 3000) == (
+        413,
+        {"message": "the body has 3000 bytes, but the maximum is 2000"},
+    )
     GATE.set()
     assert [scored(server, ticket["uuid"], "slow")[0] for _, ticket in tickets[:2]] == [200, 200]
     assert post(server, "enqueue", sent)[0] == 200  # there is room again
@@ -252,38 +255,44 @@ np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        (b"{}", "no line break"),
+        (b"{}", "must end with a line break"),
         (b"{]\n", "the first line is not JSON"),
         (b"[1]\n", "not a JSON object"),
-        (body(VIDEO, media_type="audio"), "media_type is 'audio'"),
-        (body(VIDEO), "latents cannot be decoded here"),
-        (body(VIDEO, media_type="image"), "it must have 4 axes"),
+        (body(VIDEO, media_type="audio"), "media_type must be video, image or latent; got 'audio'"),
+        (body(VIDEO), "this server cannot decode latents"),
+        (body(VIDEO, media_type="image"), "image must have 4 axes"),
         (
             body(np.ones((0, 3, 2, 4, 4), np.uint8), media_type="video"),
-            r"video of shape .0, 3, 2, 4, 4.; no axis may be 0",
+            r"video must not have an axis of length 0; got shape .0, 3, 2, 4, 4.",
         ),
-        (body(VIDEO[:, :2], media_type="video"), r"video of shape .2, 2, 2, 2, 2. and type uint8; .*3 channels, uint8"),
-        (body(VIDEO[..., 0], media_type="image"), r"image of shape .2, 3, 2, 2. and type uint8; .*3 channels, uint8"),
-        (body(np.ones((2, 4, 4, 4), np.uint8), media_type="image"), "3 channels, uint8"),
+        (
+            body(VIDEO[:, :2], media_type="video"),
+            r"video must be uint8 with 3 .*; got uint8 with shape .2, 2, 2, 2, 2.",
+        ),
+        (
+            body(VIDEO[..., 0], media_type="image"),
+            r"image must be uint8 with 3 channels, .*; got uint8 with shape .2, 3, 2, 2.",
+        ),
+        (body(np.ones((2, 4, 4, 4), np.uint8), media_type="image"), "must be uint8 with 3 channels"),
         (
             body(VIDEO / np.float32(255), media_type="video"),
-            r"and type float32; it must have 3 channels, uint8 0 to 255",
+            r"must be uint8 with 3 channels, .*; got float32",
         ),
-        (body(VIDEO.astype(np.int16), media_type="video"), "and type int16; it must have 3 channels, uint8 0 to 255"),
-        (body(np.ones((2, 4, 4, 3)), media_type="image"), "and type float64; it must have 3 channels, uint8 0 to 255"),
+        (body(VIDEO.astype(np.int16), media_type="video"), "must be uint8 with 3 channels, .*; got int16"),
+        (body(np.ones((2, 4, 4, 3)), media_type="image"), "must be uint8 with 3 channels, .*; got float64"),
         (body(VIDEO, media_type="video", prompts=["a"]), "1 prompts for 2 clips"),
         (body(VIDEO, media_type="video", prompts="ab"), "prompts must be a list"),
         (body(VIDEO, media_type="video", video_infos=[{}]), "video_infos must be a list of 2 objects"),
-        (body(VIDEO, media_type="video", reward_fn={"hps": 1}), "no reward function 'hps'; served are level, facts"),
-        (body(VIDEO, media_type="video", reward_fn={"level": 0}), "names no function of positive weight"),
+        (body(VIDEO, media_type="video", reward_fn={"hps": 1}), "'hps' is not served; choose from level, facts"),
+        (body(VIDEO, media_type="video", reward_fn={"level": 0}), "has no function with a positive weight"),
         (body(VIDEO, media_type="video", reward_fn=["level"]), "reward_fn must be an object"),
         (body(VIDEO, media_type="video", reward_fn={"level": 10**400}), "reward_fn must be an object"),
         (body(VIDEO, media_type="video", reward_fn={"level": float("inf")}), "the first line is not JSON"),
         (body(VIDEO, media_type="video", video_infos=[{"video_fps": float("nan")}] * 2), "the first line is not JSON"),
         (body(VIDEO, media_type="video", fps=1).replace(b'"fps": 1', b'"fps": 1e999'), "the first line is not JSON"),
         (body(VIDEO, media_type="video")[:-1], "needs 48 bytes, but 47 were sent"),
-        (b"{}\n" + b"x" * 200, "what follows the JSON: not a .npy array"),
-        (b"{}\n\x93NUMPY\x01\x00\x0b\x00{'descr': (", "what follows the JSON: not a .npy array"),
+        (b"{}\n" + b"x" * 200, "the array after the JSON: not a .npy array"),
+        (b"{}\n\x93NUMPY\x01\x00\x0b\x00{'descr': (", "the array after the JSON: not a .npy array"),
         (b"{}\n" + PICKLED.getvalue(), "must have an integer or floating-point dtype"),
         (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(2, 3, 2, 2, 9)"), "needs 216"),
         (
@@ -323,8 +332,8 @@ def test_server_listens_on_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("GET /api/reward/ping HTTP/1.1", 405, "Method Not Allowed"),
         ("HEAD /api/reward/ping HTTP/1.1", 405, None),
-        ("POST /elsewhere HTTP/1.1", 404, "no such URL"),
-        ("POST /api/reward/ HTTP/1.1", 404, "no such URL"),
+        ("POST /elsewhere HTTP/1.1", 404, "the URL does not exist"),
+        ("POST /api/reward/ HTTP/1.1", 404, "the URL does not exist"),
     ],
 )
 def test_errors_are_json(server: RewardHTTPServer, line: str, status: int, message: str | None) -> None:
@@ -368,7 +377,7 @@ def test_a_worker_elsewhere_can_deliver_scores(server: RewardHTTPServer) -> None
     assert scored(server, ticket["uuid"], "slow")[0] == 200
     assert post(server, "pull", {"uuid": ticket["uuid"], "type": "facts"}) == (200, pushed)
     for name in ("hps", "level"):
-        message = {"message": f"the job did not ask for the reward function '{name}'"}
+        message = {"message": f"the job did not request the reward function '{name}'"}
         assert post(server, "push", form | {"type": name}) == (404, message)
     for unusable in ("{", '{"x": [NaN]}', '{"x": [1e999]}'):
         assert post(server, "push", form | {"scores": unusable})[0] == 400

@@ -197,7 +197,7 @@ def test_dropped_job_error_states_time_and_url(service: Service) -> None:
         for text in (
             f"reward service {service.url}pull, clips of X",
             'no scores of "dance_grpo" within 0.5 s',
-            'the last answer to job job-1 was status 400 ({"message": "Not found scores for job-1"})',
+            'last response for job job-1: status 400 ({"message": "Not found scores for job-1"})',
             "raise reward.time_limit",
         )
     )
@@ -229,12 +229,12 @@ def test_repeatedly_failing_function_is_reported_with_message(service: Service) 
 @pytest.mark.parametrize(
     ("enqueued", "pulled", "said"),
     [
-        ((200, {"id": 1}), None, r'the response is not {"uuid": …}: {"id": 1}'),
-        ((200, ["uuid"]), None, "the response is not"),
-        ((200, {"uuid": None}), None, r'the response is not {"uuid": …}: {"uuid": null}'),
-        ((200, {"uuid": ""}), None, "the response is not"),
-        ((200, {"uuid": 7}), None, "the response is not"),
-        ((200, {"uuid": "u", "replica_id": "a\r\nX: y"}), None, "a replica_id that no header can hold"),
+        ((200, {"id": 1}), None, r'the response must be {"uuid": …}; got {"id": 1}'),
+        ((200, ["uuid"]), None, "the response must be"),
+        ((200, {"uuid": None}), None, r'the response must be {"uuid": …}; got {"uuid": null}'),
+        ((200, {"uuid": ""}), None, "the response must be"),
+        ((200, {"uuid": 7}), None, "the response must be"),
+        ((200, {"uuid": "u", "replica_id": "a\r\nX: y"}), None, "a replica_id that is not valid in a header"),
         ((401, {"message": f"Bearer {TOKEN} is bad"}), None, r"status 401 .*\*\*\* is bad.*check REMOTE_REWARD_TOKEN"),
         (
             (200, {"uuid": TOKEN}),
@@ -242,7 +242,7 @@ def test_repeatedly_failing_function_is_reported_with_message(service: Service) 
             r'"dance_grpo", job \*\*\*: status 404 .*no such job',
         ),
         ((200, {"uuid": "u"}), (200, {"scores": {"x": [1, 2]}}), "has no score overall_reward; it has x"),
-        ((200, {"uuid": "u"}), (200, {"scores": {"overall_reward": [1]}}), "1 numbers for 2 clips"),
+        ((200, {"uuid": "u"}), (200, {"scores": {"overall_reward": [1]}}), "got 1 scores for 2 clips"),
         ((200, {"uuid": "u"}), (200, {"scores": {"overall_reward": [1, None]}}), "overall_reward.1 is None"),
         ((200, {"uuid": "u"}), (200, {"scores": {"overall_reward": [float("nan"), 1]}}), "overall_reward.0 is nan"),
         ((200, {"uuid": "u"}), (200, {"message": TOKEN}), "scores is missing"),
@@ -289,10 +289,10 @@ def test_urls_come_from_either_environment_prefix(
     [
         ({"REMOTE_REWARD_URL": "http://host/texts"}, "set REMOTE_REWARD_ENQUEUE_URL"),
         ({"REMOTE_REWARD_ENQUEUE_URL": "http://host/e"}, r"set REMOTE_REWARD_FETCH_URL .*or reward.fetch_url"),
-        ({"REMOTE_REWARD_ENQUEUE_URL": "http://a/e", "WFM_REWARD_ENQUEUE_URL": "http://b/e"}, "are set and differ"),
+        ({"REMOTE_REWARD_ENQUEUE_URL": "http://a/e", "WFM_REWARD_ENQUEUE_URL": "http://b/e"}, "have different values"),
         (
             {"REMOTE_REWARD_ENQUEUE_URL": f"http://me:{TOKEN}@h/e", "WFM_REWARD_FETCH_URL": "http://h/f"},
-            "must not contain user and",
+            "must not contain a user name or",
         ),
     ],
 )

@@ -31,5 +31,5 @@ def test_rewards_open_once_per_context_parallel_group(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("algorithm", "step", "fits"), [("nft", 3, False), ("nft", 4, True), ("sft", 3, True)])
 def test_run_does_not_resume_inside_rollout(algorithm: str, step: int, fits: bool) -> None:
     config = WorldConfig.model_validate({"world": {"algorithm": algorithm, "optimizer_steps_per_rollout": 2}})
-    with nullcontext() if fits else pytest.raises(ConfigError, match=r"rollout \(2\): the checkpoint is of step 3"):
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"rollout \(2\): the checkpoint is from step 3"):
         build.check_start(config, step)

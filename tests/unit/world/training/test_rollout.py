@@ -191,7 +191,7 @@ def test_ratio_check_applies_only_to_first_update() -> None:
     check = RatioCheck()
     check.check(5e-5, 1)
     check.check(0.5, 2)  # later ones are not on policy
-    with pytest.raises(DsReasonError, match="step 1: .* 0.01 away from 1"):
+    with pytest.raises(DsReasonError, match="step 1: .* differs from 1 by 0.01"):
         RatioCheck().check(0.01, 1)
 
 

@@ -65,7 +65,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[DsReasonError]:
 
 def test_step_without_usable_clip_names_one() -> None:
     """The rank that has the bad clip is not the first one."""
-    with pytest.raises(DataError, match="none of the 1 clips of step 7 can be used; the first: clip.mp4: is no video"):
+    with pytest.raises(
+        DataError, match="none of the 1 clips of step 7 can be used; first error: clip.mp4: is no video"
+    ):
         next_batches(make_maker(), iter([[BAD]]))
 
 
@@ -74,7 +76,7 @@ def test_validation_without_a_clip_has_no_loss(
 ) -> None:
     monkeypatch.setattr(sft, "read_clips", lambda *given: [BAD])
     assert sft.measure_held_out_loss(make_maker(), VALIDATION) is None
-    assert "none of the 1 held-out clips can be used: clip.mp4: is no video" in caplog.text
+    assert "none of the 1 held-out clips can be used; first error: clip.mp4: is no video" in caplog.text
 
 
 @pytest.mark.parametrize(
