@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema_data import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter, list_shipped_adapters, rename_columns
-from dsreason.data.messages import check_messages, check_text, fetch_urls, list_media_parts
+from dsreason.data.messages import check_messages, check_text, fetch_urls, get_first_path, list_media_parts
 from dsreason.data.options import with_options
 from dsreason.data.order import WeightedRows
 from dsreason.data.rows import NamedRows, is_data_file
@@ -251,18 +251,6 @@ def check_options(options: object) -> None:
     texts = [*options.keys(), *options.values()] if isinstance(options, dict) else [None]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"options must map each letter to a string; got {options!r:.200}")
-
-
-def get_first_path(messages: Sequence[Message]) -> str:
-    """Return the path of the first media file as written in the row; "" if the row has no media or embeds the file.
-
-    A URL has no credentials and no query.
-    """
-    files = [part[part["type"]] for part in list_media_parts(messages)]
-    paths = files[0] if files and isinstance(files[0], list) else files
-    if not paths or not isinstance(paths[0], str) or is_data_uri(paths[0]):
-        return ""
-    return mask_url(paths[0]) if is_url(paths[0]) else paths[0]
 
 
 def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3Address) -> Message:
