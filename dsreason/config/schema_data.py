@@ -16,7 +16,8 @@ class VisionConfig(Section):
     """Sampling and resizing of media. If a media item of a sample sets the same key, that value takes precedence."""
 
     fps: float | None = Field(None, gt=0)
-    """Frames per second to sample from a video. The default is 2 if `nframes` is not set, either."""
+    """Frames per second to sample from a video. The default is 2 if `nframes` is not set, either; a video given as frames is then
+    shown whole."""
     nframes: int | None = Field(None, ge=1)
     """Number of frames to sample, instead of `fps`. It is rounded to a multiple of 2, because the models merge pairs of
     frames."""

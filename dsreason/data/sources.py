@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema_data import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter, list_shipped_adapters, rename_columns
-from dsreason.data.messages import check_messages, check_text, fetch_urls, list_media_parts
+from dsreason.data.messages import check_messages, check_text, fetch_urls, get_first_path, list_media_parts
 from dsreason.data.options import with_options
 from dsreason.data.order import WeightedRows
 from dsreason.data.rows import NamedRows, is_data_file
@@ -26,6 +26,7 @@ from dsreason.files.archives import get_media_cache, write_embedded
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
+from dsreason.media.frames import TIMES, list_files, list_frames, write_frame_list
 from dsreason.media.urls import decode_data_uri, is_data_uri, is_url, mask_url, split_url
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
@@ -252,17 +253,6 @@ def check_options(options: object) -> None:
         raise DataError(f"options must map each letter to a string; got {options!r:.200}")
 
 
-def get_first_path(messages: Sequence[Message]) -> str:
-    """Return the path of the first media file as written in the row; "" if the row has no media or embeds the file.
-
-    A URL has no credentials and no query.
-    """
-    paths = [part[part["type"]] for part in list_media_parts(messages)]
-    if not paths or not isinstance(paths[0], str) or is_data_uri(paths[0]):
-        return ""
-    return mask_url(paths[0]) if is_url(paths[0]) else paths[0]
-
-
 def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3Address) -> Message:
     content = message["content"]
     if isinstance(content, str):
@@ -275,15 +265,27 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
     kind = part["type"]
     if kind == "text":
         return part
-    for key in part.keys() - PART_SETTINGS - {"type", kind}:
+    for key in part.keys() - PART_SETTINGS - {"type", kind, *(TIMES if kind == "video" else ())}:
         if part[key] is not None:
             suggestion = find_nearest(key, PART_SETTINGS)
             raise DataError(
                 f"a part of type {kind!r} has the unknown key {key!r}"
                 + (f"; did you mean {suggestion!r}?" if suggestion else "")
             )
-    path = locate_medium(part.get(kind), kind, media_root)
-    return {**select_vision_settings(part, vision, kind), **part, kind: str(path)}
+    if kind == "video" and isinstance(part.get(kind), list):
+        paths: list[str] | None = [str(locate_medium(item, "frame", media_root)) for item in part[kind]]
+    else:
+        path = str(locate_medium(part.get(kind), kind, media_root))
+        paths = list_frames(path) if kind == "video" else None
+    if paths is not None:
+        settings = {key: value for key, value in part.items() if key not in TIMES}
+        return {**select_vision_settings(settings, vision, kind), **settings, kind: str(write_frame_list(paths, part))}
+    if part.get("timestamps") is not None:
+        raise DataError(
+            f"timestamps are for videos given as frames, but {path} is neither a folder nor a pattern that matches files; remove "
+            "them, or correct the path"
+        )
+    return {**select_vision_settings(part, vision, kind), **part, kind: path}
 
 
 def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address | str:
@@ -330,10 +332,10 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
 def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
     """Return a message about the first missing media file, or None. Objects and URLs are checked only when they are fetched."""
     for part in list_media_parts(messages):
-        path = part[part["type"]]
-        # Path.is_file raises if a path is too long
-        if not is_s3(path) and not is_url(path) and not os.path.isfile(path):
-            return f"{part['type']}: no such file: {path[:300]}{describe_joined_twice(path, media_root)}"
+        for path in list_files(part[part["type"]]):
+            # Path.is_file raises if a path is too long
+            if not is_s3(path) and not is_url(path) and not os.path.isfile(path):
+                return f"{part['type']}: no such file: {path[:300]}{describe_joined_twice(path, media_root)}"
     return None
 
 
@@ -369,16 +371,18 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
     allowed_folders = [root, *(os.path.abspath(cache) for cache in caches)]
     for part in list_media_parts(messages):
         kind = part["type"]
-        if is_url(part[kind]):
+        for file in list_files(part[kind]):
+            if is_url(file):
+                raise DataError(
+                    f"{kind}: {mask_url(file)} is outside of {media_root}; download it there, or set "
+                    "data.allow_absolute_paths = true if you trust the author of these rows"
+                )
+            path = file if is_s3(file) else os.path.normpath(file)
+            if any(Path(path).is_relative_to(allowed) for allowed in allowed_folders):  # links may lead anywhere
+                continue
             raise DataError(
-                f"{kind}: {mask_url(part[kind])} is outside of {media_root}; download it there, or set "
-                "data.allow_absolute_paths = true if you trust the author of these rows"
-            )
-        path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
-        if not any(Path(path).is_relative_to(allowed) for allowed in allowed_folders):  # links may lead anywhere
-            raise DataError(
-                f"{kind}: {part[kind]} is outside {media_root}; set data.media_path, or data.allow_absolute_paths = "
-                "true if you trust the author of these rows"
+                f"{kind}: {file} is outside {media_root}; set data.media_path, or data.allow_absolute_paths = true if you "
+                "trust the author of these rows"
             )
 
 
