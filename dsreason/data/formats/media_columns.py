@@ -21,7 +21,23 @@ TAG = re.compile(
 )
 """A tag in a text: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`. A line break next to it belongs to the tag."""
 NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image", "vid": "video"}
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".h264", ".hevc")
+VIDEO_SUFFIXES = (
+    ".mp4",
+    ".mov",
+    ".mkv",
+    ".webm",
+    ".avi",
+    ".m4v",
+    ".mpg",
+    ".mpeg",
+    ".ts",
+    ".3gp",
+    ".ogv",
+    ".wmv",
+    ".flv",
+    ".h264",
+    ".hevc",
+)
 
 
 @dataclass
@@ -111,7 +127,7 @@ def has_frames(item: Any) -> bool:
     if not isinstance(item, str) or item.startswith(("data:", "http:", "https:")):
         return False
     suffix = PurePosixPath(item).suffix.lower()
-    return suffix not in VIDEO_SUFFIXES and (not suffix or any(mark in item for mark in "*?["))
+    return suffix not in VIDEO_SUFFIXES and (suffix not in IMAGE_SUFFIXES or any(mark in item for mark in "*?["))
 
 
 def pick(value: Any, number: int, name: str) -> Any:

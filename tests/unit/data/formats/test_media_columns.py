@@ -64,7 +64,14 @@ FRAMES = ["f/00.png", "f/01.png"]
         ),
         ({"question": "Up?", "video": "f/*.png", "fps": 5}, [("video", "f/*.png", {"fps": 5}), "Up?"]),
         ({"question": "Up?", "video": "f", "fps": 5}, [("video", "f", {"fps": 5}), "Up?"]),
+        ({"question": "Up?", "video": "f/v1.0", "fps": 5}, [("video", "f/v1.0", {"fps": 5}), "Up?"]),
         ({"question": "Up?", "video": "v.mp4", "fps": 5}, [V, "Up?"]),
+        ({"messages": ask("<image 2> or <image 1>?"), "images": ["a.png", "b.png"]}, [B, " or ", A, "?"]),
+        ({"messages": ask("<|image_1|> is <|image_1|>"), "images": ["a.png"]}, [A, " is ", A]),
+        ({"query": "See <img>a.png</img>", "response": "a"}, ["See ", A]),
+        ({"messages": [{"role": "user", "content": "Up?", "images": ["a.png"]}]}, [A, "Up?"]),
+        ({"question": "Up?", "images": [{"type": "image", "image": "a.png"}]}, [A, "Up?"]),
+        ({"question": "Up?", "videos": [{"video": "v.mp4", "fps": 1}]}, [("video", "v.mp4", {"fps": 1}), "Up?"]),
     ],
 )
 def test_media_are_shown_where_the_row_says(row, expected):
@@ -91,6 +98,12 @@ def test_media_are_shown_where_the_row_says(row, expected):
             "no user message that could show them",
         ),
         ({"question": "Up?", "videos": [FRAMES, FRAMES], "fps": [2]}, "field 'fps' has 1 entries"),
+        (
+            {"messages": ask("<image 1> <image 3>"), "images": ["a", "b"]},
+            r"either all have numbers, from 1 on, or none; got \[1, 3\]",
+        ),
+        ({"messages": ask("Up?"), "video_path": "v.mp4"}, 'data.columns = {video = "video_path"}'),
+        ({"question": "Up?", "images": [{"file": "a.png"}]}, "must have the key 'image', but has file"),
     ],
 )
 def test_mismatched_media_are_rejected(row, reason):

@@ -59,6 +59,12 @@ ASK, REPLY = turn("user", "Up?"), turn("assistant", "Yes.")
         ),
         ({"question": "Up?", "answer": True, "options": None}, ["user: Up?", "assistant: yes"]),
         ({"problem": "1 + 1?", "answer": 2.0}, ["user: 1 + 1?", "assistant: 2"]),
+        (
+            {"system_prompt": "Hm.", "question": "Up?", "response": "Yes."},
+            ["system: Hm.", "user: Up?", "assistant: Yes."],
+        ),
+        ({"prompt": "Up?", "response": "Yes."}, ["user: Up?", "assistant: Yes."]),
+        ({"instruction": "Up?", "context": "A lift.", "response": "Yes."}, ["user: Up?\nA lift.", "assistant: Yes."]),
         ({"question": "Which?", "options": ["a", "b"], "answer": "B"}, ["user: Which?\n(A) a\n(B) b", "assistant: B"]),
     ],
 )
@@ -159,6 +165,7 @@ def test_parallel_tool_calls_share_a_message():
         ({"answer": False}, "no", ()),
         ({"answer": ["wrench", "spanner"]}, "wrench", ("spanner",)),
         ({"answer": [2, 3]}, "2", ("3",)),
+        ({"answers": ["left", "west"]}, "left", ("west",)),
         ({"answer": ""}, None, ()),
         ({"ground_truth": {"target": [1]}}, None, ()),
     ],
@@ -194,6 +201,9 @@ def test_other_columns_are_kept_in_meta():
         ({"messages": [ASK, REPLY], "audio": "a.wav"}, "audio is not supported"),
         ({"messages": [ASK, REPLY], "objects": {"bbox": [1]}}, "boxes of objects"),
         ({"prompt": "Up?", "completion": "No.", "label": False}, "unpaired preference"),
+        ({"messages": [ASK, REPLY], "weight": 0.5}, "field 'weight' is 0.5, but weights per row are not supported"),
+        ({"question": "Up?", "answer": "a", "passage": "Long ago."}, "'passage' also holds a part"),
+        ({"messages": [turn("user", "Up?", audio="a.wav")]}, "audio is not supported"),
         ({"prompt": "Up?", "chosen": "Yes."}, "field 'rejected' is missing or null"),
         ({"chosen": "Yes.", "rejected": "No."}, "the row has no prompt"),
         (
