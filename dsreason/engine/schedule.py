@@ -34,7 +34,7 @@ def compute_lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
 
     The factor rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches
     `optim.min_lr_share` at `total_steps` (one step after the last). With `optim.decay_share`, the factor stays at 1 until
-    the decay, which takes that share of all steps at the end of the run.
+    the decay, which takes up that share of the steps, at the end of the run.
     """
     warmup = count_warmup_steps(total_steps, optim)
     if step < warmup:
