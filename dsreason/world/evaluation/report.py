@@ -66,7 +66,7 @@ def write_report(folder: Path, baseline: Path | None = None) -> ClipReport:
 def make_cards(
     folder: Path, clips: list[ClipResult], baseline: Path | None, before: list[ClipResult]
 ) -> list[PromptCard]:
-    """Make a card for each clip, next to the baseline's clip if there is a baseline; the lowest rewards come first."""
+    """Make a card for each clip, with the baseline's clip beside it if there is a baseline; lowest rewards first."""
     before_by_number = {clip.number: clip for clip in before}
     cards = []
     for clip in sorted(clips, key=lambda clip: clip.rewards.get("", 0.0)):

@@ -1,4 +1,4 @@
-"""Files of a world model's evaluation: its settings, and a result per clip, with which an interrupted evaluation continues."""
+"""Files of a world model's evaluation: its settings, and a result per clip, so that an interrupted evaluation can continue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ClipResult:
     brightness: float
     motion: float
     picture: list[int]
-    """Values of the clip at a low resolution, 0 to 255, from which diversity is computed."""
+    """Pixel values of the clip at a low resolution, 0 to 255, from which diversity is computed."""
 
 
 def clip_file(folder: Path, number: int) -> Path:

@@ -1,4 +1,4 @@
-"""The components that sample clips, and the policy's velocity, computed by one function in sampling, training and validation."""
+"""The components that sample clips, and the policy's velocity, which sampling, training and validation compute identically."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class ClipMaker:
 
 
 def build_velocity(maker: ClipMaker, batch: ClipMicroBatch, scale: float) -> Velocity:
-    """Return the function that computes the policy's velocity with guidance for a micro-batch, in sampling and training.
+    """Return a function that computes the policy's velocity, with guidance, for a micro-batch.
 
     Args:
-        batch: clips, whose tensors are on the transformer's device.
+        batch: clips, with their tensors on the transformer's device.
         scale: guidance scale; 1 disables guidance.
     """
     transformer, family = maker.transformer, maker.family

@@ -29,7 +29,7 @@ from dsreason.world.training.evaluate import (
     check,
     collect_settings,
     cut,
-    find_evaluated,
+    find_evaluated_model,
     identify_weights,
     load_model,
 )
@@ -63,7 +63,7 @@ def test_adapter_is_evaluated_on_its_base_model(base: Path, tmp_path: Path) -> N
     save_lora(adapter, export, build_lora_metadata(trained))
     (export / FILE).write_text(describe_base({"path": str(base)}, base))
 
-    evaluated = find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
+    evaluated = find_evaluated_model(WorldConfig(model=WorldModelConfig(path=str(export))))
     assert evaluated == (base, export)
     loaded = load_model(*evaluated, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(velocity(loaded), velocity(trained), atol=1e-5, rtol=1e-5)
@@ -72,7 +72,7 @@ def test_adapter_is_evaluated_on_its_base_model(base: Path, tmp_path: Path) -> N
 
     (export / FILE).unlink()
     with pytest.raises(CheckpointError, match=rf"is an adapter without {FILE}"):
-        find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
+        find_evaluated_model(WorldConfig(model=WorldModelConfig(path=str(export))))
 
 
 def test_evaluation_keeps_all_clips_and_plain_weights() -> None:
