@@ -17,7 +17,7 @@ from dsreason.engine.engine import get_full_shape, is_partitioned
 from dsreason.engine.host_memory import HostBuffer
 from dsreason.engine.reference import (
     allocate_share_buffer,
-    cut_share,
+    extract_shard,
     get_local_shares,
     get_trained_parameters,
     set_policy_aside,
@@ -63,7 +63,7 @@ class WeightAverage:
             yield
 
     @torch.no_grad()
-    def full(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the full float32 average of each trained parameter. All ranks must exhaust the iterator together."""
         for name, parameter in get_trained_parameters(self.engine).items():
             shape, share = get_full_shape(parameter), self.shares[name].to(self.engine.device)
@@ -73,7 +73,7 @@ class WeightAverage:
                 share = parts[: shape.numel()].view(shape)
             yield name, share
 
-    def copies(self) -> dict[str, Tensor]:
+    def copy_shards(self) -> dict[str, Tensor]:
         """Return a copy of this rank's current shards, for a checkpoint."""
         return {name: share.clone() for name, share in self.shares.items()}
 
@@ -95,7 +95,7 @@ def repartition(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tens
     if not is_partitioned(parameter):
         return parts[0]
     values = torch.cat([part.flatten() for part in parts])[: get_full_shape(parameter).numel()]
-    return cut_share(parameter, values, rank)
+    return extract_shard(parameter, values, rank)
 
 
 def read_saved_average(

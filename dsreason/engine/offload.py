@@ -71,7 +71,7 @@ class StateOffload:
             return
         release_gathered(self.engine)
         moving = self.select_moving()
-        dropped = self._select_on_device(self.gradients()) if self.amount.drop_gradients else []
+        dropped = self._select_on_device(self.list_gradients()) if self.amount.drop_gradients else []
         assert not get_storages(self._list_weights()) & get_storages([*moving.values(), *dropped])
         for name, tensor in moving.items():
             if name not in self.host:
@@ -94,13 +94,13 @@ class StateOffload:
             self.host[name].restore([get_raw_bytes(tensor)])
         self.away, self.dropped = {}, []
 
-    def sizes(self) -> dict[str, int]:
+    def measure_sizes(self) -> dict[str, int]:
         """Return how many bytes can leave this rank's GPU, by kind of tensor. Moments count even before AdamW creates them."""
         moments, masters = self._measure_tensors()
         return {
             "master weights": sum(masters),
             "moments": sum(moments),
-            "gradient buffers": count_bytes(self._select_on_device(self.gradients())),
+            "gradient buffers": count_bytes(self._select_on_device(self.list_gradients())),
         }
 
     def measure(self, utilization: float, bucket_bytes: int, num_ranks: int) -> RolloutMemory:
@@ -111,9 +111,9 @@ class StateOffload:
             bucket_bytes: maximum size of the weights that a weight sync gathers at a time, unless a single weight is larger.
         """
         release_gathered(self.engine)
-        device, sizes = self.engine.device, self.sizes()
+        device, sizes = self.engine.device, self.measure_sizes()
         free, total = torch.cuda.mem_get_info(device)
-        state = self._select_on_device([*self.masters(), *self.moments(), *self.gradients()])
+        state = self._select_on_device([*self.list_masters(), *self.list_moments(), *self.list_gradients()])
         return RolloutMemory(
             total=total,
             vllm=math.ceil(total * utilization),
@@ -129,7 +129,7 @@ class StateOffload:
         """Describe for the log which state moves, which is already on the host, and which stays on the GPU."""
         if not self.is_active:
             return f"offload during rollouts: none, because training runs on {self.engine.device.type.upper()}"
-        sizes = self.sizes()
+        sizes = self.measure_sizes()
         gradients = sizes.pop("gradient buffers")
         moving = self._count_moving_bytes()
         moves = [f"{name} {size / GIB:.2f} GiB" for name, size in moving.items() if size]
@@ -151,8 +151,8 @@ class StateOffload:
         """Return the tensors to copy to the host, by name; a tensor has the same name in every rollout."""
         num_moments, num_masters = self._count_moving()
         parts = {
-            "moments": self._select_on_device(self.moments())[:num_moments],
-            "master weights": self._select_on_device(self.masters())[:num_masters],
+            "moments": self._select_on_device(self.list_moments())[:num_moments],
+            "master weights": self._select_on_device(self.list_masters())[:num_masters],
         }
         return {f"{name} {i}": tensor for name, part in parts.items() for i, tensor in enumerate(part)}
 
@@ -168,17 +168,17 @@ class StateOffload:
 
     def _measure_tensors(self) -> tuple[list[int], list[int]]:
         """Return the bytes of each moment and of each master weight. Moments count even before AdamW creates them."""
-        masters = [tensor.nbytes for tensor in self._select_on_device(self.masters())]
+        masters = [tensor.nbytes for tensor in self._select_on_device(self.list_masters())]
         return [size for size in masters for _ in MOMENTS], masters
 
-    def masters(self) -> list[Tensor]:
+    def list_masters(self) -> list[Tensor]:
         return list(getattr(self.engine.optimizer, MASTER_WEIGHTS[type(self.engine.optimizer)]))
 
-    def moments(self) -> list[Tensor]:
+    def list_moments(self) -> list[Tensor]:
         states = self.engine.optimizer.optimizer.state.values()
         return [state[name] for state in states for name in MOMENTS if name in state]
 
-    def gradients(self) -> list[Tensor]:
+    def list_gradients(self) -> list[Tensor]:
         """Return the gradient buffers that outlive a step. At stages 1 and 2, DeepSpeed allocates all others in each step."""
         optimizer = self.engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):

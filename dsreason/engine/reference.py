@@ -72,7 +72,7 @@ class ReferencePolicy:
         tensors: dict[str, Tensor] = {}  # memory-mapped, so that each rank reads only its shard
         weights.read(list(trained), tensors.__setitem__)
         rank = self.engine.global_rank
-        self._reference.store(cut_share(p, tensors[name], rank).to(p.dtype) for name, p in trained.items())
+        self._reference.store(extract_shard(p, tensors[name], rank).to(p.dtype) for name, p in trained.items())
 
 
 def get_trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
@@ -85,7 +85,7 @@ def get_local_shares(engine: DeepSpeedEngine) -> list[Tensor]:
     return [p.ds_tensor.data if is_partitioned(p) else p.data for p in parameters]
 
 
-def cut_share(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
+def extract_shard(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
     """Return a rank's shard of a full tensor. ZeRO-3 flattens the tensor, splits it into equal parts, and pads the last."""
     if not is_partitioned(parameter):
         return whole
