@@ -70,9 +70,9 @@ class MemoryLedger:
         }
         if self.device.type == "cuda":
             values["device"] = after / GIB
-        self._note(name, seconds, values)
+        self._record(name, seconds, values)
 
-    def _note(self, name: str, seconds: float, sizes: dict[str, float]) -> None:
+    def _record(self, name: str, seconds: float, sizes: dict[str, float]) -> None:
         prefix, values = f"memory/{name}", self.values
         highest = max(sizes["peak"], values.get(f"{prefix}/peak_gib", 0.0))
         seconds_before = values.get(f"{prefix}/seconds", 0.0)
