@@ -31,7 +31,7 @@ class Step:
     std: float
 
 
-def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float = 0.0) -> Step:
+def build_step(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float = 0.0) -> Step:
     """Return the step from noise level `s` to `s_next`.
 
     Args:
@@ -41,7 +41,7 @@ def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float 
         s_cap: second noise level of the schedule, which `flow` needs near s = 1.
     """
     if not 0 <= s_next < s <= 1 or eta < 0:
-        raise ValueError(f"step_of: requires 0 <= s_next < s <= 1 and eta >= 0; got {s=}, {s_next=} and {eta=}")
+        raise ValueError(f"build_step: requires 0 <= s_next < s <= 1 and eta >= 0; got {s=}, {s_next=} and {eta=}")
     if kind == "ode":
         return Step(1.0, s_next - s, 0.0)
     if kind == "flow":
@@ -64,7 +64,7 @@ def _make_diffusion_step(s: float, s_next: float, variance: float) -> Step:
 def _compute_fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
     """Return the standard deviation of the fresh noise at s'; the rest of the noise at s' is the predicted noise."""
     if eta > 1:
-        raise ValueError(f"step_of: eta must be at most 1 with {kind}; got {eta}")
+        raise ValueError(f"build_step: eta must be at most 1 with {kind}; got {eta}")
     if kind == "cps":
         return s_next * math.sin(eta * math.pi / 2)
     return eta * s_next * math.sqrt(max(0.0, 1 - (s_next * (1 - s) / (s * (1 - s_next))) ** 2))

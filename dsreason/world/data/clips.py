@@ -66,10 +66,10 @@ def choose_frames(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
     return indices
 
 
-def fit_size(have: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest (height, width) with the aspect ratio of `have` that covers `wanted`."""
-    scale = max(wanted[0] / have[0], wanted[1] / have[1])
-    return max(wanted[0], round(have[0] * scale)), max(wanted[1], round(have[1] * scale))
+def fit_size(size: tuple[int, int], minimum: tuple[int, int]) -> tuple[int, int]:
+    """Return the smallest (height, width) with the aspect ratio of `size` that covers `minimum`."""
+    scale = max(minimum[0] / size[0], minimum[1] / size[1])
+    return max(minimum[0], round(size[0] * scale)), max(minimum[1], round(size[1] * scale))
 
 
 def read_start(row: WorldRow) -> float:

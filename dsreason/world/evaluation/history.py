@@ -10,7 +10,7 @@ from typing import Any
 
 from dsreason.config.output import find_run_record, flatten_keys
 from dsreason.files.step_names import format_step, is_step_name, parse_step
-from dsreason.world.evaluation.page import FILE, Clip, Curve, Page, PromptCard, Table, number, write_page
+from dsreason.world.evaluation.page import FILE, Clip, Curve, Page, PromptCard, Table, format_number, write_page
 from dsreason.world.evaluation.score import name_reward
 
 MOST_COLUMNS = 5
@@ -101,7 +101,7 @@ def make_means_table(
     names = list(validations[steps[-1]][0]["rewards"])
     rows = {
         name_reward(name): [
-            number(compute_mean([row["rewards"].get(name, 0.0) for row in validations[step]])) for step in steps
+            format_number(compute_mean([row["rewards"].get(name, 0.0) for row in validations[step]])) for step in steps
         ]
         for name in names
     }
@@ -109,7 +109,7 @@ def make_means_table(
     for name in LOOKS:
         values = [by_step.get(step, {}).get(f"val/{name}") for step in steps]
         if any(value is not None for value in values):
-            rows[name] = ["–" if value is None else number(value) for value in values]
+            rows[name] = ["–" if value is None else format_number(value) for value in values]
     clips = len(validations[steps[-1]])
     note = f"Means over {clips} clips, sampled along the ODE. Diversity is the clips' standard deviation at low resolution."
     return Table("Rewards and appearance", columns, rows, note)
@@ -122,7 +122,9 @@ def make_clips_table(validations: dict[int, list[Row]], steps: Sequence[int], co
         return Table("Every clip", columns, {}, folded=True)
     numbers = sorted(range(len(last)), key=lambda i: last[i]["rewards"][""] - get_reward(first, i))
     rows = {
-        f"{i}: {last[i]['prompt']} ({last[i]['id']})": [number(get_reward(validations[step], i)) for step in steps]
+        f"{i}: {last[i]['prompt']} ({last[i]['id']})": [
+            format_number(get_reward(validations[step], i)) for step in steps
+        ]
         for i in numbers
     }
     return Table("Reward of every clip, smallest gain first", columns, rows, folded=True)

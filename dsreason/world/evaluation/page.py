@@ -102,7 +102,7 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number
+    environment.filters["number"] = format_number
     videos, left_out = read_videos(page.cards)
     style = resources.files("dsreason.world.evaluation") / "templates" / "world.css"
     return environment.get_template("world.html.j2").render(
@@ -144,9 +144,16 @@ def build_panel(curve: Curve) -> Panel | None:
 
     line = " ".join(f"{x},{y}" for x, y in map(at, curve.training))
     newest = (curve.validation or curve.training)[-1][1]
-    return Panel(curve.name, line, [at(point) for point in curve.validation], number(low), number(high), number(newest))
+    return Panel(
+        curve.name,
+        line,
+        [at(point) for point in curve.validation],
+        format_number(low),
+        format_number(high),
+        format_number(newest),
+    )
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number as `0.812`, or as `1.20e-05` if it is very small or very large."""
     return f"{value:.2e}" if value and not 1e-3 <= abs(value) < 1e5 else f"{value:.{DECIMALS}f}"

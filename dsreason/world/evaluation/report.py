@@ -14,7 +14,7 @@ from dsreason.config.output import flatten_keys
 from dsreason.evaluation.report.score import Interval
 from dsreason.files.atomic import write_file
 from dsreason.world.evaluation.history import locate_small_video
-from dsreason.world.evaluation.page import FILE, Clip, Page, PromptCard, Table, number, write_page
+from dsreason.world.evaluation.page import FILE, Clip, Page, PromptCard, Table, format_number, write_page
 from dsreason.world.evaluation.results import CLIPS, MODEL_KEYS, ClipResult, find_differences, read_clips, read_settings
 from dsreason.world.evaluation.score import ClipComparison, ClipSummary, compare, name_reward, summarise
 
@@ -84,8 +84,10 @@ def make_clip(folder: Path, clip: ClipResult | None) -> Clip:
 
 
 def make_tables(summary: ClipSummary, comparison: ClipComparison | None) -> list[Table]:
-    rows = {name: [number(value.mean), format_interval(value.interval)] for name, value in summary.values.items()}
-    rows["diversity"] = [number(summary.diversity), format_interval(None)]
+    rows = {
+        name: [format_number(value.mean), format_interval(value.interval)] for name, value in summary.values.items()
+    }
+    rows["diversity"] = [format_number(summary.diversity), format_interval(None)]
     note = (
         f"{summary.clips} clips of {summary.prompts} distinct prompts. Intervals come from a bootstrap over prompts. "
         "Brightness, motion and diversity reveal reward hacking."
@@ -113,7 +115,7 @@ def make_tables(summary: ClipSummary, comparison: ClipComparison | None) -> list
 
 
 def format_interval(interval: Interval | None) -> str:
-    return "–" if interval is None else f"{number(interval[0])} to {number(interval[1])}"
+    return "–" if interval is None else f"{format_number(interval[0])} to {format_number(interval[1])}"
 
 
 def make_console_tables(report: ClipReport) -> list[ConsoleTable]:

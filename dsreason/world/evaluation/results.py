@@ -37,12 +37,12 @@ class ClipResult:
     """Pixel values of the clip at a low resolution, 0 to 255, from which diversity is computed."""
 
 
-def clip_file(folder: Path, number: int) -> Path:
+def locate_clip_result(folder: Path, number: int) -> Path:
     return folder / CLIPS / f"{number}.json"
 
 
 def write_clip(folder: Path, clip: ClipResult) -> None:
-    write_file(clip_file(folder, clip.number), json.dumps(asdict(clip), ensure_ascii=False) + "\n")
+    write_file(locate_clip_result(folder, clip.number), json.dumps(asdict(clip), ensure_ascii=False) + "\n")
 
 
 def read_clips(folder: Path) -> list[ClipResult]:

@@ -142,7 +142,7 @@ class ClipScorer:
         return Pending(self.config, self.labels, len(rows), here, futures)
 
     def _call_here(self, names: Sequence[str], clips: NDArray[np.uint8], samples: Sequence[WorldRow]) -> Values:
-        return {self._label[name]: call_here(name, self._here[name], clips, samples) for name in names}
+        return {self._label[name]: call_in_process(name, self._here[name], clips, samples) for name in names}
 
     def _call_own(self, clips: NDArray[np.uint8], samples: list[WorldRow]) -> Values:
         subject = name_clips(samples)
@@ -177,7 +177,7 @@ def run_in_background(call: Callable[[], Values]) -> Future[Values]:
     return future
 
 
-def call_here(
+def call_in_process(
     name: str, function: Callable[..., Any], clips: NDArray[np.uint8], samples: Sequence[WorldRow]
 ) -> list[float]:
     """Call a function in this process and return its scores.

@@ -39,10 +39,10 @@ from dsreason.world.training.export import export_file, write_export
 from dsreason.world.training.gradients import EpsilonCheck
 from dsreason.world.training.inputs import Clip, list_prompts, open_inputs, read_ahead
 from dsreason.world.training.preflight import (
+    build_step_order,
     check,
     find_model,
     open_data,
-    step_order,
     total_steps,
 )
 from dsreason.world.training.update import RatioCheck
@@ -110,7 +110,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
         config, world, folder = job.config, job.world, job.model_path
         with job.watchdog.track_phase("open_data"), run_first_rank_first(world):
             training, validation = open_data(config)
-        order, share = step_order(config, len(training)), compute_share(config, world)
+        order, share = build_step_order(config, len(training)), compute_share(config, world)
         with job.watchdog.track_phase("load_model"):
             codec = load_vae(folder, world.device, DTYPES[config.train.precision])
             prompts = list_prompts(config, (training, validation), order)

@@ -23,7 +23,14 @@ from dsreason.world import lora
 from dsreason.world.base import FILE, find_base
 from dsreason.world.cache import compute_fingerprint
 from dsreason.world.evaluation.history import locate_small_video
-from dsreason.world.evaluation.results import CLIPS, ClipResult, check_settings, clip_file, open_results, write_clip
+from dsreason.world.evaluation.results import (
+    CLIPS,
+    ClipResult,
+    check_settings,
+    locate_clip_result,
+    open_results,
+    write_clip,
+)
 from dsreason.world.families import find_family
 from dsreason.world.models import (
     check_components,
@@ -108,7 +115,9 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
             device=world.device,
         )
         dataset = build_validation_dataset(rows, datasets)
-        missing = run_on_rank_zero(lambda: [n for n in range(len(rows)) if not clip_file(results, n).is_file()])
+        missing = run_on_rank_zero(
+            lambda: [n for n in range(len(rows)) if not locate_clip_result(results, n).is_file()]
+        )
         progress = stack.enter_context(open_progress(rank=world.rank, total_steps=len(missing)))
         with progress.track_phase("clips", len(missing), "clips") as advance:
             for numbers in split_into_batches(missing, config.train.micro_batch_size * world.size):

@@ -72,7 +72,7 @@ def iter_trained_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensor of every parameter, except frozen ones with `without_frozen`. Collective."""
     if average is not None:
-        yield from average.full()
+        yield from average.iter_full()
     trained = set() if average is None else set(average.shares)
     without = trained | set(list_frozen_names(engine) if without_frozen else ())
     yield from iter_full_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled(), without=without)

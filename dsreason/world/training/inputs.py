@@ -33,7 +33,7 @@ from dsreason.world.training.clips import (
     draw_start_noise,
     list_local_places,
 )
-from dsreason.world.training.preflight import clip_size, is_projection_kept
+from dsreason.world.training.preflight import get_clip_size, is_projection_kept
 from dsreason.world.types import ClipSize, WorldRow
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Inputs:
             latents[number] = self.latents.encode(clip[None])[0]
         return latents
 
-    def micro_batches(
+    def build_micro_batches(
         self,
         groups: Sequence[tuple[tuple[ClipIndex, ...], bool]],
         dataset: WorldDataset,
@@ -102,7 +102,7 @@ class Inputs:
         clean = self.clean(dataset, own_indices) if with_clips else {}
         text_of = cache(lambda prompt: self.texts.read([prompt]))
 
-        def micro_batch(places: tuple[ClipIndex, ...], counted: bool) -> ClipMicroBatch:
+        def build_micro_batch(places: tuple[ClipIndex, ...], counted: bool) -> ClipMicroBatch:
             rows = tuple(dataset[indices[place.prompt]] for place in places)
             prompts = {row.prompt for row in rows}
             texts = [text_of(row.prompt) for row in rows]
@@ -121,7 +121,7 @@ class Inputs:
                 clean=torch.stack([clean_of(place) for place in places]) if with_clean else None,
             )
 
-        return [micro_batch(*group) for group in groups]
+        return [build_micro_batch(*group) for group in groups]
 
     def make_real_batch(
         self,
@@ -168,7 +168,7 @@ def read_ahead(
     data, places = config.data, list_local_places(order.batch_size, share)
     tasks = ([order.indices(step)[place.prompt] for place in places] for step in range(first_step, order.num_steps))
     ahead = ceil(data.prefetch / data.workers) if data.workers else None
-    return run_in_workers(partial(read_clips, dataset, clip_size(data)), tasks, workers=data.workers, ahead=ahead)
+    return run_in_workers(partial(read_clips, dataset, get_clip_size(data)), tasks, workers=data.workers, ahead=ahead)
 
 
 def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec: LatentCodec, world: World) -> Inputs:
@@ -183,7 +183,7 @@ def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec
     with share_errors():
         texts.check_different(prompts)
     latents = LatentCache.open(codec, folder, dtype, get_cache_dir())
-    size = clip_size(config.data)
+    size = get_clip_size(config.data)
     return Inputs(config, texts, latents, size, codec.shape(size))
 
 

@@ -27,7 +27,7 @@ from dsreason.world.models import check_components, check_installed, resolve_wor
 from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import open_scorer
 from dsreason.world.schema import WorldConfig, WorldDataConfig
-from dsreason.world.steps import step_of
+from dsreason.world.steps import build_step
 from dsreason.world.types import ClipSize
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def check(config: WorldConfig) -> None:
         list_trained_steps(config, [float(s) for s in compute_sigmas(config, folder)])
     check_division(config, folder)
     training, validation = open_data(config)
-    order = step_order(config, len(training))
+    order = build_step_order(config, len(training))
     num_steps = total_steps(config, order)
     check_profiled_steps(config.monitor.profile, num_steps)
     if note := describe_long_warmup(num_steps, config.optim):
@@ -81,11 +81,11 @@ def open_data(config: WorldConfig) -> tuple[WorldDataset, WorldDataset]:
     return open_world_data(config.data, DATA_SEED)
 
 
-def clip_size(data: WorldDataConfig) -> ClipSize:
+def get_clip_size(data: WorldDataConfig) -> ClipSize:
     return ClipSize(data.frames, data.height, data.width, data.fps)
 
 
-def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
+def build_step_order(config: WorldConfig, num_rows: int) -> StepOrder:
     """Return the order of rows per step (sft) or per rollout (other algorithms); `train.max_steps` counts optimizer steps."""
     train, world = config.train, config.world
     sft, max_steps = world.algorithm == "sft", train.max_steps
@@ -117,7 +117,7 @@ def list_trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
     """
     world = config.world
     stds = [
-        step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std
+        build_step(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std
         for s, s_next in zip(levels, levels[1:], strict=False)
     ]
     noisy = [number for number, std in enumerate(stds) if std > 0]
@@ -287,7 +287,7 @@ def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
     """Read a few clips, spread over the rows. Raise DataError for an unusable clip, or log a warning if it can be skipped."""
     for index in order_coarse_to_fine(len(dataset))[:NUM_CLIPS]:
         try:
-            dataset.read_clip(dataset[index], clip_size(config.data))
+            dataset.read_clip(dataset[index], get_clip_size(config.data))
         except DataError as error:
             if config.data.on_bad_row == "error" or dataset[index].clip is None:
                 raise DataError(f"{name}: {error} ({explain_need_for_clips(config)} needs clips)") from error

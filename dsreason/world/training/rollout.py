@@ -23,7 +23,7 @@ from dsreason.world.rewards.scorer import ClipScores, Pending
 from dsreason.world.sampler import Kept
 from dsreason.world.sampler import sample as sample_latents
 from dsreason.world.schema import WorldConfig, WorldConfigSection
-from dsreason.world.steps import Step, step_of
+from dsreason.world.steps import Step, build_step
 from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, SampledClips, draw_clip_noise, group_local_clips
 from dsreason.world.training.nft import add_old_velocities
 from dsreason.world.training.preflight import list_trained_steps
@@ -88,7 +88,7 @@ def sample_rollout(
         for places in split_places(config.world):
             groups = group_local_clips(places, maker.share, config.train.micro_batch_size)
             with_clean = config.world.algorithm == "ddrl"
-            parts.append(maker.inputs.micro_batches(groups, dataset, indices, step, with_clean=with_clean))
+            parts.append(maker.inputs.build_micro_batches(groups, dataset, indices, step, with_clean=with_clean))
     started = time.perf_counter()
     pending: list[PendingBatch] = []
     with memory.track_phase("rollout"), nullcontext() if old is None else old.in_place():
@@ -132,9 +132,9 @@ def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> SamplingPlan:
         elif world.trained_steps is not None:
             trained = sorted(set(world.trained_steps))
     steps = [
-        step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1])
+        build_step(world.sde, s, s_next, world.noise_level, s_cap=levels[1])
         if number in trained
-        else step_of("ode", s, s_next)
+        else build_step("ode", s, s_next)
         for number, (s, s_next) in enumerate(pairs)
     ]
     return SamplingPlan(tuple(steps), tuple(trained))

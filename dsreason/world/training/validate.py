@@ -22,7 +22,7 @@ from dsreason.world.families.components import load_scheduler
 from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import ClipScores
 from dsreason.world.sampler import sample, solve
-from dsreason.world.steps import step_of
+from dsreason.world.steps import build_step
 from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, group_local_clips
 from dsreason.world.training.inputs import list_loss_rows, list_validation_rows
 from dsreason.world.training.rollout import decode_pixels, start_scoring
@@ -142,7 +142,7 @@ def sample_clips(
     share, places = maker.share, [ClipIndex(number, 0) for number in numbers]
     groups = group_local_clips(places, share, maker.config.train.micro_batch_size)
     with share_errors():
-        batches = maker.inputs.micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
+        batches = maker.inputs.build_micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
     sampled: list[SampledBatch] = []
     for batch in batches:
         latents = solve_ode(maker, batch.to(maker.device))
@@ -165,7 +165,7 @@ def solve_ode(maker: ClipMaker, batch: ClipMicroBatch) -> Tensor:
         latents = solve(velocity, batch.start, scheduler, steps, maker.family.solver_times)
     else:
         levels = compute_sigmas(config, maker.model_path, steps)
-        euler = [step_of("ode", float(s), float(s_next)) for s, s_next in zip(levels, levels[1:], strict=False)]
+        euler = [build_step("ode", float(s), float(s_next)) for s, s_next in zip(levels, levels[1:], strict=False)]
         latents = sample(velocity, batch.start, levels, euler, refuse_noise, ()).latents
     return restore_given_frames(latents, batch)
 

@@ -28,10 +28,10 @@ from dsreason.world.training.evaluate import (
     adapt_to_evaluation,
     check,
     collect_settings,
-    cut,
     find_evaluated_model,
     identify_weights,
     load_model,
+    split_into_batches,
 )
 
 pytest.importorskip("diffusers")
@@ -157,4 +157,4 @@ def test_weights_are_what_a_comparison_is_about() -> None:
 
 
 def test_last_part_of_rows_may_be_short() -> None:
-    assert cut([3, 5, 6, 7, 9], 2) == [[3, 5], [6, 7], [9]]
+    assert split_into_batches([3, 5, 6, 7, 9], 2) == [[3, 5], [6, 7], [9]]
