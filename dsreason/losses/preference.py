@@ -1,4 +1,4 @@
-"""Preference losses for a better and a worse answer to the same prompt: one function per variant, `[P]` losses for P pairs.
+"""Preference losses for pairs of a better and a worse answer to a prompt: one function per variant, `[P]` losses for P pairs.
 
 Notation: c is the chosen answer, r the rejected answer, π the policy, ρ the reference and σ the logistic function. The
 log-ratio of an answer is log π - log ρ, and h = β (log-ratio of c - log-ratio of r) is the margin. Without a reference,
@@ -137,13 +137,13 @@ LOSSES: dict[str, Callable[[Pairs, PairSettings], Tensor]] = {
 def compute_preference_loss(
     pairs: Pairs, settings: PairSettings, weights: Mapping[str, float], sft_weight: float, *, num_pairs: int
 ) -> Tensor:
-    """Return this micro-batch's share of the weighted mean loss over the global batch.
+    """Return this micro-batch's contribution to the weighted mean loss over the global batch.
 
     Args:
         weights: loss name in `LOSSES` → weight.
         sft_weight: weight of `compute_chosen_nll`.
-        num_pairs: number of pairs in the global batch (all ranks, all micro-batches), so that the shares of all
-            micro-batches add up to the mean over the global batch, regardless of how the batch is divided.
+        num_pairs: number of pairs in the global batch (all ranks, all micro-batches), so that the micro-batches'
+            contributions add up to the mean over the global batch, regardless of how the batch is divided.
     """
     # Without pairs the loss is 0 but still connected to the graph, because every rank must run backward.
     total = sft_weight * compute_chosen_nll(pairs)
