@@ -4,7 +4,7 @@ DeepSpeed 0.19.8 has `offload_states` for this, but at stage 3 it moves master w
 stage 1 in bf16 it moves nothing, and at stages 1 and 2 it breaks later calls to `safe_get_full_optimizer_state`. It also copies
 gradients that are no longer needed. This module therefore works on the tensors' storage: it returns the memory of a tensor to
 the allocator, after copying values that are still needed to the host, and allocates the memory again later. Tensors and
-storages stay the same objects, so all references that DeepSpeed and the optimizer hold, including views, stay valid.
+storages remain the same objects, so all references that DeepSpeed and the optimizer hold, including views, stay valid.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StateOffload:
         return bool(self.engine.device.type == self.device_type)
 
     def offload(self) -> None:
-        """Free the GPU memory of the training state. Until `reload`, only the weights may be read."""
+        """Free the GPU memory of the training state. Until `reload` is called, only the weights may be used."""
         if not self.is_active or self.away or self.dropped:
             return
         release_gathered(self.engine)
