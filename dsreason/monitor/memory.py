@@ -104,7 +104,7 @@ class MemoryLedger:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait for queued work on the GPU, so that its time is attributed to the phase that queued the work."""
+    """Wait for work queued on the GPU, so that its time is attributed to the phase that queued it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -140,7 +140,7 @@ def reset_peak(device: torch.device) -> None:
 def count_available_bytes(
     cgroup_root: Path = Path("/sys/fs/cgroup"), process_cgroup: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Return the available host memory in bytes: that of the machine, or less if a cgroup limits it."""
+    """Return the bytes of host memory that this process can still use: the machine's, or fewer if a cgroup limits them."""
     lines = process_cgroup.read_text() if process_cgroup.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
     for pattern, root, names in GROUP_FILES:

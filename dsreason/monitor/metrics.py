@@ -1,4 +1,4 @@
-"""Metrics of a run; every sink receives all numbers, texts and images under the same names."""
+"""Metrics of a run; every sink receives all values, texts and images under the same names."""
 
 from __future__ import annotations
 
