@@ -271,7 +271,7 @@ class _Reader:
         return REJECTED.match(remainder) is not None or (mark[0] not in ".:" and PREDICATE.match(remainder) is not None)
 
     def find_only_right(self, text: str) -> str | None:
-        """Return the option that is judged right if all others are judged wrong, as in `A: no. B: yes. C: no.`"""
+        """Return the only option that is judged right while others are judged wrong, as in `A: no. B: yes. C: no.`"""
         if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
         letters = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
@@ -281,7 +281,7 @@ class _Reader:
     # ------------------------------------------------------------ rules for texts that name only one option
 
     def find_only_named(self, text: str) -> str | None:
-        """Return the only option that the text names without rejecting it, as `(C)`, `option C` or a separate C."""
+        """Return the only option that the text names without rejecting it, as in `(C)`, `option C` or a bare C."""
         sentences = [
             self.aside.sub("?" if sentence.endswith("?") else "", sentence) for sentence in split_sentences(text)
         ]

@@ -11,7 +11,7 @@ from dsreason.text import QuestionKind, normalize_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:
-    """Return whether the completion gives the sample's answer, parsed and compared as in `Grader`; False without a reference."""
+    """Return whether the completion gives the sample's answer, graded as in `Grader`; False if the sample has no reference."""
     reference, kind = get_reference(sample), get_question_kind(sample)
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return reference is not None and is_same(answer, reference, kind, sample.options)

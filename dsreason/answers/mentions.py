@@ -35,7 +35,7 @@ UNDONE = re.compile(
     r"|(?<!\bi\s)would)\b",
     re.IGNORECASE,
 )
-"""Words before an option's text, in the same clause, for actions that did not happen or were only intended."""
+"""Words before an option's text, in the same clause, for an action that did not happen or was only intended."""
 LINK = (
     r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
     r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|ahead|again|too|also|one|first|next|only|instead|\w+wards?|\w+ly"
