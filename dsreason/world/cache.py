@@ -197,7 +197,7 @@ def compute_fingerprint(*places: Path) -> str:
     which differ between any two trained models; reading 16 GB would take longer than encoding.
 
     Args:
-        places: files, and folders whose files are all included.
+        places: paths of files, or of folders, in which all files are included.
     """
     digest = hashlib.sha256()
     for file in sorted(file for place in places for file in (place.iterdir() if place.is_dir() else [place])):

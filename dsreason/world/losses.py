@@ -105,7 +105,7 @@ def compute_optimality(advantages: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class NFTLoss:
-    """DiffusionNFT's loss per clip, `[B]`, scaled as in the paper's code, and its two terms, which are used only for logging."""
+    """DiffusionNFT's loss per clip, `[B]`, scaled as in the paper's code, and its two terms, which are only logged."""
 
     loss: Tensor
     positive: Tensor
@@ -164,7 +164,7 @@ def compute_nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float
 
 
 def check_shapes(*values: Tensor) -> None:
-    """Raise ValueError if the tensors do not all have the same shape `[B]`: broadcasting would mix up the clips of a batch."""
+    """Raise ValueError unless all tensors have the same shape `[B]`, because broadcasting would mix up the clips of a batch."""
     shapes = [tuple(value.shape) for value in values]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(f"all tensors must have one value per clip, [B]; got the shapes {shapes}")

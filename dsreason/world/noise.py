@@ -17,7 +17,7 @@ from dsreason.world.schema import WorldConfig
 
 
 def make_generator(*key: object) -> np.random.Generator:
-    """Create a random generator whose stream is independent of those for other keys.
+    """Create a random generator for a key; generators of different keys are independent.
 
     The key is hashed to 128 bits, whereas torch's CPU generator uses only 32 bits of its seed.
     """

@@ -116,7 +116,7 @@ class WorldConfigSection(Section):
     num_generations: int = Field(8, ge=2)
     """Clips per prompt. They form a group, within which rewards are compared."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
-    """Optimizer steps per rollout; each trains on the clips of its share of the prompts."""
+    """Optimizer steps per rollout. They split the rollout's prompts, and each step trains on the clips of its own prompts."""
     sampling_steps: int = Field(10, ge=1)
     """Sampler steps from noise to clip in a rollout."""
     schedule: Literal["family", "linear"] = "family"
@@ -234,13 +234,13 @@ class WorldRewardConfig(RewardFunctionsConfig):
     time_limit: float = Field(600.0, gt=0)
     """Seconds to wait for the scores of a request before the run stops."""
     workers: int = Field(1, ge=0)
-    """Number of processes per rank that call your own functions; 0 calls them in the training process, like the built-in ones."""
+    """Number of processes per rank that call your own functions; 0 calls them in the training process, as for built-in ones."""
 
 
 class WorldValidationConfig(JobValidationConfig):
     max_samples: int = Field(16, ge=0)
-    """Maximum number of clips to sample, with the same noise each time, from held-out prompts or, without any, from training
-    prompts."""
+    """Maximum number of clips to sample from held-out prompts, or from training prompts if none are held out. The noise is the
+    same in every validation."""
     sampling_steps: int | None = Field(None, ge=1)
     """Sampler steps from noise to clip. Unset: `world.sampling_steps`."""
     guidance_scale: float | None = Field(None, ge=1)

@@ -1,4 +1,4 @@
-"""Data sets for world models, whose clips are read on demand."""
+"""Data sets for world models; their clips are read on demand."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dsreason.world.data.rows import CheckedRows
 ADVICE = 'a text file with one prompt per line, or a .jsonl file with {"prompt": …} per line'
 JSON_LINES = (".jsonl", ".ndjson")
 STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".toml", ".xml", ".xlsx")
-"""Suffixes of structured files, whose lines are not prompts."""
+"""Suffixes of structured formats; the lines of such files are not prompts."""
 MAX_BYTES = 2 * 1024**3
 
 

@@ -108,7 +108,7 @@ def make_tables(summary: ClipSummary, comparison: ClipComparison | None) -> list
                     ]
                     for name, value in comparison.values.items()
                 },
-                f"Differences between {comparison.clips} pairs of clips with the same prompt and noise.",
+                f"Differences within {comparison.clips} pairs of clips; the clips of a pair have the same prompt and noise.",
             )
         )
     return tables

@@ -95,7 +95,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def find_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, as dotted name → (value in `one`, value in `other`)."""
+    """Return the settings that differ: dotted name → (value in `one`, value in `other`)."""
     first, second = flatten_keys(dict(one)), flatten_keys(dict(other))
     names = dict.fromkeys([*first, *second])
     return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}

@@ -150,7 +150,7 @@ def compute_velocity(
 
 
 class CosmosSharedAttention:
-    """A variant of diffusers' `CosmosAttnProcessor2_0` for self-attention whose heads are sharded over the ranks."""
+    """A variant of diffusers' `CosmosAttnProcessor2_0` that shards the heads of self-attention over the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -84,7 +84,7 @@ def compute_velocity(
 
 
 class WanSharedAttention:
-    """A variant of diffusers' `WanAttnProcessor` for self-attention whose heads are sharded over the ranks."""
+    """A variant of diffusers' `WanAttnProcessor` that shards the heads of self-attention over the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 KEPT = 4096
 """Maximum number of jobs whose scores are kept."""
 KEPT_BYTES = 256 * 2**20
-"""Maximum total size of the stored scores, as JSON."""
+"""Maximum total size of the stored scores in bytes, as JSON."""
 LONGEST_FAILURE = 64_000
 """Maximum number of characters to store of a function's error message."""
 
@@ -175,7 +175,7 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
 def build_failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
     """Build the response to a client that pulls the scores of a failed function.
 
-    `traceback` formats the error, because it also handles errors whose conversion to a string fails.
+    The error is formatted with `traceback`, which also handles errors that cannot be converted to a string.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     return 500, {"message": f'reward "{name}" failed: {text[:LONGEST_FAILURE]}'}

@@ -72,7 +72,7 @@ class ClipScorer:
 
         with open_scorer(WorldRewardConfig(functions={"colour": 1.0, "rewards.py:judge": 0.5})) as scorer:
             pending = scorer.start(clips, latents, rows, fps=16.0)
-            …                           # sample the next clips meanwhile
+            …                           # sample the next clips in the meantime
             scores = pending.result()
 
     Built-in functions are called in a thread, user-defined ones in worker processes. With `reward.workers = 0`, `start` calls

@@ -58,7 +58,7 @@ class Ticket:
 
 
 class RewardService:
-    """The client of a reward service, whose URLs come from the configuration or the environment.
+    """The client of a reward service; its URLs come from the configuration or the environment.
 
     Args:
         pause: seconds before the first retry, doubled for each later retry.

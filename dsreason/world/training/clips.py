@@ -31,7 +31,7 @@ class ClipShare:
     index: int
     count: int
     leads: bool = True
-    """Whether the rank represents its group: only this rank requests rewards and contributes to sums over ranks."""
+    """Whether the rank represents its group; only such ranks request rewards and contribute to sums over ranks."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def draw_num_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
 def build_conditioning(
     places: Sequence[ClipIndex], clean_of: Callable[[ClipIndex], Tensor], config: WorldConfig, step: int
 ) -> Conditioning | None:
-    """Build the given frames of the clips at `places`; return None if no clip of the run has given frames.
+    """Build the given frames of the clips at `places`; return None if the run has no given frames.
 
     Args:
         clean_of: function from a place to the latents `[C, T, h, w]` of its row's real clip.

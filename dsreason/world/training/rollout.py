@@ -79,7 +79,7 @@ def sample_rollout(
         old: weights to sample with; None samples with the policy.
 
     Returns:
-        This rank's share of the samples, as a list per optimizer step, and the metrics of the rollout.
+        This rank's samples, one list per optimizer step, and the metrics of the rollout.
     """
     config = maker.config
     plan = plan_steps(config, maker.sigmas, step)

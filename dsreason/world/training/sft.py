@@ -50,7 +50,7 @@ def make_batches(
     """Build micro-batches from this rank's share of the rows. Collective.
 
     Args:
-        clips: clips of this rank's share of the rows; see `list_local_places`.
+        clips: clips of the rows in this rank's share; see `list_local_places`.
 
     Returns:
         The micro-batches, the same number on every rank (none if no rank has a usable clip), and the errors of the skipped

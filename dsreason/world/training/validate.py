@@ -35,7 +35,7 @@ from dsreason.world.video import Pixels, encode_gif, shrink, write_mp4
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A sampled micro-batch of held-out prompts, whose rewards may still be pending."""
+    """A micro-batch sampled for validation, whose rewards may still be pending."""
 
     batch: ClipMicroBatch
     latents: Tensor
@@ -47,7 +47,7 @@ class SampledBatch:
 
 @dataclass(frozen=True)
 class ValidationClip:
-    """A sampled clip of a held-out prompt."""
+    """A clip sampled for a validation prompt."""
 
     number: int
     row: WorldRow
@@ -55,7 +55,7 @@ class ValidationClip:
     """Rewards by name, and under "" their weighted sum; empty if the run has no rewards."""
     look: Look
     pixels: Pixels | None
-    """Pixels, `[3, T, H, W]`; None if the clip is not shown."""
+    """Pixels, `[3, T, H, W]`; None if the clip will not be shown."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldData
 def sample_clips(
     maker: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
 ) -> list[ValidationClip]:
-    """Sample a clip for each of the rows `numbers` along the ODE, always from the same noise. Collective."""
+    """Sample a clip along the ODE for each row in `numbers`. A row's noise is the same in every call. Collective."""
     share, places = maker.share, [ClipIndex(number, 0) for number in numbers]
     groups = group_local_clips(places, share, maker.config.train.micro_batch_size)
     with share_errors():

@@ -63,7 +63,7 @@ def build_velocity(maker: ClipMaker, batch: ClipMicroBatch, scale: float) -> Vel
 
 
 def add_negative(batch: ClipMicroBatch, negative: Tensor) -> ClipMicroBatch:
-    """Return a micro-batch of the clips with their prompts, followed by the same clips with the negative prompt."""
+    """Return a micro-batch that contains each clip twice: first with its own prompt, then with the negative prompt."""
     conditioning = batch.conditioning
     if conditioning is not None:
         latents, mask = torch.cat([conditioning.latents] * 2), torch.cat([conditioning.mask] * 2)
