@@ -120,7 +120,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
     pipeline = open_pipeline(maker.model_path)
     places = tuple(ClipIndex(number, 0) for number in range(arguments.batch))
     rows = range(arguments.batch)
-    [batch] = maker.inputs.micro_batches([(places, True)], trainer.training, rows, 1, with_clean=False)
+    [batch] = maker.inputs.build_micro_batches([(places, True)], trainer.training, rows, 1, with_clean=False)
     negative = maker.inputs.negative(arguments.batch)
     plan = plan_steps(maker.config, maker.sigmas, 1)
 

@@ -1,4 +1,4 @@
-"""Parser that finds the option a response chooses. It is careful rather than clever: a wrong guess is worse than none.
+"""Parser that finds the option a response chooses. It is cautious, because a wrong guess is worse than none.
 
 The rules, in order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no` (if
 these are the options), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
@@ -35,7 +35,7 @@ from dsreason.text import normalize
 NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
 """The start of the next key in a JSON object."""
 WINDOW = 500
-"""Number of characters around a letter that are searched for words about it."""
+"""Number of characters before and after a letter that are searched for words about this option."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
 AFTER_LETTER = r"""[)\]}"'.:,;!\s]*"""
 MARK = r"""(["']?\s*[)\]}]+[.:,]?|["']?[.,;:!](?=\s)|[.:](?=[^\W\d]{2})|\s+[-–—]+(?=\s))?\s*"""
@@ -56,9 +56,9 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
     for rule, find in (
         ("only letter", reader.read_only_letter),
         ("option text", reader.find_by_text),
-        ("answer is", reader.verdict),
+        ("answer is", reader.find_verdict),
         ("yes or no", reader.find_yes_or_no),
-        ("letter and text", reader.chosen),
+        ("letter and text", reader.read_choice),
     ):
         key_or_unread = find(plain)
         if key_or_unread is not None:
@@ -84,7 +84,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
 
 
 class _Reader:
-    """The rules. Each rule takes a text and returns the key of an option, or None."""
+    """The rules for choosing an option. Each rule takes a text and returns the key of an option, or None."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.keys = {key.upper(): key for key in options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
@@ -118,7 +118,7 @@ class _Reader:
         return self.keys.get(letter.upper())  # the pattern also matches a Turkish İ, which is not a key
 
     def remove_option_list(self, text: str) -> str:
-        """Remove lines that only repeat the options, if at least two of them are consecutive and in order."""
+        """Remove lines that only repeat options, provided that at least two such lines follow each other in order."""
         lines = text.splitlines()
         positions = [self._find_item_index(line) for line in lines]
         steps = [
@@ -143,14 +143,14 @@ class _Reader:
         return self.texts.find_key(text)
 
     def find_yes_or_no(self, text: str) -> str | None:
-        """Return the option that the text's yes or no stands for; None unless the options include both."""
+        """Return the option that matches the text's yes or no; None unless the options include both yes and no."""
         by_text = {option: key for key, option in self.texts.bare.items()}
         if not {"yes", "no"} <= by_text.keys() or self._find_named_keys(text):
             return None
         return by_text.get(read_yes_no(text)[0])
 
-    def chosen(self, line: str) -> str | None:
-        """Return the option of a line that contains only its letter, its text, or both, optionally followed by a reason."""
+    def read_choice(self, line: str) -> str | None:
+        """Return the option of a line that consists of the option's letter, its text, or both, and optionally a reason."""
         if "\n" in line:
             return None
         reason = REASON.search(line)
@@ -166,10 +166,10 @@ class _Reader:
 
     # ------------------------------------------------------------ verdicts
 
-    def verdict(self, text: str) -> str | None:
-        """Return the option of the last verdict; "" if another option follows, None without a verdict.
+    def find_verdict(self, text: str) -> str | None:
+        """Return the option of the last verdict; "" if another option follows it, None if there is no verdict.
 
-        The last verdict counts because a text that corrects itself ends with its answer.
+        The last verdict counts because a text that corrects itself ends with the answer it settles on.
         """
         verdict_keys = [(start, self._read_verdict_line(line)) for start, line in iter_verdicts(text)]
         verdict_keys += [
@@ -211,7 +211,7 @@ class _Reader:
         return not self._has_other_text(match[1] + after)
 
     def _take_last_verdict(self, text: str, verdict_keys: list[tuple[int, str]]) -> str | None:
-        """Return the last verdict; None if another option follows after a change of mind, on a separate line, or at the end."""
+        """Return the last verdict's key; None if a change of mind, a later line or the end of the text names another option."""
         if not verdict_keys:
             return None
         start, key = max(verdict_keys, key=lambda verdict: verdict[0])
@@ -220,20 +220,24 @@ class _Reader:
             return None
         lines, sentences = text[start:].splitlines()[1:], split_sentences(text[start:])[1:]
         later = [*lines, *(line.rpartition(":")[2] for line in lines[-1:]), *sentences[-1:]]
-        return key if {self.chosen(line) for line in later} <= {None, key} else None
+        return key if {self.read_choice(line) for line in later} <= {None, key} else None
 
     def _read_verdict_line(self, line: str) -> str | None:
         line = NEXT_FIELD.split(line)[0]
         sentence = re.split(r"(?<=[.!?;])\s", line)[0]
         if self._has_other_text(line):
             return None
-        return self.chosen(line) or self.chosen(sentence) or self._read_letter_and_words(REASON.sub("", sentence))
+        return (
+            self.read_choice(line)
+            or self.read_choice(sentence)
+            or self._read_letter_and_words(REASON.sub("", sentence))
+        )
 
     # ------------------------------------------------------------ rules for the layout of a text
 
     def find_own_line(self, text: str) -> str | None:
-        """Return the option that is alone on a line, if only one option is."""
-        key_of_line = {line: self.chosen(line) for line in text.splitlines()}
+        """Return the option that stands alone on a line; None if no option does, or several do."""
+        key_of_line = {line: self.read_choice(line) for line in text.splitlines()}
         keys = set(key_of_line.values()) - {None}
         other_lines = [line for line, key in key_of_line.items() if key is None]
         if len(keys) != 1 or any(SECOND_THOUGHT.search(line) or self._has_other_text(line) for line in other_lines):
@@ -241,7 +245,7 @@ class _Reader:
         return keys.pop()
 
     def read_letter_and_text(self, text: str) -> str | None:
-        """Return the option of `C. move left`: a letter and a separator, followed by words that do not name another option."""
+        """Return the option of a text like `C. move left`: a letter, a separator, and words that do not name another option."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or SECOND_THOUGHT.search(remainder) or mark[0] == ",":
             return self._read_letter_and_words(text)
@@ -251,13 +255,13 @@ class _Reader:
         joined = re.match(
             rf"(?:(?:and|or)\s+|[&/]\s*)?[(\[]?({self.letter})(?![\w'’-])", self._remove_articles(remainder)
         )
-        is_another = any(self.chosen(line) not in (None, letter) for line in remainder.splitlines())
+        is_another = any(self.read_choice(line) not in (None, letter) for line in remainder.splitlines())
         if is_list or joined or is_another or self._has_other_text(text):
             return None
         return None if self._is_remark(mark, remainder) else letter
 
     def _read_letter_and_words(self, text: str) -> str | None:
-        """Return the option of a letter and a separator that are followed by words about this option only."""
+        """Return the option of a letter and a separator if the words after them are only about this option."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or self._has_other_text(text) or self._find_named_keys(remainder) - {letter}:
             return None
@@ -267,7 +271,7 @@ class _Reader:
         return REJECTED.match(remainder) is not None or (mark[0] not in ".:" and PREDICATE.match(remainder) is not None)
 
     def find_only_right(self, text: str) -> str | None:
-        """Return the option that is judged right if all others are judged wrong, as in `A: no. B: yes. C: no.`"""
+        """Return the only option that is judged right while others are judged wrong, as in `A: no. B: yes. C: no.`"""
         if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
         letters = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
@@ -277,7 +281,7 @@ class _Reader:
     # ------------------------------------------------------------ rules for texts that name only one option
 
     def find_only_named(self, text: str) -> str | None:
-        """Return the only option that the text names without rejecting it, as `(C)`, `option C` or a separate C."""
+        """Return the only option that the text names without rejecting it, as in `(C)`, `option C` or a bare C."""
         sentences = [
             self.aside.sub("?" if sentence.endswith("?") else "", sentence) for sentence in split_sentences(text)
         ]
@@ -298,9 +302,9 @@ class _Reader:
         )
 
     def find_only_text(self, text: str) -> str | None:
-        """Return the only option whose text the response answers with; see `mentions`."""
+        """Return the only option that the response answers with by giving its text; see `mentions`."""
         sentences = split_sentences(text)
-        key = self.texts.answered(sentences, self._find_named_keys(text))
+        key = self.texts.find_answered(sentences, self._find_named_keys(text))
         if SECOND_THOUGHT.search(text) or self._is_taken_back(sentences) or self.mentioned.search(text):
             return None
         return key
@@ -328,7 +332,7 @@ class _Reader:
         for match in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
             before = take_text_before(text, match.start(), WINDOW)
             before_text = normalize(before).rstrip(" ([")
-            other_texts = self.texts.others(self.keys[match[1]])
+            other_texts = self.texts.iter_others(self.keys[match[1]])
             is_other = before.endswith("(") and any(before_text.endswith(other) for other in other_texts if other)
             if is_other or self._has_other_text(text[match.start() : match.start() + WINDOW]):
                 return True
@@ -344,7 +348,7 @@ class _Reader:
         return {key for pair in re.findall(marks, text, re.IGNORECASE) if (key := self.to_key("".join(pair)))}
 
     def _find_named_keys(self, text: str) -> set[str]:
-        """Return all options that the text may refer to, including bare capitals except "A" and "I" used as words."""
+        """Return all options that the text may refer to, also by a bare capital, unless it is "A" or "I" used as a word."""
         words = re.sub(r"\bI\b", "", self._remove_articles(text))
         bare = re.findall(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", words)
         return self._find_marked_keys(text) | {self.keys[letter] for letter in bare}

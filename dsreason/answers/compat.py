@@ -12,9 +12,9 @@ from dsreason.answers.types import AnswerType, Parsed
 
 
 def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
-    """Return the first letter from A to Z; for `reasoning`, the first one inside `<answer>…</answer>`.
+    """Return the first capital letter as the answer; for `reasoning`, the first one inside `<answer>…</answer>`.
 
-    The first `<think>` block is returned only for `reasoning`.
+    For `reasoning`, the first `<think>` block is returned as well.
     """
     if answer_type == "letter":
         return Parsed(*_find_first_capital(text, "first capital"))
@@ -34,7 +34,7 @@ def extract_tagged_answer(text: str) -> str:
 
 
 def _extract_tag(text: str, tag: str) -> str | None:
-    """Return what `<tag>(.*?)</tag>` would match, without rescanning the text for each start tag that has no end tag."""
+    """Return the group of the first match of `<tag>(.*?)</tag>`, without rescanning the text for each unclosed start tag."""
     inside, end, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
     return inside if end else None
 

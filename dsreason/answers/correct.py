@@ -1,4 +1,4 @@
-"""The rule that decides whether an answer is correct; validation, rewards and evaluation share it."""
+"""The rule that decides whether an answer is correct, shared by validation, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.text import QuestionKind, normalize_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:
-    """Return whether the completion gives the sample's answer, parsed and compared as in `Grader`; False without a reference."""
+    """Return whether the completion gives the sample's answer, graded as in `Grader`; False if the sample has no reference."""
     reference, kind = get_reference(sample), get_question_kind(sample)
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return reference is not None and is_same(answer, reference, kind, sample.options)
@@ -29,7 +29,7 @@ def get_question_kind(sample: Sample) -> QuestionKind:
 
 
 def get_reference(sample: Sample) -> str | None:
-    """Return the expected answer: `sample.answer`, or else the text of a final assistant turn, including tags.
+    """Return the expected answer: `sample.answer`, or else the text of the last turn if it is the assistant's, tags included.
 
     Return None if both are missing or blank.
     """
@@ -41,7 +41,7 @@ def get_reference(sample: Sample) -> str | None:
 
 
 def is_same(answer: str, reference: str, kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
-    """Return whether a parsed answer equals the reference, which may be a response with tags; "" never does."""
+    """Return whether a parsed answer equals the reference, which may be a response with tags. An empty answer never does."""
     expected = parse(reference, "reasoning", kind=kind, options=options).answer
     if not answer or not expected:
         return False

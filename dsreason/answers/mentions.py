@@ -18,10 +18,10 @@ from dsreason.text import normalize, normalize_option
 PART = re.compile(r"[,;]|\bbut\b")
 """Boundary between a denied part of a sentence and its replacement."""
 MARKED = re.compile("«(.+?)»")
-"""Pattern of the marks that replace option texts."""
+"""Pattern of a mark that has replaced an option's text."""
 OR_BEFORE, OR_BEHIND = re.compile(r"\bor\s+(?:\w+\s+)?$"), re.compile(r"\s*or\b")
 WINDOW = 50
-"""Number of characters before and after an option's text that can show its role in the sentence."""
+"""Number of characters before and after an option's text that are searched for its role in the sentence."""
 LONGEST = 300
 """Maximum length of a sentence that can be an answer, in characters."""
 SAID_OF = re.compile(
@@ -35,7 +35,7 @@ UNDONE = re.compile(
     r"|(?<!\bi\s)would)\b",
     re.IGNORECASE,
 )
-"""Words before an option's text, in the same clause, for actions that did not happen or were only intended."""
+"""Words before an option's text, in the same clause, for an action that did not happen or was only intended."""
 LINK = (
     r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
     r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|ahead|again|too|also|one|first|next|only|instead|\w+wards?|\w+ly"
@@ -103,7 +103,7 @@ LINKS = (
     rf"\s+(?:because(?:\s+of)?|due\s+to|by|at|in|on)\s+{ARTICLE}"
     rf"|(?:i|we)\s+(?:would\s+)?attribute\s+(?:it|this|the\s+\w+)\s+to\s+|{ARTICLE})"
 )
-"""A subject and the words that link it to the option."""
+"""A subject and the words that connect it with the option."""
 TAIL = (
     rf"(?:\s+(?:(?:in|of)\s+(?:the|this)\s+{SCENE}|at\s+the\s+(?:line|crossing|intersection|junction|light)|here|now|it\s+is)\b"
     r"|,?\s+i\s+(?:think|believe|guess))?"
@@ -114,7 +114,7 @@ COUNTS = re.compile(
     rf"\W*(?:{OPENING}){{0,2}}(?:there\s+(?:is|are|was|were)|(?:i|we|you)\s+(?:can\s+)?(?:see|count|counted|observe))\s+{SURELY}"
     rf"«([^»]+)»\s+(?!left|seconds?|minutes?|hours?|times|frames?|met(?:er|re)s?|options?|choices|answers|reasons|ways)[^\W\d]\w*{TAIL}"
 )
-"""Answers that count things, such as `there are «C» cars`."""
+"""Answers that state a count, such as `there are «C» cars`."""
 NUMBER = re.compile(r"[\d.,]+|zero|one|two|three|four|five|six|seven|eight|nine|ten")
 MEASURED = re.compile(rf"\b(?:the|this|that|these|those|its)\s+(?!number\b|count\b|total\b|sum\b|{SCENE})[^,]*$")
 """Contexts before a number that the question may not ask for, as in "the speed limit is «C»"."""
@@ -131,7 +131,7 @@ def is_denied(sentence: str) -> bool:
 
 
 class OptionTexts:
-    """Texts of a question's options, and methods that find the option a response refers to."""
+    """The texts of a question's options, with methods that find the option to which a response refers."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.bare = {key: normalize_option(clean_text(text)) for key, text in (options or {}).items()}
@@ -141,7 +141,7 @@ class OptionTexts:
         """Option texts that can be recognised unambiguously in a sentence, longest first."""
 
     def find_key(self, text: str) -> str | None:
-        """Return the key of the option that has exactly this text; None unless there is exactly one."""
+        """Return the key of the option whose text equals `text` after normalisation; None if no option or several match."""
         keys = (
             [key for key, option in self.bare.items() if option == normalize_option(text)]
             if text.strip(" .!;,")
@@ -149,11 +149,11 @@ class OptionTexts:
         )
         return keys[0] if len(keys) == 1 else None
 
-    def others(self, key: str) -> Iterator[str]:
+    def iter_others(self, key: str) -> Iterator[str]:
         return (option for other, option in self.bare.items() if other != key)
 
-    def answered(self, sentences: Sequence[str], named: set[str]) -> str | None:
-        """Return the option whose text the last sentence answers with; None if another option is affirmed or this one is denied.
+    def find_answered(self, sentences: Sequence[str], named: set[str]) -> str | None:
+        """Return the option that the last sentence answers with; None if the text affirms another option or denies this one.
 
         If the response names only this option's letter (`named`), one sentence that affirms the option's text is sufficient.
         """
@@ -182,7 +182,7 @@ class OptionTexts:
             if match is None:
                 continue
             end = sentence[match.start() :]
-            if end != phrase and any(other.startswith(end) for other in self.others(key)):
+            if end != phrase and any(other.startswith(end) for other in self.iter_others(key)):
                 return None
             if " " not in phrase and any(_is_part(word, sentence) for word in match.re.finditer(sentence)):
                 return None
@@ -191,7 +191,7 @@ class OptionTexts:
 
     @staticmethod
     def _iter_mentions(marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
-        """Yield each option that a sentence mentions, and whether the sentence affirms it.
+        """Yield each option that a sentence mentions, and whether its clause affirms it.
 
         An option is not affirmed if the clause denies it ("failed to «D»"), if it is one of several ("«A» or «B»"), or if
         an earlier "if" makes it conditional.
@@ -212,7 +212,7 @@ class OptionTexts:
 
 
 def _find_answer(marked: str, *, is_number: bool) -> str | None:
-    """Return the option that a sentence answers with; None if the sentence does not have the form of an answer."""
+    """Return the option that a sentence answers with; None if the sentence does not match any form of an answer."""
     match = (ANSWERS.fullmatch(marked) or COUNTS.fullmatch(marked)) if len(marked) <= LONGEST else None
     if match is None:
         return None

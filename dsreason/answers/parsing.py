@@ -1,4 +1,4 @@
-"""Parser that splits a response into its reasoning and its answer, and names the rule that found the answer."""
+"""Parser that splits a response into reasoning and answer, and names the rule that found the answer."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def parse(
 
     `default` parses the text after the reasoning: the last `<answer>` block, complete or truncated, or else all remaining text
     (`reasoning` expects the tags, so the rule then ends in "without answer tags"). The expected answer depends on `kind`:
-      - multiple_choice: the only option that the text chooses, as its key in `options`; for the rules see `choices`.
+      - multiple_choice: the key in `options` of the only option that the text chooses; see `choices` for the rules.
       - yes_no: `yes` or `no`.
       - ordinal: a number on a separate line, or after "score", "rating" or "the answer is", exactly as written.
       - open, free_text: the complete text.
-    `compat` is the parser of cosmos-reason1 for all kinds; it takes the first capital letter, see the module `compat`.
+    `compat` is the parser of cosmos-reason1, which takes the first capital letter for every kind; see the module `compat`.
 
     Example: `parse("<think>It turns.</think> <answer>C. left</answer>", "reasoning")` gives
     `Parsed(answer="C", reasoning="It turns.", rule="letter and text")`.
@@ -74,7 +74,7 @@ def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None
 
 
 def read_number(text: str) -> tuple[str, str]:
-    """Return a number as written and the rule: the first line with only a number (`4.`, `4/5`), or else the last "score: 4"."""
+    """Return a number as written, and its rule: the first line that is only a number (`4.`, `4/5`), or the last "score: 4"."""
     boxed = find_last_boxed(text)
     plain = strip_markup(text if boxed is None else boxed)
     for line in plain.splitlines():

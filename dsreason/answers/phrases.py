@@ -58,7 +58,7 @@ LEADS = (
     r"|sure|certainly|absolutely|clearly|obviously|probably|possibly|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
     r"|,\s+but\b|\bnot\s[^.,;:\n]{1,30}\sbut\b|['’]s\b|\bi\.e\.|[=-]>|[→⇒∴=])"
 )
-"""Words directly before an answer at the end of its clause that affirm the answer."""
+"""Words that affirm the answer that directly follows them at the end of the clause."""
 
 YES_NO = re.compile(
     r"[\W_]*(yes|no|true|false|(?:definitely|certainly|absolutely|surely|probably)\s+not)"
@@ -121,12 +121,12 @@ FITS = (
     rf"|(?:best\s+)?(?:fits|matches|describes|applies)\b(?:{FITS_WHAT}|\s+to\s+(?:the|this|what)\b|{FITS_END}))"
     rf"(?!(?:(?!{ASIDE})[^.!?\n]){{0,200}}?{DOUBTFUL})"
 )
-"""Statements after a letter that are usually made only about the chosen option."""
+"""Statements after a letter that usually refer only to the chosen option."""
 JUDGEMENT = (
     r"[)\].:?]*\s*[:=–—-]?\s+(?i:(?:is\s+)?(?:(yes|correct|right|true)|(no|incorrect|wrong|false|not\s+correct)))"
     r"(?=\s*(?:$|[.,;!\n)]))"
 )
-"""Judgements after a letter, right or wrong, in texts that judge each option."""
+"""Judgements (right or wrong) after a letter, in texts that judge each option."""
 REASON = re.compile(rf"{ASIDE}.*|[,;]?\s+not\b.*", re.IGNORECASE)
 """Reason or rejected alternative after a choice, as in "B because A is too slow" and "B, not A"."""
 PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|has|makes|and|or|nor)\b|\w+n['’]t\b")
@@ -143,19 +143,19 @@ POSSIBLY = re.compile(
     r"|\b(?:could|may|might|would\s+need)\b[^,;]*$",
     re.IGNORECASE,
 )
-"""Words before a letter, in the same sentence, that show that it is not yet a conclusion."""
+"""Words before a letter, in the same sentence, that show that the option is not yet the conclusion."""
 HEDGE = re.compile(r"maybe|perhaps|possibly", re.IGNORECASE)
 """Hedges. An option after a hedge counts only if the sentence names no other option."""
 SUPPORTED = (
     r"(?:shows|seems|looks|appears|best|alone|(?:most\s+)?likely|for\s+sure|of\s+course"
     r"|(?:obvious|definite|clear|probab|certain)ly)"
 )
-"""Words after the only letter of a text that affirm the option."""
+"""Words that affirm an option if they follow the only letter in a text."""
 ARTICLES = r"la|el|die|der|das|le|est|es|ist|è|é|opci[oó]n|opzione|opção|with|like|do"
-"""Words that may precede the letter of an option if it is the only letter of a text."""
+"""Words that may precede an option's letter if it is the only letter in a text."""
 
 MENTION = (
     r"(?:look(?:ing)?\s+at|(?:consider|check|evaluat|examin|discuss)(?:e|ing)?|regarding|as\s+for|about"
     r"|compared\s+(?:to|with)|(?:grade|type|class|level|vitamin|plan)\s*:?)\s+"
 )
-"""Words before a letter that is only mentioned, or that is a grade rather than an option."""
+"""Words before a letter that is only mentioned, or that stands for a grade or type rather than an option."""

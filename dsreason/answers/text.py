@@ -11,9 +11,9 @@ PUNCTUATION = str.maketrans(
     | dict.fromkeys("【〔《", "(")
     | dict.fromkeys("】〕》", ")")
 )
-"""Punctuation of other languages and scripts that NFKC normalization does not change → ASCII."""
+"""Punctuation of other languages and scripts that NFKC normalization leaves unchanged → ASCII."""
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-"""Characters of scripts that use no spaces between a letter and the words around it."""
+"""Characters of scripts that do not put spaces between a Latin letter and the words around it."""
 ABBREVIATION = re.compile(r"\b(?:fig|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
 NUMBER_SIGN = re.compile(r"\bno\.$", re.IGNORECASE)
 """Abbreviation of "number" if a digit follows; otherwise, "no." is an answer."""
@@ -46,7 +46,7 @@ def clean_text(text: str) -> str:
 
 
 def take_text_before(text: str, position: int, limit: int) -> str:
-    """Return at most `limit` characters before `position`; a copy of all text before each position would be slow."""
+    """Return at most `limit` characters before `position`; copying the entire text before each position would be slow."""
     return text[max(0, position - limit) : position]
 
 

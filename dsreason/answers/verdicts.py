@@ -9,18 +9,18 @@ from dsreason.answers.phrases import CHANGED_MIND, ECHO, LED_YES_NO, PROVISIONAL
 from dsreason.answers.text import find_last_boxed, split_sentences, strip_markup, take_text_before
 
 UNREAD = ("", "none")
-"""Answer and rule of a response in which no answer was found."""
+"""Answer and rule that are returned if no answer is found."""
 
 
-def iter_verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
-    """Yield the start of each verdict that is not retracted, and at most 500 characters of the line after it."""
-    for match in begins.finditer(text):
+def iter_verdicts(text: str, pattern: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
+    """Yield the start of each verdict that is not retracted, and up to 500 characters of the rest of its line."""
+    for match in pattern.finditer(text):
         if not is_refused(text, match.start()):
             yield match.start(), text[match.end() : match.end() + 500].partition("\n")[0]
 
 
 def is_refused(text: str, start: int) -> bool:
-    """Return whether its clause ("I do not think that") or sentence ("at first", "if") retracts the verdict at `start`."""
+    """Return whether the words before the verdict at `start` retract it: "I do not think that", "at first", "if"."""
     before = take_text_before(text, start, 200)
     sentence = re.split(r"[.;!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before)[-1]
     clause = re.split("[,:]", sentence)[-1]
@@ -30,8 +30,8 @@ def is_refused(text: str, start: int) -> bool:
 def read_yes_no(text: str) -> tuple[str, str]:
     """Return `yes` or `no` and the rule: the last verdict ("the answer is no"), or else the first words of lines or sentences.
 
-    All first words that are a yes or no must agree. Without such words, conclusions such as "so no" count. "True"
-    and "definitely not" are answers, too. After a change of mind ("wait"), only the text that follows counts.
+    If several lines or sentences begin with yes or no, they must agree; if none does, conclusions such as "so no" count.
+    Synonyms such as "true" and "definitely not" are read too. After a change of mind ("wait"), only the later text counts.
     """
     boxed = find_last_boxed(text)
     plain = ECHO.sub("", strip_markup(text if boxed is None else boxed))

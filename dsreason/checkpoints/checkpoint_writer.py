@@ -204,7 +204,7 @@ class CheckpointWriter:
         beside = sum(average.nbytes for average in self.averages.values())
         self.snapshot.copy(beside)
         averages = {
-            label: average.copies() if self.snapshot.copied else average.shares
+            label: average.copy_shards() if self.snapshot.copied else average.shares
             for label, average in self.averages.items()
         }
         write_state = build_state_writer(self.engine, partial, state, self.world, averages)

@@ -1,4 +1,4 @@
-"""Averages of the trained weights, such as an exponential moving average; each rank keeps its shard in host memory."""
+"""Averages of the trained weights, such as exponential moving averages; each rank keeps its shard in host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsreason.engine.engine import get_full_shape, is_partitioned
 from dsreason.engine.host_memory import HostBuffer
 from dsreason.engine.reference import (
     allocate_share_buffer,
-    cut_share,
+    extract_shard,
     get_local_shares,
     get_trained_parameters,
     set_policy_aside,
@@ -32,14 +32,14 @@ class WeightAverage:
     methods together.
 
     Args:
-        room: buffer from `allocate_share_buffer` that holds the policy while the engine uses the average. It can be shared
-            if only one user needs it at a time; None allocates a separate one.
+        policy_buffer: buffer from `allocate_share_buffer` that holds the policy while the engine uses the average. Several
+            averages and references may share it if only one of them is in place at a time; None allocates a separate buffer.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
+    def __init__(self, engine: DeepSpeedEngine, policy_buffer: HostBuffer | None = None) -> None:
         self.engine = engine
         self.shares = {name: share.float().to("cpu", copy=True) for name, share in iter_master_shares(engine)}
-        self._policy = room or allocate_share_buffer(engine)
+        self._policy = policy_buffer or allocate_share_buffer(engine)
 
     @property
     def nbytes(self) -> int:
@@ -56,14 +56,14 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the average in the engine's forward passes inside the `with` block, which must not train anything."""
+        """Use the average in the engine's forward passes inside the `with` block, in which nothing may be trained."""
         with set_policy_aside(self.engine, self._policy):
             for engine_share, share in zip(get_local_shares(self.engine), self.shares.values(), strict=True):
                 engine_share.copy_(share)
             yield
 
     @torch.no_grad()
-    def full(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the full float32 average of each trained parameter. All ranks must exhaust the iterator together."""
         for name, parameter in get_trained_parameters(self.engine).items():
             shape, share = get_full_shape(parameter), self.shares[name].to(self.engine.device)
@@ -73,12 +73,12 @@ class WeightAverage:
                 share = parts[: shape.numel()].view(shape)
             yield name, share
 
-    def copies(self) -> dict[str, Tensor]:
+    def copy_shards(self) -> dict[str, Tensor]:
         """Return a copy of this rank's current shards, for a checkpoint."""
         return {name: share.clone() for name, share in self.shares.items()}
 
     def load(self, checkpoint: Path, label: str, saved_ranks: int) -> None:
-        """Load the average from a checkpoint written by `saved_ranks` ranks. Raise CheckpointError if the checkpoint has none."""
+        """Load the average from a checkpoint written by `saved_ranks` ranks. Raise CheckpointError if its files are missing."""
         rank = dist.get_rank()
         same_ranks = saved_ranks == dist.get_world_size()
         ranks = [rank] if same_ranks else range(saved_ranks)
@@ -87,15 +87,15 @@ class WeightAverage:
             raise CheckpointError(f"{missing[0]}: is missing; choose another checkpoint")
         for name, parameter in get_trained_parameters(self.engine).items():
             parts = [read_tensor(file, name) for file in files]
-            self.shares[name].copy_(parts[0] if same_ranks else partition_again(parameter, parts, rank))
+            self.shares[name].copy_(parts[0] if same_ranks else repartition(parameter, parts, rank))
 
 
-def partition_again(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
-    """Return this rank's shard of a parameter that was saved as `parts`, one per rank of an earlier run."""
+def repartition(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
+    """Return this rank's shard of a parameter that a different number of ranks saved as `parts`, one part per rank."""
     if not is_partitioned(parameter):
         return parts[0]
     values = torch.cat([part.flatten() for part in parts])[: get_full_shape(parameter).numel()]
-    return cut_share(parameter, values, rank)
+    return extract_shard(parameter, values, rank)
 
 
 def read_saved_average(
@@ -117,7 +117,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 
 def get_average_file(label: str, rank: int) -> str:
-    """Return the name of the checkpoint file that holds a rank's shard, such as `average_ema_rank_0.safetensors`."""
+    """Return the name of the checkpoint file with a rank's shard, such as `average_ema_rank_0.safetensors`."""
     return f"average_{label}_rank_{rank}.safetensors"
 
 

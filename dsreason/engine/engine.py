@@ -30,7 +30,7 @@ def build_engine(
     The caller marks the end of each step (see `add_gradient`), so the number of micro-batches may change from step to step.
 
     Args:
-        blocks: class names of the modules that ZeRO-3 gathers in one piece, such as decoder layers.
+        blocks: class names of the modules, such as decoder layers, that ZeRO-3 gathers as a unit.
     """
     groups = build_parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
@@ -55,7 +55,7 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def build_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the trainable parameters: matrices with weight decay; vectors, such as biases, without. Omit empty groups."""
+    """Group the trainable parameters: matrices get weight decay; vectors, such as biases, do not. Omit empty groups."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("model.freeze: all parameters are frozen; remove a pattern")
@@ -69,7 +69,7 @@ def build_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[s
 
 
 def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
-    """Return whether ZeRO-3 has partitioned this parameter over the ranks."""
+    """Return whether ZeRO-3 has partitioned the parameter across the ranks."""
     return hasattr(parameter, "ds_id")
 
 
@@ -81,8 +81,8 @@ def get_full_shape(parameter: nn.Parameter) -> torch.Size:
 def add_gradient(engine: DeepSpeedEngine, loss: Tensor, num_ranks: int, *, last: bool) -> None:
     """Run the backward pass of one micro-batch's part of the step's loss.
 
-    The step's loss is the sum of these parts over all micro-batches and ranks. Ranks that compute a row together each
-    contribute the gradient of their own tokens. DeepSpeed averages gradients over ranks; the factor `num_ranks` turns the
+    The step's loss is the sum of these parts over all micro-batches and ranks. If several ranks share a row, each of them
+    contributes the gradient of its own tokens. DeepSpeed averages gradients over ranks; the factor `num_ranks` turns the
     mean back into a sum.
 
     Args:
@@ -131,8 +131,8 @@ def iter_full_parameters(
     """Yield the Hugging Face name and the full tensor of every parameter not in `without`; tied parameters only once.
 
     All ranks must exhaust the iterator together. The tensors are the model's own (with `master`, float32 copies of the
-    trained ones) and are valid only until the next one is yielded, so copy those you keep. At most about `bucket_mb` MiB
-    are gathered at a time.
+    trained ones) and are valid only until the next one is yielded, so copy any that you keep. At most about `bucket_mb`
+    MiB are gathered at a time.
     """
     named_parameters = [
         ((to_hf_name(name), p), [p]) for name, p in engine.module.named_parameters() if to_hf_name(name) not in without
@@ -142,7 +142,7 @@ def iter_full_parameters(
 
 
 def gather_items(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: float) -> Iterator[T]:
-    """Yield each item while its parameters are gathered, in buckets of about `bucket_mb` MiB. Collective."""
+    """Gather the items' parameters in buckets of about `bucket_mb` MiB; yield each item while its own are present. Collective."""
     for bucket in plan_buckets(items, bucket_mb * 2**20):
         partitioned = [parameter for _, parameters in bucket for parameter in parameters if is_partitioned(parameter)]
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):

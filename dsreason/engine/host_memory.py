@@ -1,4 +1,4 @@
-"""Host buffers for GPU tensors: pinned and split into pieces, so that copies in both directions run at bus speed."""
+"""Host buffers for GPU tensors. They are pinned, so that copies in both directions run at bus speed, and split into pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 PIECE = 2**26
-"""Size of a piece in bytes. torch rounds pinned allocations up to a power of two, so one large block could take twice as much."""
+"""Size of a piece in bytes. torch rounds pinned allocations up to a power of two, so one large block could waste half of it."""
 STAGE = 2**24
 """Size in bytes of each of the two pinned buffers that `StagedCopy` uses."""
 

@@ -1,4 +1,4 @@
-"""The policy's weights, under their names in the model that it was loaded from, and the deltas of its adapters."""
+"""The policy's weights, named as in the model from which it was loaded, and the deltas of its adapters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Weight:
     adapter: tuple[nn.Parameter, ...] = ()
     scale: float = 0.0
     quantized: NF4Linear | None = None
-    """Layer that the parameter belongs to, if its weight is stored in 4 bits; otherwise None."""
+    """Layer that stores the weight in 4 bits; None if the weight is not quantised."""
 
     @property
     def is_constant(self) -> bool:
-        """Return whether training leaves the weight unchanged."""
+        """Whether training leaves the weight unchanged."""
         return not (self.adapter or self.parameter.requires_grad)
 
     def values(self, *, master: bool) -> Tensor:
@@ -70,7 +70,7 @@ def iter_merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of every weight not in `without`, with its adapter merged into the tensor.
 
-    The merged tensor is a copy: the model's own weight stays unchanged. Everything else is as in
+    The merged tensor is a copy: the model's own weight stays unchanged. In all other respects, this works like
     `iter_unmerged_parameters`.
     """
     for name, tensor, delta in iter_unmerged_parameters(engine, bucket_mb, without=without):

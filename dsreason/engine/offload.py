@@ -1,10 +1,10 @@
-"""Offload of the training state during rollouts: the state leaves the GPU while completions are sampled, then is restored.
+"""Offload of the training state during rollouts: the state leaves the GPU while completions are sampled, and then returns.
 
 DeepSpeed 0.19.8 has `offload_states` for this, but at stage 3 it moves master weights and moments only with its FusedAdam, at
-stage 1 in bf16 it moves nothing, and at stages 1 and 2 it breaks later calls of `safe_get_full_optimizer_state`. It also copies
+stage 1 in bf16 it moves nothing, and at stages 1 and 2 it breaks later calls to `safe_get_full_optimizer_state`. It also copies
 gradients that are no longer needed. This module therefore works on the tensors' storage: it returns the memory of a tensor to
 the allocator, after copying values that are still needed to the host, and allocates the memory again later. Tensors and
-storages stay the same objects, so all references that DeepSpeed and the optimizer hold, including views, stay valid.
+storages remain the same objects, so all references that DeepSpeed and the optimizer hold, including views, stay valid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from dsreason.engine.engine import get_full_shape, is_partitioned
 from dsreason.engine.host_memory import HostBuffer, wait_for_copies
-from dsreason.engine.rollout_memory import EVERYTHING, OffloadAmount, RolloutMemory, allow_outside, count_moving
+from dsreason.engine.rollout_memory import (
+    EVERYTHING,
+    OffloadAmount,
+    RolloutMemory,
+    count_moving,
+    estimate_outside_bytes,
+)
 from dsreason.engine.zero3 import release_gathered
 from dsreason.monitor.memory import GIB
 
@@ -42,7 +48,7 @@ class StateOffload:
     Args:
         device_type: type of the device whose tensors are offloaded. An engine on another device is left alone; tests set
             "cpu".
-        amount: amount of state to offload.
+        amount: limits on what to offload; by default, everything.
     """
 
     def __init__(self, engine: DeepSpeedEngine, device_type: str = "cuda", amount: OffloadAmount = EVERYTHING) -> None:
@@ -60,12 +66,12 @@ class StateOffload:
         return bool(self.engine.device.type == self.device_type)
 
     def offload(self) -> None:
-        """Free the GPU memory of the training state. Until `reload`, only the weights may be read."""
+        """Free the GPU memory of the training state. Until `reload` is called, only the weights may be used."""
         if not self.is_active or self.away or self.dropped:
             return
         release_gathered(self.engine)
         moving = self.select_moving()
-        dropped = self._select_on_device(self.gradients()) if self.amount.drop_gradients else []
+        dropped = self._select_on_device(self.list_gradients()) if self.amount.drop_gradients else []
         assert not get_storages(self._list_weights()) & get_storages([*moving.values(), *dropped])
         for name, tensor in moving.items():
             if name not in self.host:
@@ -88,13 +94,13 @@ class StateOffload:
             self.host[name].restore([get_raw_bytes(tensor)])
         self.away, self.dropped = {}, []
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes that can leave this rank's GPU, by kind of tensor. Moments count even before AdamW creates them."""
+    def measure_sizes(self) -> dict[str, int]:
+        """Return how many bytes can leave this rank's GPU, by kind of tensor. Moments count even before AdamW creates them."""
         moments, masters = self._measure_tensors()
         return {
             "master weights": sum(masters),
             "moments": sum(moments),
-            "gradient buffers": count_bytes(self._select_on_device(self.gradients())),
+            "gradient buffers": count_bytes(self._select_on_device(self.list_gradients())),
         }
 
     def measure(self, utilization: float, bucket_bytes: int, num_ranks: int) -> RolloutMemory:
@@ -102,12 +108,12 @@ class StateOffload:
 
         Args:
             utilization: vLLM's share of the GPU memory, from 0 to 1.
-            bucket_bytes: maximum bytes of weights that a weight sync gathers at a time, unless a single weight is larger.
+            bucket_bytes: maximum size of the weights that a weight sync gathers at a time, unless a single weight is larger.
         """
         release_gathered(self.engine)
-        device, sizes = self.engine.device, self.sizes()
+        device, sizes = self.engine.device, self.measure_sizes()
         free, total = torch.cuda.mem_get_info(device)
-        state = self._select_on_device([*self.masters(), *self.moments(), *self.gradients()])
+        state = self._select_on_device([*self.list_masters(), *self.list_moments(), *self.list_gradients()])
         return RolloutMemory(
             total=total,
             vllm=math.ceil(total * utilization),
@@ -116,14 +122,14 @@ class StateOffload:
             moments=sizes["moments"],
             masters=sizes["master weights"],
             sync=2 * max(bucket_bytes, self._find_largest_weight()),
-            outside=max(allow_outside(num_ranks), total - free - torch.cuda.memory_reserved(device)),
+            outside=max(estimate_outside_bytes(num_ranks), total - free - torch.cuda.memory_reserved(device)),
         )
 
     def describe(self) -> str:
-        """Return a log line with the state that moves, the state already on the host, and the state that stays on the GPU."""
+        """Describe for the log which state moves, which is already on the host, and which stays on the GPU."""
         if not self.is_active:
             return f"offload during rollouts: none, because training runs on {self.engine.device.type.upper()}"
-        sizes = self.sizes()
+        sizes = self.measure_sizes()
         gradients = sizes.pop("gradient buffers")
         moving = self._count_moving_bytes()
         moves = [f"{name} {size / GIB:.2f} GiB" for name, size in moving.items() if size]
@@ -142,11 +148,11 @@ class StateOffload:
     # ------------------------------------------------------------ tensors
 
     def select_moving(self) -> dict[str, Tensor]:
-        """Return the tensors to copy to the host, by names that are the same in every rollout."""
+        """Return the tensors to copy to the host, by name; a tensor has the same name in every rollout."""
         num_moments, num_masters = self._count_moving()
         parts = {
-            "moments": self._select_on_device(self.moments())[:num_moments],
-            "master weights": self._select_on_device(self.masters())[:num_masters],
+            "moments": self._select_on_device(self.list_moments())[:num_moments],
+            "master weights": self._select_on_device(self.list_masters())[:num_masters],
         }
         return {f"{name} {i}": tensor for name, part in parts.items() for i, tensor in enumerate(part)}
 
@@ -162,18 +168,18 @@ class StateOffload:
 
     def _measure_tensors(self) -> tuple[list[int], list[int]]:
         """Return the bytes of each moment and of each master weight. Moments count even before AdamW creates them."""
-        masters = [tensor.nbytes for tensor in self._select_on_device(self.masters())]
+        masters = [tensor.nbytes for tensor in self._select_on_device(self.list_masters())]
         return [size for size in masters for _ in MOMENTS], masters
 
-    def masters(self) -> list[Tensor]:
+    def list_masters(self) -> list[Tensor]:
         return list(getattr(self.engine.optimizer, MASTER_WEIGHTS[type(self.engine.optimizer)]))
 
-    def moments(self) -> list[Tensor]:
+    def list_moments(self) -> list[Tensor]:
         states = self.engine.optimizer.optimizer.state.values()
         return [state[name] for state in states for name in MOMENTS if name in state]
 
-    def gradients(self) -> list[Tensor]:
-        """Return the gradient buffers that outlive a step. At stages 1 and 2, DeepSpeed allocates the others in every step."""
+    def list_gradients(self) -> list[Tensor]:
+        """Return the gradient buffers that outlive a step. At stages 1 and 2, DeepSpeed allocates all others in each step."""
         optimizer = self.engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             buckets = [bucket.buffer for bucket in optimizer.ipg_buckets.values() if bucket.buffer is not None]

@@ -1,4 +1,4 @@
-"""The reference policy, against which the KL is measured, without a second model on the GPU."""
+"""The reference policy of the KL term, which needs no second model on the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KLReference(Protocol):
     """The policy against which the KL is measured."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Use the reference's weights in the engine's forward passes inside the block, which must not train. Collective."""
+        """Use the reference's weights in forward passes inside the `with` block, in which nothing may be trained. Collective."""
 
 
 class BaseReference:
@@ -43,13 +43,13 @@ class ReferencePolicy:
     the methods together.
 
     Args:
-        room: buffer from `allocate_share_buffer` that holds the policy while the engine uses the reference. It can be
-            shared if only one user needs it at a time; None allocates a separate one.
+        policy_buffer: buffer from `allocate_share_buffer` that holds the policy while the engine uses the reference. Several
+            averages and references may share it if only one of them is in place at a time; None allocates a separate buffer.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
+    def __init__(self, engine: DeepSpeedEngine, policy_buffer: HostBuffer | None = None) -> None:
         self.engine = engine
-        self._reference, self._policy = allocate_share_buffer(engine), room or allocate_share_buffer(engine)
+        self._reference, self._policy = allocate_share_buffer(engine), policy_buffer or allocate_share_buffer(engine)
         self.update_to_policy()
 
     def update_to_policy(self) -> None:
@@ -58,13 +58,13 @@ class ReferencePolicy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the reference's weights in the engine's forward passes inside the `with` block, which must not train anything."""
+        """Use the reference's weights in the engine's forward passes inside the `with` block, in which nothing may be trained."""
         with set_policy_aside(self.engine, self._policy):
             self._reference.restore(get_local_shares(self.engine))
             yield
 
     def load(self, folder: Path, rename: Callable[[str], str | None] = str) -> None:
-        """Load weights from a Hugging Face folder, mapping their names by `rename`. Raise CheckpointError if one is missing."""
+        """Load weights from a Hugging Face folder; `rename` maps their names. Raise CheckpointError if one is missing."""
         weights = find_weights(folder, rename)
         trained = get_trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:
@@ -72,7 +72,7 @@ class ReferencePolicy:
         tensors: dict[str, Tensor] = {}  # memory-mapped, so that each rank reads only its shard
         weights.read(list(trained), tensors.__setitem__)
         rank = self.engine.global_rank
-        self._reference.store(cut_share(p, tensors[name], rank).to(p.dtype) for name, p in trained.items())
+        self._reference.store(extract_shard(p, tensors[name], rank).to(p.dtype) for name, p in trained.items())
 
 
 def get_trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
@@ -85,8 +85,8 @@ def get_local_shares(engine: DeepSpeedEngine) -> list[Tensor]:
     return [p.ds_tensor.data if is_partitioned(p) else p.data for p in parameters]
 
 
-def cut_share(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
-    """Return a rank's shard of a full tensor as ZeRO-3 partitions it: flat, equal parts, of which the last is padded."""
+def extract_shard(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
+    """Return a rank's shard of a full tensor. ZeRO-3 flattens the tensor, splits it into equal parts, and pads the last."""
     if not is_partitioned(parameter):
         return whole
     size = parameter.ds_tensor.numel()
@@ -100,23 +100,23 @@ def allocate_share_buffer(engine: DeepSpeedEngine) -> HostBuffer:
 
 
 @contextmanager
-def set_policy_aside(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
+def set_policy_aside(engine: DeepSpeedEngine, policy_buffer: HostBuffer) -> Iterator[None]:
     """Save the policy's trained weights, let the `with` block overwrite them in the engine, and restore them afterwards."""
-    assert not room.taken, "the buffer already holds the policy, which would be lost"
+    assert not policy_buffer.taken, "the buffer already holds a policy, which would be overwritten"
     drop_gathered(engine)
-    room.store(get_local_shares(engine))
-    room.taken = True
+    policy_buffer.store(get_local_shares(engine))
+    policy_buffer.taken = True
     try:
         yield
     finally:
         drop_gathered(engine)
-        room.restore(get_local_shares(engine))
-        room.taken = False
+        policy_buffer.restore(get_local_shares(engine))
+        policy_buffer.taken = False
 
 
 def drop_gathered(engine: DeepSpeedEngine) -> None:
     """Make the next forward pass gather every trained weight from the ranks' shards again."""
-    release_gathered(engine)  # small parameters stay gathered between passes, so the old values would be used
+    release_gathered(engine)  # small parameters stay gathered between passes, so their old values would be used
     for parameter in get_trained_parameters(engine).values():
         if is_partitioned(parameter):
-            parameter.ds_secondary_tensor = None  # the per-host copy that zero_hpz_partition_size keeps
+            parameter.ds_secondary_tensor = None  # the per-host copy, which exists with zero_hpz_partition_size

@@ -1,4 +1,4 @@
-"""GPU memory during a rollout, and the training state that must be offloaded for vLLM. Used by runs and by plans."""
+"""GPU memory during a rollout, and the training state that must be offloaded to make room for vLLM; used by runs and plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.errors import ConfigError
 
 GIB = 2**30
 CONTEXT, NCCL = GIB, GIB // 2
-"""Bytes reserved on each GPU for CUDA's context and libraries, and for NCCL if there are several GPUs."""
+"""Bytes reserved on each GPU for CUDA's context and libraries, and for NCCL, which only runs on several GPUs need."""
 FRAGMENTS = 0.05
 """Share of torch's memory that is lost to fragmentation. vLLM's own memory does not fragment."""
 
@@ -22,7 +22,7 @@ class OffloadAmount:
     drop_gradients: bool
     """True to free the gradient buffers, which needs no copy."""
     move_bytes: int
-    """Minimum number of bytes to move to the host: entire tensors, first moments, then master weights."""
+    """Minimum number of bytes to move to the host. Tensors are moved whole, the moments before the master weights."""
 
 
 EVERYTHING = OffloadAmount(True, sys.maxsize)
@@ -92,7 +92,7 @@ def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
 
 
 def count_moving(sizes: list[int], num_bytes: int) -> int:
-    """Return how many of the first tensors are needed to reach `num_bytes`; all of them if the total is less.
+    """Return how many tensors, counted from the first, are needed to reach `num_bytes`; all of them if the total is less.
 
     Args:
         sizes: bytes of each tensor.
@@ -103,6 +103,6 @@ def count_moving(sizes: list[int], num_bytes: int) -> int:
     return len(sizes)
 
 
-def allow_outside(num_gpus: int) -> int:
-    """Return the number of bytes to reserve for memory outside torch's allocator."""
+def estimate_outside_bytes(num_gpus: int) -> int:
+    """Return the number of bytes that a GPU needs outside torch's allocator."""
     return CONTEXT + (NCCL if num_gpus > 1 else 0)

@@ -16,7 +16,7 @@ def count_warmup_steps(total_steps: int, optim: OptimConfig) -> int:
 
 
 def describe_long_warmup(total_steps: int, optim: OptimConfig) -> str | None:
-    """Return a warning if the warmup takes the entire run, otherwise None."""
+    """Return a warning if the warmup lasts for the entire run; otherwise, return None."""
     if count_warmup_steps(total_steps, optim) < total_steps:
         return None
     warmup = f"{optim.warmup:g} steps" if optim.warmup >= 1 else f"{optim.warmup:g} of the run's steps"
@@ -30,11 +30,11 @@ def describe_long_warmup(total_steps: int, optim: OptimConfig) -> str | None:
 
 
 def compute_lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Return the factor by which the peak learning rate is multiplied in 0-based `step`.
+    """Return the factor that scales the peak learning rate in 0-based `step`.
 
     The factor rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches
     `optim.min_lr_share` at `total_steps` (one step after the last). With `optim.decay_share`, the factor stays at 1 until
-    the decay, which takes that share of all steps at the end of the run.
+    the decay, which takes up that share of the steps, at the end of the run.
     """
     warmup = count_warmup_steps(total_steps, optim)
     if step < warmup:

@@ -1,7 +1,7 @@
 """ZeRO-3 at the level of blocks: one gather per decoder layer, instead of one for each module inside the layer.
 
-DeepSpeed records the order in which modules run and prefetches the parameters of the next modules. Its hooks take host time
-for each module, and after a change of the order there is no prefetching for one step.
+DeepSpeed records the order in which modules run and prefetches the parameters of the next modules. Its hooks cost host time
+for each module, and after the order changes, nothing is prefetched for one step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def release_gathered(engine: DeepSpeedEngine) -> None:
 
 
 def record_training_only(engine: DeepSpeedEngine) -> None:
-    """Make DeepSpeed record the order of modules only in forward passes that are followed by a backward pass.
+    """Make DeepSpeed record the order of modules only in forward passes that precede a backward pass.
 
     A recording of a forward pass without a backward pass (for old log-probabilities or validation) would be too short:
     training would run past its end, and DeepSpeed would record the next forward pass again. The recording of a training

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Grid(NamedTuple):
-    """A run of placeholder tokens: its size in tokens, and the distance between two time steps in mRoPE units."""
+    """A run of placeholder tokens: its size in tokens, and the distance between consecutive time steps in mRoPE units."""
 
     frames: int
     height: int
@@ -41,7 +41,7 @@ def return_no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
 
 
 TowerLayout = Callable[[Any, "Tensor"], dict[str, Any]]
-"""A function `(vision_config, grids [media, 3]) -> keyword arguments` of a vision tower's forward, computed on the host."""
+"""A function `(vision_config, grids [media, 3]) -> keyword arguments for the vision tower's forward`; it runs on the host."""
 
 
 def return_grids(vision: Any, grids: Tensor) -> dict[str, Any]:
@@ -75,14 +75,14 @@ class Tokens:
 
     @property
     def control(self) -> tuple[str, ...]:
-        """Tokens that would be read as media or as the end of a turn if a text contained them."""
+        """Tokens that would be read as media or as the start or end of a turn if a text contained them."""
         return (*self.media, self.turn_start, self.turn_end, self.padding)
 
 
 @dataclass(frozen=True)
 class TrainedSizes:
-    """Ranges of media sizes, in merged patches (tokens), on which a model was trained. The limits of its published processor are
-    far wider."""
+    """Ranges of media sizes, in merged patches (tokens), on which a model was trained. Its published processor accepts far wider
+    ranges."""
 
     image: tuple[int, int]
     """Smallest and largest size of an image."""
@@ -97,7 +97,7 @@ class Vision:
     """Defaults for sampling and resizing media, used if neither the row, the configuration nor the processor sets them."""
 
     bounds_are_per_video: bool
-    """Whether the `size` of the video processor limits the pixels of all sampled frames together (True) or of each (False)."""
+    """Whether the video processor's `size` limits the pixels of all sampled frames together (True) or of each frame (False)."""
     fps: float
     """Number of frames to sample per second of video."""
     min_frames: int
@@ -107,7 +107,7 @@ class Vision:
     max_video_tokens: int
     """Largest size of a video in merged patches, used if the processor limits each frame."""
     trained_sizes: TrainedSizes | None = None
-    """Limits that replace the processor's, unless the processor forbids the largest of these. None keeps the processor's."""
+    """Limits that replace the processor's, unless the processor rejects the largest. None keeps the processor's limits."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class Modules:
     embeddings: tuple[str, ...]
     """Parts of the names of token and position embedding weights."""
     text_layers: str
-    """Regular expression, searched in names, for the language model's linear layers, which get a LoRA adapter by default."""
+    """Regular expression that finds the language model's linear layers by name; they get a LoRA adapter by default."""
     vision_layers: str = ""
-    """Regular expression for the linear layers of the vision tower and its mergers."""
+    """Regular expression that finds the linear layers of the vision tower and its mergers by name."""
     patch_embedding: str = ""
     """Part of the name of the vision tower's patch embedding, whose input needs no gradient."""
     merger: str = ""
@@ -148,12 +148,12 @@ class Tiny:
     """A function `(tokenizer, pixels per token, patch sizes) -> processor`; the processor must accept media as small as one
     token. None for a text-only model, whose folder contains only a tokenizer."""
     others: tuple[str, ...] = ()
-    """Names of other models' tensors that its files also contain, as published files do."""
+    """Names of other models' tensors that the tiny model's files also contain, as published files do."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The properties in which model families differ. Example: `FAMILIES["qwen3_vl"]`."""
+    """A model family, described by the properties in which families differ. Example: `FAMILIES["qwen3_vl"]`."""
 
     name: str
     """Human-readable name."""
@@ -168,7 +168,7 @@ class Family:
     """Picklable function that returns the grids of tokens from which mRoPE positions are computed."""
     tower_layout: TowerLayout = return_grids
     """Function that returns all arguments of the vision tower's forward except the pixels. They should include everything that
-    the tower would otherwise derive from the grids, because the derivation would make the host wait for the GPU."""
+    the tower would otherwise derive from the grids, because that would make the host wait for the GPU."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
     """A function `vision_config -> (number of blocks with windowed attention, side of a window in merged patches)`; None means
     full attention."""
@@ -177,25 +177,25 @@ class Family:
     published: tuple[tuple[str, str], ...] = ()
     """Pairs (regular expression, replacement): names in memory → names in published checkpoints; the first match applies."""
     keeps_published_names: bool = False
-    """True if exports and vLLM need the published names, False if both accept the names in memory."""
+    """True if exports and vLLM need the published names, False if both accept the in-memory names."""
     vllm_class: str | None = None
     """vLLM's class for models whose config.json may name only the transformers class, which vLLM would run with its generic
     backend. None keeps the class in config.json."""
     weight_folders: tuple[str, ...] = ()
     """Subfolders of a published checkpoint that contain its weights if there are none next to config.json."""
     others: tuple[str, ...] = ()
-    """Regular expressions, searched in published names, for tensors of another model in the same files."""
+    """Regular expressions that find tensors of another model in the same files by their published names."""
 
     def rename(self, name: str) -> str | None:
-        """Return the name in memory for a tensor in a checkpoint, or None if the tensor belongs to another model."""
+        """Return the in-memory name of a checkpoint's tensor, or None if the tensor belongs to another model."""
         return None if any(re.search(pattern, name) for pattern in self.others) else apply_renames(name, self.renames)
 
     def to_published_name(self, name: str) -> str:
-        """Return the name that published checkpoints use for a tensor in memory."""
+        """Convert a tensor's in-memory name to the name that published checkpoints use."""
         return apply_renames(name, self.published)
 
     def to_exported_name(self, name: str) -> str:
-        """Return the name that exports and vLLM use for a tensor in memory."""
+        """Convert a tensor's in-memory name to the name that exports and vLLM use."""
         return self.to_published_name(name) if self.keeps_published_names else name
 
 

@@ -43,7 +43,7 @@ def build_vision_defaults(*, bounds_are_per_video: bool) -> Vision:
         min_frames=4,
         max_frames=768,
         max_frame_tokens=768,  # VIDEO_MAX_TOKEN_NUM
-        max_video_tokens=115_200,  # 0.9 of 128,000, MODEL_SEQ_LEN
+        max_video_tokens=115_200,  # 0.9 times MODEL_SEQ_LEN (128,000)
         trained_sizes=TrainedSizes(
             image=(4, 16_384),  # IMAGE_MIN_TOKEN_NUM, IMAGE_MAX_TOKEN_NUM
             frame=(128, 768),  # VIDEO_MIN_TOKEN_NUM, VIDEO_MAX_TOKEN_NUM

@@ -17,9 +17,9 @@ def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     """Return the grids of all media. Consecutive time steps of a video are `second_per_grid_ts * tokens_per_second` apart.
 
     A step lasts 1 s if the processor returns no duration. Source: `iter_mm_grid_thw` in vLLM's qwen2_5_vl.py. vLLM casts every
-    floating-point output of the processor, including the seconds, to the model's dtype before it multiplies in float64, and this
-    function rounds the same way: in bfloat16, 0.925 s becomes 0.92578. `config` is the model's configuration, with the dtype in
-    which the model is served.
+    floating-point output of the processor, including the seconds, to the model's dtype before it multiplies in float64. This
+    function rounds the same way: in bfloat16, 0.925 s becomes 0.92578. `config` is the model's configuration; its dtype must be
+    the one in which the model is served.
     """
     import torch
 

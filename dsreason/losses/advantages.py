@@ -1,7 +1,7 @@
 """Advantages computed from the rewards of groups.
 
 Notation: rewards are `[P, G]` for P prompts with G completions each; a row is a group. If all rewards of a group are equal,
-its advantages are exactly 0, even if rounding makes the mean of several 0.1 differ from 0.1.
+its advantages are exactly 0, even if rounding makes its mean differ from the rewards, such as for several rewards of 0.1.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ token, and is detached.
 
 All functions take `log_ratio = old_logprobs - rollout_logprobs` `[N]` and `sequence` `[N]`, the index of each token's
 sequence within the micro-batch (used only by the sequence variants), and return weights `[N]`. A weight of 0 removes a
-token from the objective but not from the normaliser, so that masking tokens does not make the loss larger.
+token from the objective but not from the normaliser, so that masking some tokens does not increase the weight of the rest.
 
 The weights are valid only for samples from the full distribution, because top-p and top-k renormalise the engine's
 probabilities.

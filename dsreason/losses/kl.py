@@ -39,7 +39,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor, *, clamp: float | None = None) ->
 
     Args:
         clamp: maximum value per token (10 in cosmos-rl); None disables clamping. A token above the maximum has no gradient,
-            so the tokens that have drifted furthest are the ones that are not pulled back.
+            so precisely the tokens that have drifted furthest are not pulled back.
 
     Example: logprobs -1 and ref_logprobs -0.5 give e^0.5 - 0.5 - 1 = 0.1487.
     """

@@ -36,7 +36,7 @@ class Objective:
     overlong_filter: bool
     dynamic_sampling: bool
 
-    def penalty(
+    def compute_penalty(
         self, logprobs: Tensor, ref_logprobs: Tensor | None, old_logprobs: Tensor, entropy: Tensor
     ) -> Tensor | None:
         """Return kl_coef KL - entropy_coef H for each token, `[N]`; None if both coefficients are 0."""

@@ -45,7 +45,7 @@ class LossInputs:
     """`[N]` detached log-probabilities under the policy before the rollout's first update; with a single update per rollout,
     `logprobs.detach()`."""
     advantages: Tensor
-    """`[N]` advantages: that of each token's sequence, plus a term per token under distillation."""
+    """`[N]` advantage of each token: that of its sequence, plus the token's own term under distillation."""
     sequence: Tensor
     """`[N]` int64 index of each token's sequence within the micro-batch."""
     counts: GlobalCounts
@@ -60,7 +60,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """The loss of a micro-batch, with a mask of its clipped tokens."""
+    """The loss of a micro-batch, and a mask that marks its clipped tokens."""
 
     loss: Tensor
     """Scalar, with gradient."""
@@ -131,8 +131,8 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Micro
 def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> MicroBatchLoss:
     """Compute the loss of CISPO (MiniMax-M1, 2506.13585): J = 1 / Σ_i |o_i| Σ_i Σ_t sg(clip(r)) A log π.
 
-    No token loses its gradient. The paper uses no lower bound and does not state the upper bound; in ScaleRL (2510.13786),
-    maximum weights of 4 to 8 work.
+    No token loses its gradient. The paper uses no lower bound and does not state the upper bound; ScaleRL (2510.13786)
+    found that maximum weights of 4 to 8 work.
 
     Example: r [1.5, 0.5 | 1], A [1, 1 | -1], log π [-1, -2 | -3] and clip_high 0.2 give J = (-1.2 - 1 + 3) / 3, a loss of
     -0.2667.
@@ -153,8 +153,8 @@ def _compute_clipped_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the losses `[N]` of the objective min(r A, clip(r) A), and a bool mask `[N]` of clipped tokens (PPO, 1707.06347).
 
-    With `dual_clip` c (1912.09729; usually c = 3), the objective of tokens with A < 0 is at least c A; without it, their r is
-    unbounded.
+    With `dual_clip` c (1912.09729; usually c = 3), the objective of tokens with A < 0 is at least c A; otherwise, a large r
+    could make it arbitrarily negative.
     """
     ratio, advantages = _compute_ratio(log_ratio), inputs.advantages
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)

@@ -1,4 +1,4 @@
-"""Preference losses for a better and a worse answer to the same prompt: one function per variant, `[P]` losses for P pairs.
+"""Preference losses for pairs of a better and a worse answer to a prompt: one function per variant, `[P]` losses for P pairs.
 
 Notation: c is the chosen answer, r the rejected answer, π the policy, ρ the reference and σ the logistic function. The
 log-ratio of an answer is log π - log ρ, and h = β (log-ratio of c - log-ratio of r) is the margin. Without a reference,
@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-probabilities of answers, each `[P]` float64 and summed over the trained tokens, and the lengths of the answers.
+    """Log-probabilities of P pairs of answers, each `[P]` float64 and summed over the trained tokens, and the answers' lengths.
 
     Example, with a chosen answer of 4 tokens and a rejected answer of 3: `Pairs(chosen=[-10.0], rejected=[-11.0],
     ref_chosen=[-10.5], ref_rejected=[-10.8], chosen_length=[4], rejected_length=[3])`.
@@ -56,12 +56,12 @@ class PairSettings:
 
 
 def build_pairs(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
-    """Sum the token log-probabilities of a flat micro-batch into pairs.
+    """Sum a flat micro-batch's token log-probabilities per answer, and group the answers into pairs.
 
     Args:
         logprobs: `[N]` log-probabilities of the trained tokens, with gradient; in each pair, the chosen answer comes first.
-        lengths: `[P, 2]` int64, numbers of trained tokens of the chosen and the rejected answer.
-        ref: `[P, 2]` float64, log-probabilities of both answers under the reference.
+        lengths: `[P, 2]` int64, number of trained tokens in the chosen and in the rejected answer.
+        ref: `[P, 2]` float64, summed log-probabilities of both answers under the reference.
 
     Example: logprobs [-1, -2, -4] with lengths [[2, 1]] → chosen [-3], rejected [-4].
     """
@@ -137,13 +137,13 @@ LOSSES: dict[str, Callable[[Pairs, PairSettings], Tensor]] = {
 def compute_preference_loss(
     pairs: Pairs, settings: PairSettings, weights: Mapping[str, float], sft_weight: float, *, num_pairs: int
 ) -> Tensor:
-    """Return this micro-batch's share of the weighted mean loss over the global batch.
+    """Return this micro-batch's contribution to the weighted mean loss over the global batch.
 
     Args:
         weights: loss name in `LOSSES` → weight.
         sft_weight: weight of `compute_chosen_nll`.
-        num_pairs: number of pairs in the global batch (all ranks, all micro-batches), so that the shares of all
-            micro-batches add up to the mean over the global batch, regardless of how the batch is divided.
+        num_pairs: number of pairs in the global batch (all ranks, all micro-batches), so that the micro-batches'
+            contributions add up to the mean over the global batch, regardless of how the batch is divided.
     """
     # Without pairs the loss is 0 but still connected to the graph, because every rank must run backward.
     total = sft_weight * compute_chosen_nll(pairs)

@@ -22,7 +22,7 @@ class Preset:
     clip_high: float
     kl_coef: float = 0.0
     overlong_filter: bool = False
-    """Whether truncated completions are excluded from training; they still count in the reward statistics."""
+    """Whether truncated completions are excluded from training; they still count in reward statistics."""
     dynamic_sampling: bool = False
     """Whether groups with equal rewards are replaced with newly sampled groups."""
 

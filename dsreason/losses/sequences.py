@@ -1,4 +1,4 @@
-"""Per-sequence sums and means of a flat micro-batch, returned once for each token."""
+"""Per-sequence sums and means of a flat micro-batch, repeated for each token of the sequence."""
 
 from __future__ import annotations
 

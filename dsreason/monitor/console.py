@@ -12,7 +12,7 @@ from dsreason.screen import escape_control
 
 
 class Visible:
-    """A renderable that removes control characters from its text; rich adds its own, for colours, only afterwards."""
+    """A renderable that removes control characters from its text; rich adds its own, for colours, afterwards."""
 
     def __init__(self, content: ConsoleRenderable) -> None:
         self.content = content
@@ -29,6 +29,6 @@ class VisibleTexts(RenderHook):
 
 def open_console(*, file: TextIO | None = None, stderr: bool = False, highlight: bool = True) -> Console:
     """Open a rich console, by default for stdout, that removes control characters, which rich does not do in table cells."""
-    made = Console(file=file, stderr=stderr, highlight=highlight)
-    made.push_render_hook(VisibleTexts())
-    return made
+    console = Console(file=file, stderr=stderr, highlight=highlight)
+    console.push_render_hook(VisibleTexts())
+    return console

@@ -62,7 +62,7 @@ class Work:
     """The model's work for a set of samples, excluding padding and dummy media that only keep the ranks synchronized."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """Length of each span of tokens with causal attention, and number of earlier tokens to which the entire span attends."""
+    """Pairs: length of a span of tokens with causal attention, and number of earlier tokens to which the entire span attends."""
     trained_tokens: int = 0
     grids: list[tuple[int, int, int]] = field(default_factory=list)
     """Frames, height and width of each media item for the vision tower; height and width are in patches."""
@@ -96,7 +96,7 @@ class ModelFlops:
     def step(self, work: Work, *, causal: bool = True) -> float:
         """Return the FLOPs of a forward and backward pass for `work`.
 
-        With `causal=False`, the masked half of text attention, which an unfused kernel computes, is also counted.
+        With `causal=False`, count the masked half of text attention as well, which an unfused kernel computes.
         """
         text_pairs = sum(n * before + (n * (n + 1) / 2 if causal else n * n) for n, before in work.spans)
         patches = sum(t * h * w for t, h, w in work.grids)
@@ -161,7 +161,7 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def get_matmul_kind(name: str, modules: Modules) -> str | None:
-    """Return the kind of work that uses a parameter; None if, like norms and embeddings, it is not used in a matrix product."""
+    """Return the kind of work that uses a parameter; None for norms, embeddings and others that no matrix product uses."""
     if not name.endswith(".weight") or any(part in name for part in modules.norms + modules.embeddings):
         return None
     if name.startswith(f"{modules.head}."):

@@ -1,4 +1,4 @@
-"""The memory ledger, which records for each phase of a step its duration, memory at its end, peak memory and freed memory."""
+"""The memory ledger, which records how long each phase of a step takes, and its final, peak and freed memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ GROUP_FILES = (
     (r"^0::/(.*)$", "", ("memory.max", "memory.current", "memory.stat")),
     (r"^\d+:memory:/(.*)$", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")),
 )
-"""For cgroup v2 and v1: pattern of the line in /proc/self/cgroup, subfolder, and files of limit, usage and statistics."""
+"""For cgroup v2 and v1: pattern of the line in /proc/self/cgroup, subfolder, and the limit, usage and statistics files."""
 
 
 @dataclass
 class Total:
-    """The totals of a phase over the entire run."""
+    """A phase's totals over the entire run."""
 
     times: int = 0
     seconds: float = 0.0
@@ -70,9 +70,9 @@ class MemoryLedger:
         }
         if self.device.type == "cuda":
             values["device"] = after / GIB
-        self._note(name, seconds, values)
+        self._record(name, seconds, values)
 
-    def _note(self, name: str, seconds: float, sizes: dict[str, float]) -> None:
+    def _record(self, name: str, seconds: float, sizes: dict[str, float]) -> None:
         prefix, values = f"memory/{name}", self.values
         highest = max(sizes["peak"], values.get(f"{prefix}/peak_gib", 0.0))
         seconds_before = values.get(f"{prefix}/seconds", 0.0)
@@ -104,7 +104,7 @@ class MemoryLedger:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait for queued work on the GPU, so that its time is attributed to the phase that queued the work."""
+    """Wait for work queued on the GPU, so that its time is attributed to the phase that queued it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -137,13 +137,15 @@ def reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def count_available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the available host memory in bytes: that of the machine, or less if a cgroup limits it."""
-    lines = own.read_text() if own.is_file() else ""
+def count_available_bytes(
+    cgroup_root: Path = Path("/sys/fs/cgroup"), process_cgroup: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Return the bytes of host memory that this process can still use: the machine's, or fewer if a cgroup limits them."""
+    lines = process_cgroup.read_text() if process_cgroup.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
     for pattern, root, names in GROUP_FILES:
         match = re.search(pattern, lines, re.MULTILINE)
-        top = groups / root
+        top = cgroup_root / root
         folder = top / (match.group(1) if match else "")
         inside = [group for group in (folder, *folder.parents) if group.is_relative_to(top)]
         free += [

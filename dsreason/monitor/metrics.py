@@ -1,4 +1,4 @@
-"""Metrics of a run; every sink receives all numbers, texts and images under the same names."""
+"""Metrics of a run; every sink receives all values, texts and images under the same names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def check_sinks(config: MonitorConfig) -> None:
-    """Raise ConfigError if a configured sink cannot be used. Call this before the ranks start."""
+    """Raise ConfigError if a configured sink cannot be used. Call this before any rank starts."""
     from dsreason.monitor.sinks.wandb import check_wandb
 
     check_wandb(config)
@@ -66,7 +66,7 @@ def open_metrics(
 
     Args:
         output_dir: folder for `metrics.jsonl` and `tensorboard/`.
-        resume_step: step of the loaded checkpoint; None for a new run. Metrics of later steps from a stopped run are dropped.
+        resume_step: step of the loaded checkpoint; None for a new run. Metrics already logged for later steps are dropped.
         run_config: configuration to show in TensorBoard and W&B; it must not contain secrets.
     """
     if rank != 0:

@@ -87,7 +87,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
 
 
 def check_profiled_steps(steps: Sequence[int], total_steps: int) -> None:
-    """Raise ConfigError if the run ends before one of the steps to profile."""
+    """Raise ConfigError if the run ends before it reaches one of the steps to profile."""
     if late := [step for step in steps if step > total_steps]:
         raise ConfigError(
             f"monitor.profile: step {late[0]} does not exist, because the run ends with step {total_steps}; choose steps from 1 "

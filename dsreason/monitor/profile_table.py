@@ -65,7 +65,7 @@ class PhaseTotals:
 
 
 class Timeline:
-    """A lookup of the innermost of several nested blocks on one thread at any time."""
+    """An index that finds the innermost of a thread's nested blocks at a given time."""
 
     def __init__(self, blocks: Iterable[TraceEvent]) -> None:
         self.segments = split_nested(blocks)
@@ -102,7 +102,7 @@ def split_nested(blocks: Iterable[TraceEvent]) -> list[tuple[float, float, str]]
 
 
 def sum_union(intervals: Iterable[Interval]) -> float:
-    """Return the total length of the union of the intervals, in which overlaps count once."""
+    """Return the total length of the union of the intervals; overlaps count once."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -111,7 +111,7 @@ def sum_union(intervals: Iterable[Interval]) -> float:
 
 
 def read_trace(path: Path) -> list[TraceEvent]:
-    """Read those events of a gzipped Chrome trace that the tables need."""
+    """Read the events of a gzipped Chrome trace that the tables need."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file, object_hook=_to_event)
     return [event for event in trace["traceEvents"] if event is not None]
@@ -218,7 +218,7 @@ def group_operators(events: Iterable[TraceEvent]) -> dict[int | str, list[TraceE
 
 
 def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
-    """Sum the waits by CUDA call and by the operator that makes the call."""
+    """Sum the waits for each combination of CUDA call and operator that makes the call."""
     timelines = {thread: Timeline(operators) for thread, operators in group_operators(events).items()}
     named_waits = []
     for wait in find_waits(events):
@@ -237,7 +237,7 @@ def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
 
 
 def render_phases(totals: dict[str, PhaseTotals], step_seconds: float, *, whole: str) -> str:
-    """Render a table with a row per phase, in order of first occurrence. `whole` names the phase that is the step itself."""
+    """Render a table with a row per phase, in order of first occurrence. `whole` is the name of the step's outermost phase."""
     table = Table("phase", title="phases, excluding nested phases", title_justify="left")
     for column in ("host s", "share", "GPU busy s", "waits", "wait s"):
         table.add_column(column, justify="right")

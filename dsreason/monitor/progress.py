@@ -29,16 +29,16 @@ PART = "DSREASON_PART"
 
 @dataclass(frozen=True)
 class CommandPart:
-    """The part of a longer command that consists of a run.
+    """A run's place in a longer command that consists of several runs.
 
-    For example, `1/4 2.5` in the environment stands for the first of four parts; if its steps take 10 seconds, everything
-    after them takes 25 seconds.
+    For example, `1/4 2.5` in the environment means the first of four parts; if its steps take 10 seconds, everything after
+    them is expected to take 25 seconds.
     """
 
     number: int
     count: int
     after: float
-    """Duration of everything that follows the steps, as a multiple of the duration of the steps."""
+    """Expected duration of everything that follows the steps, as a multiple of the steps' own duration."""
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count} {self.after:.3f}"
@@ -82,7 +82,7 @@ def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: T
 
 
 class Rate:
-    """The speed over recent steps, excluding phases such as validation."""
+    """The speed of recent steps, excluding phases such as validation."""
 
     memory = 0.9  # weight of the past in the running means
 
@@ -118,14 +118,14 @@ class Rate:
         name = to_one_line(name)
         return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
 
-    def facts(self, shown: Mapping[str, float]) -> str:
+    def format_facts(self, shown: Mapping[str, float]) -> str:
         """Format metrics and speed as `loss 1.2345  31.5 samples/s  12,345 tokens/s`."""
         seconds = max(self.seconds, 1e-9)
         speed = f"{self.samples / seconds:.1f} samples/s  {self.tokens / seconds:,.0f} tokens/s"
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         return f"{values}  {speed}"
 
-    def left(self) -> str:
+    def format_time_left(self) -> str:
         """Format the remaining time as `0:03:20 left` or, in a longer command, as `0:03:20 left, 0:05:10 in total`."""
         seconds = (self.total_steps - self.step) * self.seconds
         if self.part is None:
@@ -145,7 +145,7 @@ class LineProgress(Progress):
         self.rate.update(step, samples, tokens)
         if step == self.rate.total_steps or self.is_time():
             title = f"{self.rate.format_title('step')} {step}/{self.rate.total_steps}"
-            self.print_line(f"{title}  {self.rate.facts(shown)}  {self.rate.left()}")
+            self.print_line(f"{title}  {self.rate.format_facts(shown)}  {self.rate.format_time_left()}")
 
     @contextmanager
     def track_phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
@@ -203,7 +203,9 @@ class BarProgress(Progress):
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
-        self.bar.update(self.steps, completed=step, left=self.rate.left(), facts=self.rate.facts(shown))
+        self.bar.update(
+            self.steps, completed=step, left=self.rate.format_time_left(), facts=self.rate.format_facts(shown)
+        )
 
     @contextmanager
     def track_phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
@@ -255,9 +257,9 @@ def track(name: str, total: int, unit: str) -> Iterator[Advance]:
 
 @contextmanager
 def track_in_lines(
-    name: str, total: int, unit: str, say: Callable[[str], object], interval_s: float = 10.0
+    name: str, total: int, unit: str, report: Callable[[str], object], interval_s: float = 10.0
 ) -> Iterator[Advance]:
-    """Show progress like `track`, but by passing a line to `say` at the start and every `interval_s` seconds."""
+    """Show progress like `track`, but by passing a line to `report` at the start and every `interval_s` seconds."""
 
     def format_amount(count: int) -> str:
         return decimal(count) if unit == "bytes" else str(count)
@@ -273,8 +275,8 @@ def track_in_lines(
             if done > 0 and now >= last_shown + interval_s:
                 last_shown = now
                 seconds_left = (total - done) * (now - begin) / done
-                say(f"{name}: {format_amount(done)} of {format_amount(total)}, {seconds_left:.0f} s left")
+                report(f"{name}: {format_amount(done)} of {format_amount(total)}, {seconds_left:.0f} s left")
 
     suffix = "" if unit == "bytes" else f" {unit}"
-    say(f"{name}: {format_amount(total)}{suffix}")
+    report(f"{name}: {format_amount(total)}{suffix}")
     yield advance

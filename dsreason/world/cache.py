@@ -32,12 +32,12 @@ SAMPLE_BYTES = 4096
 MOST_ALIKE = 0.01
 """Maximum share of prompts whose embedding may equal that of another prompt."""
 SECONDS = 30.0
-"""Seconds between two log messages that report the number of encoded prompts."""
+"""Seconds between log messages that report how many prompts are encoded."""
 
 
 @dataclass(frozen=True)
 class TextCache:
-    """A cache of one encoder's prompt embeddings. A Cosmos embedding has 98 MB in bfloat16, or 1 MB if it is projected."""
+    """A cache of one encoder's prompt embeddings. In bfloat16, a Cosmos embedding takes 98 MB, or 1 MB if it is projected."""
 
     family: WorldFamily
     model: Path
@@ -80,10 +80,9 @@ class TextCache:
         in the pipelines; rank 0 logs a warning about them.
         """
         if rank == 0:
-            self._warn_of_cuts(list(dict.fromkeys(prompts)))
-        share = list(dict.fromkeys(prompts))[
-            rank::num_ranks
-        ]  # share of all prompts, because the set of missing ones changes while other ranks write
+            self._warn_about_truncation(list(dict.fromkeys(prompts)))
+        # Split all prompts rather than the missing ones, which become fewer while other ranks write.
+        share = list(dict.fromkeys(prompts))[rank::num_ranks]
         missing = self._list_missing(share)
         if not missing:
             return
@@ -122,19 +121,18 @@ class TextCache:
         return [prompt for prompt in prompts if not self._locate(prompt).is_file()]
 
     def read(self, prompts: Sequence[str]) -> Tensor:
-        """Read the embeddings of prompts: `[B, L, D]`, on the CPU. Raise StorageError if a prompt is not in the cache."""
+        """Read the embeddings of prompts: `[B, L, D]`, on the CPU. Raise StorageError if one is missing from the cache."""
         return torch.stack([_read(self._locate(prompt)) for prompt in prompts])
 
     def check_different(self, prompts: Sequence[str]) -> None:
-        """Raise DataError if many prompts have the same embedding as another one; log a warning if only a few have.
+        """Raise DataError if many prompts have the same embedding as another prompt; log a warning if only a few do.
 
-        The model cannot distinguish such prompts, because both were truncated before they differ.
+        The model cannot distinguish such prompts, because they were truncated before the point at which they differ.
         """
         prompt_of_digest: dict[str, str] = {}
         alike: list[str] = []
-        different = {
-            self.family.clean(prompt): prompt for prompt in prompts
-        }  # prompts that differ only in white space are equal
+        # Prompts that differ only in white space count as equal.
+        different = {self.family.clean(prompt): prompt for prompt in prompts}
         for prompt in different.values():
             with _open(self._locate(prompt)) as file:
                 digest = file.metadata()[DIGEST]
@@ -151,7 +149,7 @@ class TextCache:
             raise DataError(f"data: {problem}; raise model.max_prompt_length, or remove these prompts")
         log.warning("%s", problem)
 
-    def _warn_of_cuts(self, prompts: Sequence[str]) -> None:
+    def _warn_about_truncation(self, prompts: Sequence[str]) -> None:
         counts = self.family.count_tokens(self.model, prompts)
         long = [f"{prompt!r:.80} ({n})" for prompt, n in zip(prompts, counts, strict=True) if n > self.max_length]
         if long:
@@ -166,7 +164,7 @@ class TextCache:
 
 @dataclass(frozen=True)
 class LatentCache:
-    """A cache of one codec's latents. The keys are hashes of the pixels, so they depend on size, frames and frame rate."""
+    """A cache of one codec's latents. The keys are hashes of pixels, so they change with the clip's size and frame rate."""
 
     codec: LatentCodec
     folder: Path
@@ -199,7 +197,7 @@ def compute_fingerprint(*places: Path) -> str:
     which differ between any two trained models; reading 16 GB would take longer than encoding.
 
     Args:
-        places: files, and folders whose files are all included.
+        places: paths of files, or of folders, in which all files are included.
     """
     digest = hashlib.sha256()
     for file in sorted(file for place in places for file in (place.iterdir() if place.is_dir() else [place])):

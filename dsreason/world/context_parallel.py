@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group shard the tokens of a clip (Ulysses, arXiv 2309.14509).
 
 Outside of self-attention, each rank processes only its own tokens. For self-attention, ranks exchange tokens for heads and
-back: each attends over all tokens with its share of the heads. The output is gathered at the end, so every rank of the group
-has the same velocity and computes the same loss. The gradients of a rank cover only its own tokens; their **sum** over the
-group is the full gradient. DeepSpeed averages over ranks, so the loss is multiplied by the size of the group.
+back, so that each rank attends over all tokens with its share of the heads. The output is gathered at the end, so every rank
+of the group has the same velocity and computes the same loss. A rank's gradients cover only its own tokens; their **sum** over
+the group is the full gradient. DeepSpeed averages over ranks, so the loss is multiplied by the size of the group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dsreason.world.families.family import WorldFamily
 
 Group = Any
-"""A torch process group; Any, because mypy does not know the type if torch is built without distributed support."""
+"""A torch process group; typed as Any, because torch lacks the type if it is built without distributed support."""
 KEY = "train.context_parallel_size"
 
 
@@ -54,7 +54,7 @@ def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) ->
         )
 
 
-def own_part(tensor: Tensor, dim: int, group: Group) -> Tensor:
+def take_local_part(tensor: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's share along axis `dim`.
 
     Raises:
@@ -108,7 +108,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return own_part(gradients[0], ctx.dim, ctx.group), None, None
+        return take_local_part(gradients[0], ctx.dim, ctx.group), None, None
 
 
 def gather_tokens(tensor: Tensor, dim: int, group: Group) -> Tensor:

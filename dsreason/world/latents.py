@@ -31,7 +31,7 @@ class LatentCodec(Protocol):
 class WanCodec:
     """The autoencoder of Wan and Cosmos.
 
-    The first frame becomes a separate latent frame, and every 4 further frames another one; 8 x 8 pixels become one latent.
+    The first frame becomes a latent frame of its own, as does every group of 4 later frames; 8 x 8 pixels become one latent.
     The mean and standard deviation are read from the autoencoder's configuration, because the meaning of the pipelines'
     attributes differs between versions of diffusers. Clips are processed one by one to save memory.
     """
@@ -72,7 +72,7 @@ TIME, SPACE = 4, 8
 
 @dataclass(frozen=True)
 class LinearCodec:
-    """A codec of principal components of patches. It has the geometry of Wan's autoencoder, but is fitted in seconds on a CPU.
+    """A codec of principal components of patches. It compresses by the same factors as Wan's autoencoder, but is fast to fit.
 
     A patch has P = 3 x 4 x 8 x 8 values. The first frame is encoded separately, so its patches contain it four times.
     """
@@ -86,8 +86,8 @@ class LinearCodec:
 
     @classmethod
     def fit(cls, clips: Tensor, channels: int = 16, *, patches: int = 20_000, seed: int = 0) -> LinearCodec:
-        """Fit a codec to pixels `[B, 3, T, H, W]` in [-1, 1]; its components are computed from `patches` random patches."""
-        rows = _patches(clips.float()).flatten(0, -2)
+        """Fit a codec to pixels `[B, 3, T, H, W]` in [-1, 1]; compute its components from `patches` random patches."""
+        rows = _split_into_patches(clips.float()).flatten(0, -2)
         centre = rows.mean(0)
         patch_indices = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:patches]
         basis = torch.linalg.svd(rows[patch_indices] - centre, full_matrices=False).Vh[:channels]
@@ -95,7 +95,7 @@ class LinearCodec:
         return cls(centre, basis, scale)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        components = (_patches(pixels.to(self.basis)) - self.centre) @ self.basis.T
+        components = (_split_into_patches(pixels.to(self.basis)) - self.centre) @ self.basis.T
         return (components / self.scale).permute(0, 4, 1, 2, 3).contiguous()
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class LinearCodec:
         return cls(**load_file(folder / "linear_codec.safetensors", device=str(device)))
 
 
-def _patches(pixels: Tensor) -> Tensor:
+def _split_into_patches(pixels: Tensor) -> Tensor:
     """Split pixels into patches: `[B, 3, T, H, W]` → `[B, t, h, w, P]`."""
     padded = torch.cat([pixels[:, :, :1].expand(-1, -1, TIME - 1, -1, -1), pixels], dim=2)
     batch, _, frames, height, width = padded.shape

@@ -1,4 +1,4 @@
-"""Losses for training video diffusion models with rewards and on real clips.
+"""Losses for training video diffusion models on rewards and on real clips.
 
 Notation: x_s = (1 - s) x0 + s e with noise e; the network's velocity v estimates e - x0. All losses are per clip, `[B]`:
 means over a clip's free elements, so that clips of any size have the same weight. The caller divides their sum by the number
@@ -20,7 +20,7 @@ MIN_WEIGHT = 1e-5
 """Lower bound of DiffusionNFT's adaptive weights."""
 
 
-def free_mean(values: Tensor, free: Tensor | None) -> Tensor:
+def average_free(values: Tensor, free: Tensor | None) -> Tensor:
     """Return the mean of each clip's free elements: `[B, C, T, h, w]` → `[B]`."""
     frames = values.mean(dim=(1, 3, 4))  # [B, T]
     if free is None:
@@ -29,11 +29,11 @@ def free_mean(values: Tensor, free: Tensor | None) -> Tensor:
     return (frames * weights).sum(1) / weights.sum(1)
 
 
-def group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: float) -> Tensor:
+def compute_group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: float) -> Tensor:
     """Return (R - group mean) / (std + 1e-4), clipped at ± `clip`: `[P, G]` → `[P, G]` (Flow-GRPO, 2505.05470).
 
-    The sample standard deviation (with divisor n - 1) is that of the group or of all rewards. The advantages of a group whose
-    rewards are all equal are exactly 0.
+    The sample standard deviation (with divisor n - 1) is taken over the group or over all rewards. The advantages of a group
+    whose rewards are all equal are exactly 0.
 
     Example: [1, 0, 0, 0] gives [1.49970, -0.49990, -0.49990, -0.49990].
     """
@@ -43,7 +43,7 @@ def group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: f
 
 
 def find_equal_groups(rewards: Tensor) -> Tensor:
-    """Return whether all rewards of each group are equal, so that it has nothing to learn from: `[P, G]` → bool `[P]`."""
+    """Return whether all rewards of each group are equal, so that it gives no gradient: `[P, G]` → bool `[P]`."""
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 
@@ -80,22 +80,22 @@ def compute_policy_loss(
 def compute_kl_velocity(velocity: Tensor, reference: Tensor, free: Tensor | None = None) -> Tensor:
     """Return mean((v - v_ref)²): `[B, C, T, h, w]` → `[B]`.
 
-    This is proportional to the steps' KL, with weights that do not depend on s.
+    This is the KL between the steps, reweighted so that the weight does not depend on s.
     """
-    return free_mean((velocity - reference) ** 2, free)
+    return average_free((velocity - reference) ** 2, free)
 
 
 def compute_kl_mean(mean: Tensor, reference: Tensor, std: float, free: Tensor | None = None) -> Tensor:
-    """Return the KL per element of two Gaussian steps with the same standard deviation: mean((m - m_ref)²) / (2 std²), `[B]`.
+    """Return the KL per element between two Gaussian steps of equal standard deviation: mean((m - m_ref)²) / (2 std²), `[B]`.
 
     `std` includes the square root of the step's length. Example: means [.63, -1.57] and [.60, -1.50], std .626099 → 0.00369898.
     """
-    return free_mean((mean - reference) ** 2, free) / (2 * std**2)
+    return average_free((mean - reference) ** 2, free) / (2 * std**2)
 
 
 def compute_flow_matching_loss(velocity: Tensor, clean: Tensor, noise: Tensor, free: Tensor | None = None) -> Tensor:
     """Return mean((v - (e - x0))²): `[B, C, T, h, w]` → `[B]` (rectified flow, 2209.03003)."""
-    return free_mean((velocity - (noise - clean)) ** 2, free)
+    return average_free((velocity - (noise - clean)) ** 2, free)
 
 
 def compute_optimality(advantages: Tensor, clip: float) -> Tensor:
@@ -143,8 +143,8 @@ def compute_nft_loss(
 
     def weighted(implicit: Tensor) -> Tensor:
         error = noisy - s * implicit - clean
-        weight = free_mean(error.detach().abs(), free).clamp(min=MIN_WEIGHT)
-        return free_mean(error**2, free) / weight
+        weight = average_free(error.detach().abs(), free).clamp(min=MIN_WEIGHT)
+        return average_free(error**2, free) / weight
 
     positive = weighted(beta * velocity + (1 - beta) * old_velocity)
     negative = weighted((1 + beta) * old_velocity - beta * velocity)
@@ -156,7 +156,7 @@ def compute_nft_loss(
 def compute_nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float:
     """Return the decay d of the old policy after optimizer step `step`, counted from 1: old ← d · old + (1 - d) · new.
 
-    It is 0 for `none`, min(0.001 step, 0.5) for `slow`, and for `late` 0 up to step 75, then min(0.0075 (step - 75), 0.999).
+    d is 0 for `none`, min(0.001 step, 0.5) for `slow`, and for `late` 0 up to step 75, then min(0.0075 (step - 75), 0.999).
     """
     if kind == "slow":
         return min(0.001 * step, 0.5)
@@ -164,7 +164,7 @@ def compute_nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float
 
 
 def check_shapes(*values: Tensor) -> None:
-    """Raise ValueError if the tensors do not all have the same shape `[B]`: broadcasting would mix up the clips of a batch."""
+    """Raise ValueError unless all tensors have the same shape `[B]`, because broadcasting would mix up the clips of a batch."""
     shapes = [tuple(value.shape) for value in values]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(f"all tensors must have one value per clip, [B]; got the shapes {shapes}")

@@ -32,7 +32,7 @@ SQUARES_LAYERS = 4
 def build_squares(folder: Path) -> None:
     """Build `tiny:squares`, which learns the built-in clips within a minute on a CPU.
 
-    It is a Cosmos-Predict2.5 folder with a linear codec instead of the autoencoder, which would take hours to train.
+    It is a small Cosmos-Predict2.5 folder, with a linear codec instead of the autoencoder, which would take hours to train.
     """
     COSMOS_PREDICT2_5.build_tiny(folder, num_layers=SQUARES_LAYERS)
     squares = [builtin.draw_square(0, number)[0] for number in range(SQUARES_CLIPS)]
@@ -50,7 +50,7 @@ TINY_VERSION = 1
 
 
 def check_installed() -> None:
-    """Raise ConfigError if packages that only world models need are not installed."""
+    """Raise ConfigError if a package that only world models need is not installed."""
     try:
         import diffusers  # noqa: F401
         import peft  # noqa: F401
@@ -62,7 +62,7 @@ def check_installed() -> None:
 
 def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
     """Return the local folder of `model.path`, which may be a folder, a `tiny:` model (built in `cache`), or a model in S3 or
-    on the Hub. An export of dsreason is joined with its base model.
+    on the Hub. The result for an export of dsreason is joined with its base model.
 
     Several ranks may call this at the same time.
 
@@ -136,7 +136,7 @@ def build_empty_transformer(folder: Path) -> Any:
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
             transformer = getattr(diffusers, family.transformer).from_config(config)
-    except Exception as error:  # for example, a size that is negative, too large or has the wrong type
+    except Exception as error:  # for example, a size is negative, too large or of the wrong type
         raise CheckpointError(
             f"{file}: the transformer cannot be built from it: {type(error).__name__}: {error}"
         ) from error
@@ -165,7 +165,7 @@ def load_transformer(
     check_weights(transformer, weights)
     map_parameters(transformer, weights)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
-        from dsreason.models.partition import partition_model  # late: DeepSpeed picks its device when it is imported
+        from dsreason.models.partition import partition_model  # late, because importing DeepSpeed sets its device
 
         partition_model(transformer, dtype, deepspeed)
     else:
@@ -178,8 +178,8 @@ def load_transformer(
 def place_buffers(model: Any, device: torch.device | str) -> None:
     """Move the model's buffers to `device` and keep them in float32.
 
-    They hold positions and are in no weight file. Without the list that this function sets, DeepSpeed would convert them to
-    bfloat16.
+    The buffers contain positions, which no weight file stores. Without the list that this function sets, DeepSpeed would
+    convert them to bfloat16.
     """
     model._keep_in_fp32_modules_strict = {name for name, _ in model.named_buffers()}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Noise levels and noise of a rollout.
+"""The noise and the noise levels of a rollout.
 
 Noise depends only on the clip and on its purpose, not on the number of ranks or the split into micro-batches.
 """
@@ -17,9 +17,9 @@ from dsreason.world.schema import WorldConfig
 
 
 def make_generator(*key: object) -> np.random.Generator:
-    """Create a random generator that is independent for each key.
+    """Create a random generator for a key; generators of different keys are independent.
 
-    It uses 128-bit keys, whereas torch's CPU generator uses only 32 bits of its seed.
+    The key is hashed to 128 bits, whereas torch's CPU generator uses only 32 bits of its seed.
     """
     digest = hashlib.sha256("\n".join(map(str, key)).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
@@ -30,8 +30,8 @@ def draw_noise(shape: tuple[int, ...], *, seed: int, step: int, prompt: int, cli
 
     Args:
         step: optimizer step (or rollout) that uses the noise.
-        prompt: number of the prompt in the step, counted over all ranks.
-        clip: number of the clip in its group.
+        prompt: index of the prompt within the step, counted over all ranks.
+        clip: index of the clip within its group.
         purpose: use of the noise, such as "start" or "sampling step 3"; each purpose has independent noise.
     """
     values = make_generator(seed, step, prompt, clip, purpose).standard_normal(shape, dtype=np.float32)
@@ -58,7 +58,7 @@ def compute_sigmas(config: WorldConfig, folder: Path, steps: int | None = None) 
 
 
 def draw_window(size: int, steps: int, *, seed: int, step: int) -> range:
-    """Draw `size` consecutive steps from the first half of a rollout's `steps`, independently for each optimizer step `step`."""
+    """Draw `size` consecutive sampling steps from the first half of a rollout's `steps`; `step` is the optimizer step."""
     last = max(1, steps // 2) - size
     if last < 0:
         raise ValueError(f"draw_window: the window must fit into the first half of the steps; got {size=} and {steps=}")

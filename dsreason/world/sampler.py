@@ -1,4 +1,4 @@
-"""Sampling of latents from noise, either with steps whose log-probabilities are recorded or with the pipeline's own solver."""
+"""Sampling of latents from noise, in steps whose log-probabilities can be recorded, or with the pipeline's own solver."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sample(
         x0_noise: initial noise: `[B, C, T, h, w]`, float32.
         sigmas: decreasing noise levels, the last of which is 0: `[len(steps) + 1]`.
         steps: steps between consecutive noise levels.
-        noise_of: maps a step number to noise `[B, C, T, h, w]`; called only for steps that add noise.
+        noise_of: function from a step number to noise `[B, C, T, h, w]`; called only for steps that add noise.
         keep: numbers of the steps to record for training; each must add noise.
         free: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones; None if all are sampled. Given frames always follow
             the ODE and have no log-probability.
@@ -87,11 +87,11 @@ def solve(
     steps: int,
     times: Callable[[Any], Tensor] = lambda scheduler: scheduler.sigmas[:-1],
 ) -> Tensor:
-    """Sample latents with the model folder's own solver; they equal those of the pipeline.
+    """Sample latents with the model folder's own solver; the result equals that of the pipeline.
 
     Args:
         scheduler: the solver from `load_scheduler`; its state is reset.
-        times: returns the noise levels to pass to the model: `solver_times` of its family.
+        times: function that returns the noise levels to pass to the model: `solver_times` of its family.
     """
     scheduler.set_timesteps(steps)
     x = noise.float()

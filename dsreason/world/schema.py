@@ -1,4 +1,4 @@
-"""The configuration schema of `dsreason world`, in addition to `JobConfig`."""
+"""The configuration schema of `dsreason world`, which extends `JobConfig`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WorldDataConfig(Section):
     path: str = ""
     """File or folder, or its `s3://…` URI."""
     frames: int = Field(93, ge=1)
-    """Number of frames of a clip, whether it is read or generated; one more than a multiple of 4."""
+    """Number of frames per clip, whether clips are read or generated; one more than a multiple of 4."""
     height: int = Field(704, ge=16)
     """Height of a clip in pixels, a multiple of 16."""
     width: int = Field(1280, ge=16)
@@ -116,7 +116,7 @@ class WorldConfigSection(Section):
     num_generations: int = Field(8, ge=2)
     """Clips per prompt. They form a group, within which rewards are compared."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
-    """Optimizer steps per rollout; each trains on the clips of its share of the prompts."""
+    """Optimizer steps per rollout. They split the rollout's prompts, and each step trains on the clips of its own prompts."""
     sampling_steps: int = Field(10, ge=1)
     """Sampler steps from noise to clip in a rollout."""
     schedule: Literal["family", "linear"] = "family"
@@ -127,30 +127,30 @@ class WorldConfigSection(Section):
     """Guidance scale of sampling and training: v + (scale − 1)·(v − v_negative); 1 disables guidance. The scale of Cosmos'
     pipeline is one less: its 7 is 8 here."""
     conditional_frames: tuple[int, int] = (0, 0)
-    """Minimum and maximum number of given latent frames of the row's clip, drawn once per group: 0 for text, 1 for image, 2 for
-    video."""
+    """Minimum and maximum number of latent frames that are given from the row's clip, drawn once per group: 0 generates from text
+    only, 1 from an image, 2 from a video."""
     sde: Literal["flow", "cps", "dance", "ddim"] = "flow"
     """Kind of noise that trained steps add: Flow-GRPO, coefficients-preserving sampling (2509.05952), DanceGRPO or DDIM."""
     noise_level: float = Field(0.7, ge=0)
     """Scale (eta) of the noise of `sde`: usually 0.7 (flow), 0.5 to 0.9 (cps) or 0.3 (dance); at most 1 for cps and ddim."""
     trained_steps: tuple[int, ...] | None = Field(None, min_length=1)
     """Numbers, from 0, of the steps that add noise and are trained; the others follow the ODE. Unset: the steps of `window`, or
-    all if it is 0."""
+    all steps if `window` is 0."""
     window: int = Field(0, ge=0)
     """Number of consecutive steps to train, drawn for each rollout from the first half of the steps; 0: see `trained_steps`."""
     same_noise: bool = False
-    """Whether all clips of a group start from the same noise, so that they differ only by the noise that the steps add."""
+    """Whether all clips of a group start from the same noise, so that they differ only in the noise that the steps add."""
     clip_range: float = Field(1e-4, gt=0)
-    """Ratios are clipped to 1 ± `clip_range`. They are close to 1, since log-probabilities are means over latent elements."""
+    """Ratios are clipped to 1 ± `clip_range`. They stay close to 1, because log-probabilities are means over latent elements."""
     advantage_clip: float = Field(5.0, gt=0)
-    """Bound at which advantages are clipped, positive and negative."""
+    """Advantages are clipped to ± this value."""
     advantage_std: Literal["group", "batch"] = "group"
     """Divisor of a group's centred rewards: the standard deviation of the group or of the full rollout."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the distance to the initial model; 0 disables the term and needs no reference."""
+    """Weight of the distance to the initial model; 0 disables the term, so that no reference is kept."""
     kl: Literal["velocity", "mean"] = "velocity"
     """Form of the distance that `kl_coef` weights: mean((v − v_ref)²), or the mean squared difference of a step's means over
-    2·std². Weights of the two forms are not comparable."""
+    2·std². The two forms need different weights."""
     data_coef: float | None = Field(None, ge=0)
     """Weight of the velocity error on real clips (`ddrl` only); unset: 0.01."""
     data_noise: Literal["fresh", "rollout"] = "rollout"
@@ -218,7 +218,7 @@ class RewardServiceConfig(Section):
 
 class WorldRewardConfig(RewardFunctionsConfig):
     functions: dict[str, RewardWeight] = {}
-    """Weights by reward name: a built-in one of docs/world.md, or your own, `package.module:attr` or `file.py:attr`."""
+    """Weights by reward name: a built-in reward from docs/world.md, or your own, `package.module:attr` or `file.py:attr`."""
     options: dict[str, dict[str, Any]] = {}
     """Keyword arguments by reward name."""
     services: tuple[RewardServiceConfig, ...] = ()
@@ -234,13 +234,13 @@ class WorldRewardConfig(RewardFunctionsConfig):
     time_limit: float = Field(600.0, gt=0)
     """Seconds to wait for the scores of a request before the run stops."""
     workers: int = Field(1, ge=0)
-    """Number of processes per rank that call your own functions; 0 calls them in the training process, like the built-in ones."""
+    """Number of processes per rank that call your own functions; 0 calls them in the training process, as for built-in ones."""
 
 
 class WorldValidationConfig(JobValidationConfig):
     max_samples: int = Field(16, ge=0)
-    """Maximum number of clips to sample, with the same noise each time, from held-out prompts or, without any, from training
-    prompts."""
+    """Maximum number of clips to sample from held-out prompts, or from training prompts if none are held out. The noise is the
+    same in every validation."""
     sampling_steps: int | None = Field(None, ge=1)
     """Sampler steps from noise to clip. Unset: `world.sampling_steps`."""
     guidance_scale: float | None = Field(None, ge=1)

@@ -1,4 +1,4 @@
-"""Deterministic and stochastic sampler steps and their log-probabilities.
+"""Deterministic and stochastic sampler steps, and the log-probabilities of the latter.
 
 Latents at noise level s are x = (1 − s)·data + s·noise, and the model predicts v = noise − data. Every kind of step from s
 to s' < s is affine: x' = a·x + b·v + std·ε.
@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from dsreason.world.losses import free_mean
+from dsreason.world.losses import average_free
 
 Kind = Literal["ode", "flow", "cps", "dance", "ddim"]
 
@@ -31,7 +31,7 @@ class Step:
     std: float
 
 
-def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float = 0.0) -> Step:
+def build_step(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float = 0.0) -> Step:
     """Return the step from noise level `s` to `s_next`.
 
     Args:
@@ -41,7 +41,7 @@ def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float 
         s_cap: second noise level of the schedule, which `flow` needs near s = 1.
     """
     if not 0 <= s_next < s <= 1 or eta < 0:
-        raise ValueError(f"step_of: requires 0 <= s_next < s <= 1 and eta >= 0; got {s=}, {s_next=} and {eta=}")
+        raise ValueError(f"build_step: requires 0 <= s_next < s <= 1 and eta >= 0; got {s=}, {s_next=} and {eta=}")
     if kind == "ode":
         return Step(1.0, s_next - s, 0.0)
     if kind == "flow":
@@ -62,16 +62,16 @@ def _make_diffusion_step(s: float, s_next: float, variance: float) -> Step:
 
 
 def _compute_fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
-    """Return the standard deviation of the fresh noise at s'; the remaining noise is the predicted one."""
+    """Return the standard deviation of the fresh noise at s'; the rest of the noise at s' is the predicted noise."""
     if eta > 1:
-        raise ValueError(f"step_of: eta must be at most 1 with {kind}; got {eta}")
+        raise ValueError(f"build_step: eta must be at most 1 with {kind}; got {eta}")
     if kind == "cps":
         return s_next * math.sin(eta * math.pi / 2)
     return eta * s_next * math.sqrt(max(0.0, 1 - (s_next * (1 - s) / (s * (1 - s_next))) ** 2))
 
 
 def _make_resampled_step(s: float, s_next: float, std: float) -> Step:
-    """Return the step that mixes predicted data x0 and noise x1 again at s': (1 − s')·x0 + k·x1 + std·ε with k² + std² = s'².
+    """Return the step that remixes predicted data x0 and noise x1 at s': (1 − s')·x0 + k·x1 + std·ε with k² + std² = s'².
 
     Here x0 = x − s·v and x1 = x + (1 − s)·v.
     """
@@ -95,4 +95,4 @@ def log_prob(x_next: Tensor, mean: Tensor, std: float, free: Tensor | None = Non
     if std <= 0:
         raise ValueError(f"log_prob: the step adds no noise ({std=}), so it has no density and cannot be trained")
     density = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
-    return free_mean(density, free)
+    return average_free(density, free)

@@ -19,11 +19,11 @@ Pixels = NDArray[np.uint8]
 SMALLEST, LARGEST = 128, 320
 """Bounds for the longer side of a preview, in pixels."""
 MOST_FRAMES = 48
-"""Maximum number of frames of a GIF, which are evenly spaced; GIF compresses poorly."""
+"""Maximum number of frames in a GIF, evenly spaced over the clip, because GIF compresses poorly."""
 
 
 def write_mp4(clip: Pixels, file: Path, fps: float) -> None:
-    """Write the clip as H.264, atomically. If a side is odd, drop its last row or column, as the format needs even sizes."""
+    """Write the clip as H.264, atomically. Drop the last row or column of an odd side, because the format needs even sizes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     _, _, height, width = clip.shape
     with open_draft(file) as draft, av.open(str(draft), "w", format="mp4") as container:

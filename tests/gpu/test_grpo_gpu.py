@@ -184,8 +184,12 @@ def there_and_back(deepspeed: str) -> dict[str, Any]:
     step()
     step()
     offload = StateOffload(engine)
-    state = [*offload.masters(), *offload.moments()]
-    bits, announced, before = [tensor.cpu().clone() for tensor in state], sum(offload.sizes().values()), bytes_held()
+    state = [*offload.list_masters(), *offload.list_moments()]
+    bits, announced, before = (
+        [tensor.cpu().clone() for tensor in state],
+        sum(offload.measure_sizes().values()),
+        bytes_held(),
+    )
     offload.offload()
     away = bytes_held()
     offload.reload()

@@ -76,14 +76,14 @@ def train_with_trips(case: tuple[str, bool], world: Any, amount: tuple[bool, int
     measured: dict[str, Any] = {"norms": [], "line": offload.describe(), "same bits": True}
     for _ in range(3):
         measured["norms"] += train(engine, world, 1)
-        state = [*offload.moments(), *offload.masters()]
+        state = [*offload.list_moments(), *offload.list_masters()]
         before = bits(state)
         offload.offload()
         measured["away"] = [tensor.untyped_storage().nbytes() == 0 for tensor in state]
-        measured["gradients away"] = [tensor.untyped_storage().nbytes() == 0 for tensor in offload.gradients()]
+        measured["gradients away"] = [tensor.untyped_storage().nbytes() == 0 for tensor in offload.list_gradients()]
         offload.reload()
         measured["same bits"] &= same(bits(state), before)
-    return measured | {"num moments": len(offload.moments()), "weights": weights(engine, master=True)}
+    return measured | {"num moments": len(offload.list_moments()), "weights": weights(engine, master=True)}
 
 
 def there_and_back(engine: Any) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def there_and_back(engine: Any) -> dict[str, Any]:
     from dsreason.engine.offload import StateOffload
 
     offload = StateOffload(engine, device_type="cpu")
-    remaining, gradients = [*offload.masters(), *offload.moments()], offload.gradients()
+    remaining, gradients = [*offload.list_masters(), *offload.list_moments()], offload.list_gradients()
     before, policy = bits(remaining), weights(engine)
     result: dict[str, Any] = {
-        "announced": sum(offload.sizes().values()),
+        "announced": sum(offload.measure_sizes().values()),
         "freed": sum(tensor.nbytes for tensor in [*remaining, *gradients]),
         "copied": sum(tensor.nbytes for tensor in remaining),
         "same bits": [],

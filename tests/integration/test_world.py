@@ -319,7 +319,7 @@ def weights_on_ranks(group: int) -> list[NDArray[np.float32]]:
     with average.in_place():
         result.append(output())
     result.append(output())
-    full = {name: value.clone().numpy() for name, value in average.full()}
+    full = {name: value.clone().numpy() for name, value in average.iter_full()}
     result.append(x.numpy() @ full["weight"].T + full["bias"])
     return result
 

@@ -295,7 +295,7 @@ def objectives() -> list[tuple[float, ...]]:
         objective = build_objective(config)
         leaf = logprobs.clone().to(device).requires_grad_()
         weights = None if objective.correction is None else objective.correction(old - engines, sequence)
-        penalty = objective.penalty(leaf, ref, old, entropy)
+        penalty = objective.compute_penalty(leaf, ref, old, entropy)
         result = objective.loss(LossInputs(leaf, old, advantages, sequence, counts, weights, penalty))
         result.loss.backward()
         actual.append((result.loss.item(), float(result.clipped.sum()), float(leaf.grad.double().square().sum())))

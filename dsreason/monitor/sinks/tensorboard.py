@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Sink):
-    """A folder of TensorBoard events. Events after `resume_step`, which a stopped run has written, are purged."""
+    """A writer of a TensorBoard folder. Events that a stopped run has written for steps after `resume_step` are purged."""
 
     def __init__(self, folder: Path, run_config: dict[str, Any], resume_step: int | None) -> None:
         self.folder = folder
@@ -77,5 +77,5 @@ class TensorBoard(Sink):
 
 
 def format_as_code(text: str) -> str:
-    """Format a text as a Markdown code block, in which TensorBoard preserves line breaks and angle brackets."""
+    """Format text as a Markdown code block, in which TensorBoard preserves line breaks and angle brackets."""
     return "".join(f"    {line}\n" for line in text.splitlines())

@@ -89,7 +89,7 @@ def check_wandb(config: MonitorConfig) -> None:
 
 
 def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool) -> wandb.Run:
-    """Start a W&B run, or continue the W&B run that is recorded in the output folder if this run is resumed."""
+    """Start a W&B run; if this run is resumed, continue the W&B run whose id is stored in the output folder."""
     check_wandb(config)
     import wandb
 

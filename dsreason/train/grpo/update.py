@@ -133,7 +133,7 @@ def accumulate_gradients(
         correction = None
         if objective.correction is not None:
             correction = objective.correction(old - flat.rollout_logprobs, flat.sequence)
-        penalty = objective.penalty(logprobs, micro_batch.ref_logprobs, old, entropy)
+        penalty = objective.compute_penalty(logprobs, micro_batch.ref_logprobs, old, entropy)
         advantages = flat.advantages
         if micro_batch.teacher_logprobs is not None:
             teacher_advantages = compute_distillation_advantages(

@@ -22,7 +22,7 @@ COLOURS = {"red": (1.0, 0.1, 0.1), "green": (0.1, 1.0, 0.1), "blue": (0.15, 0.2,
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Direction → change of x and y."""
 SIDE, TRAVEL = 10 / 32, 12 / 32
-"""Side of the square and distance that it travels, as shares of the clip's shorter side: 10 and 12 of 32 pixels."""
+"""Side of the square and distance that it travels, as fractions of the clip's shorter side: 10 and 12 of 32 pixels."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Square:
     background: float
     """Grey level of the background, 0 to 0.25."""
     start: tuple[float, float]
-    """Initial x and y, as shares of the available space."""
+    """Initial x and y, as fractions of the available space."""
 
 
 def draw_square(seed: int, number: int) -> tuple[Square, str]:
-    """Draw a square, and a caption in which the colour and the direction are each random with probability ½."""
+    """Draw a square, and a caption in which the colour and the direction are each replaced at random with probability ½."""
     rng = np.random.default_rng([seed, number])
     colour, move = str(rng.choice([*COLOURS])), str(rng.choice([*MOVES]))
     square = Square(colour, move, rng.uniform(0.55, 1), rng.uniform(0, 0.25), (rng.uniform(), rng.uniform()))
@@ -95,6 +95,6 @@ def draw_clip(square: Square, size: ClipSize) -> Tensor:
 
 
 def _compute_coverage(first: Tensor, side: float, extent: int) -> Tensor:
-    """Return the share of each pixel of an axis that a square starting at `first[t]` covers: `[T, extent]`."""
+    """Return the fraction of each pixel along an axis that a square starting at `first[t]` covers: `[T, extent]`."""
     pixel = torch.arange(extent)
     return torch.minimum(pixel + 1, first[:, None] + side).sub(torch.maximum(pixel, first[:, None])).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Reading of clips from videos: choice of frames, resizing and cropping."""
+"""Reading of clips from videos: selection of frames, resizing and cropping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsreason.media.vision import VideoInfo
 from dsreason.world.types import ClipSize, WorldRow
 
 SLOWER = 0.01
-"""Share by which a video's frame rate may be below the requested one: 29.97 frames per second are read as 30."""
+"""Fraction by which a video's frame rate may be below the requested one: 29.97 frames per second count as 30."""
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
@@ -24,7 +24,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
         DataError: the video is unreadable, too short or has too few frames per second; the message names the row.
     """
     try:
-        return load_clip(str(row.clip), size, start=start_of(row))
+        return load_clip(str(row.clip), size, start=read_start(row))
     except DataError as error:
         raise DataError(f"{row.id}: {error}") from error
 
@@ -42,7 +42,7 @@ def load_clip(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Tensor
 def choose_frames(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
     """Return the index of the frame that is displayed at each sampling time.
 
-    Frames of a video with a higher frame rate are skipped; no frame is repeated.
+    If the video has a higher frame rate, some frames are skipped; no frame is ever repeated.
 
     Raises:
         DataError: the video has fewer frames per second than requested, or ends before the last sampling time.
@@ -66,13 +66,13 @@ def choose_frames(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
     return indices
 
 
-def fit_size(have: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest (height, width) with the aspect ratio of `have` that covers `wanted`."""
-    scale = max(wanted[0] / have[0], wanted[1] / have[1])
-    return max(wanted[0], round(have[0] * scale)), max(wanted[1], round(have[1] * scale))
+def fit_size(size: tuple[int, int], minimum: tuple[int, int]) -> tuple[int, int]:
+    """Return the smallest (height, width) with the aspect ratio of `size` that covers `minimum`."""
+    scale = max(minimum[0] / size[0], minimum[1] / size[1])
+    return max(minimum[0], round(size[0] * scale)), max(minimum[1], round(size[1] * scale))
 
 
-def start_of(row: WorldRow) -> float:
+def read_start(row: WorldRow) -> float:
     start = row.meta.get("start", 0.0)
     if isinstance(start, bool) or not isinstance(start, (int, float)) or not 0 <= start < math.inf:
         raise DataError(f"start must be a non-negative number of seconds; got {start!r}")

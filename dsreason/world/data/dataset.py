@@ -1,4 +1,4 @@
-"""Data sets for world models, whose clips are read on demand."""
+"""Data sets for world models; their clips are read on demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorldDataset:
-    """The rows of a data set and the function that reads their clips. It is picklable, because loader workers get a copy."""
+    """The rows of a data set and the function that reads their clips; picklable, because loader workers receive a copy."""
 
     rows: Sequence[WorldRow]
     read: Callable[[WorldRow, ClipSize], Tensor]
@@ -47,10 +47,10 @@ class WorldDataset:
 
 
 def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, WorldDataset]:
-    """Return the training rows and the held-out rows, of which there may be none.
+    """Return the data sets of the training rows and of the held-out rows; the latter may be empty.
 
     Args:
-        seed: seed for generated rows and for the choice of the held-out rows.
+        seed: seed for generating rows and for choosing the held-out rows.
 
     Raises:
         ConfigError, DataError: the data does not exist, a row is unusable (with `on_bad_row = "error"`), or no training row

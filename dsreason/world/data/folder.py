@@ -54,7 +54,7 @@ def read_folder(path: str) -> CheckedRows:
 
 
 def list_by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """Return the files by name without suffix. Raise DataError if two files have the same name."""
+    """Return the files with one of the suffixes, by stem. Raise DataError if two of them have the same stem."""
     clips: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix.lower() in suffixes and not file.name.startswith("."):
@@ -67,6 +67,6 @@ def list_by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 
 def read_meta(file: Path) -> Any:
-    """Return the fields of a `.json` file, or the text of any other file as the prompt. Raise ValueError if it is invalid."""
+    """Return the fields of a `.json` file, or the text of any other file as the `prompt`. Raise ValueError if it is invalid."""
     text = file.read_text(encoding="utf-8-sig")
     return json.loads(text) if file.suffix.lower() == ".json" else {"prompt": " ".join(text.split())}

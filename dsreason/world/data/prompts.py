@@ -16,7 +16,7 @@ from dsreason.world.data.rows import CheckedRows
 ADVICE = 'a text file with one prompt per line, or a .jsonl file with {"prompt": …} per line'
 JSON_LINES = (".jsonl", ".ndjson")
 STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".toml", ".xml", ".xlsx")
-"""Suffixes of structured files, whose lines are not prompts."""
+"""Suffixes of structured formats; the lines of such files are not prompts."""
 MAX_BYTES = 2 * 1024**3
 
 
@@ -48,7 +48,7 @@ def read_prompts(path: str) -> CheckedRows:
 
 
 def _split_lines(path: str) -> list[str]:
-    """Read the lines of a file. Unicode line separators such as U+2028 do not end a line, because prompts may contain them."""
+    """Read the lines of a file. Unicode line separators such as U+2028 do not end a line; prompts may contain them."""
     file = fetch_file(path) if is_s3(path) else Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{path}: {describe_missing_file(file)}")
@@ -69,32 +69,32 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _add_object(found: CheckedRows, path: str, row_id: str, line: str) -> None:
+def _add_object(rows: CheckedRows, path: str, row_id: str, line: str) -> None:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        found.bad.append(f"{row_id}: is not JSON: {describe_parse_error(error)}")
+        rows.bad.append(f"{row_id}: is not JSON: {describe_parse_error(error)}")
         return
     video = fields.pop("video", None) if isinstance(fields, dict) else None
     try:
-        found.add(row_id, fields, None if video is None else resolve_beside(path, str(video)))
+        rows.add(row_id, fields, None if video is None else resolve_beside(path, str(video)))
     except DataError as error:
-        found.bad.append(f"{row_id}: its video {error}")
+        rows.bad.append(f"{row_id}: its video {error}")
 
 
-def resolve_beside(path: str, given: str) -> str:
-    """Resolve a path relative to the folder of the file `path`; return absolute paths and S3 URIs unchanged.
+def resolve_beside(path: str, target: str) -> str:
+    """Resolve `target` relative to the folder of the file `path`; return absolute paths and S3 URIs unchanged.
 
     Raises:
-        DataError: the path leads out of the folder, or is another kind of URL.
+        DataError: the target is outside the folder, or is another kind of URL.
     """
-    if is_s3(given) or Path(given).is_absolute():
-        return given
-    address = mask_credentials(given)[:200]
-    if "://" in given:
+    if is_s3(target) or Path(target).is_absolute():
+        return target
+    address = mask_credentials(target)[:200]
+    if "://" in target:
         raise DataError(f"{address} is a URL, but only local files and s3:// URIs are supported; download it")
-    if not is_inside(Path("/folder", given), "/folder"):
+    if not is_inside(Path("/folder", target), "/folder"):
         raise DataError(f"{address} is outside the folder of {path}; use its absolute path")
     if is_s3(path):
-        return str(join_address(read_address(path).parent, given))
-    return str(Path(path).expanduser().parent / given)
+        return str(join_address(read_address(path).parent, target))
+    return str(Path(path).expanduser().parent / target)

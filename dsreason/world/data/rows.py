@@ -1,4 +1,4 @@
-"""Validation of rows that are read from JSON, and collection of the unusable ones."""
+"""Validation of rows that were read from JSON; errors of unusable rows are collected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CheckedRows:
 
 
 def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
-    """Build a row. Raise DataError if the prompt is missing, a text is not valid Unicode, or the fields are nested too deeply."""
+    """Build a row. Raise DataError if the prompt is missing, a string has a surrogate, or the fields are nested too deeply."""
     if not isinstance(fields, Mapping):
         raise DataError(f"{row_id}: must be a JSON object with a prompt; got {fields!r:.80}")
     prompt = fields.get("prompt")
@@ -47,7 +47,7 @@ def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
 
 
 def find_surrogate(text: str) -> int | None:
-    """Return the index of the first surrogate, which UTF-8 cannot encode; None if there is none.
+    """Return the index of the first surrogate, which UTF-8 cannot encode; None if the text has none.
 
     Surrogates come from escapes in JSON, such as `\\ud800`, and from bytes of file names that are not UTF-8.
     """

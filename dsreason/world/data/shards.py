@@ -1,8 +1,8 @@
 """Tar shards in webdataset's layout, in which the members of a row have the same name up to the first dot.
 
 `<key>.json` contains `prompt` and other fields, or `<key>.txt` contains only the prompt. A row may also have a video
-(`.mp4` …). Other members are not read; latents and embeddings are computed with the trained model. The offsets of members in
-the shard are indexed, so any row can be read directly. Nothing is ever unpickled: shards that contain pickles are rejected.
+(`.mp4` …). Other members are not read: latents and embeddings are computed with the model in training. The offsets of members
+in the shard are indexed, so any row can be read directly. Nothing is ever unpickled: shards that contain pickles are rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dsreason.files.atomic import build_once, write_file
 from dsreason.files.cache import convert_cache_errors, get_cache_dir
 from dsreason.files.remote import PARALLEL, check_room, fetch_file, read_address
 from dsreason.files.s3 import list_objects
-from dsreason.world.data.clips import load_clip, start_of
+from dsreason.world.data.clips import load_clip, read_start
 from dsreason.world.data.folder import VIDEO_SUFFIXES
 from dsreason.world.data.rows import CheckedRows
 from dsreason.world.types import ClipSize, WorldRow
@@ -39,7 +39,7 @@ VIDEO_KEYS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
 MAX_TEXT_BYTES = 16 * 2**20
 
 Members = dict[str, tuple[int, int]]
-"""Suffix in lower case → offset of the member in the shard and its size, in bytes."""
+"""Suffix in lower case → the member's offset in the shard and its size, both in bytes."""
 
 
 def read_shards(path: str) -> CheckedRows:
@@ -49,7 +49,7 @@ def read_shards(path: str) -> CheckedRows:
         DataError: the path does not exist, or a shard is damaged or contains a pickle; the message names shard and member.
     """
     rows = CheckedRows()
-    for name, shard in shard_files(path).items():
+    for name, shard in list_shard_files(path).items():
         for entry in read_index(shard, name):
             row_id, members = f"{name}:{entry['key']}", entry["members"]
             if "problem" in entry:
@@ -61,8 +61,8 @@ def read_shards(path: str) -> CheckedRows:
     return rows
 
 
-def shard_files(path: str) -> dict[str, Path]:
-    """Return the local shard files by the names used in messages; download them from S3 if necessary."""
+def list_shard_files(path: str) -> dict[str, Path]:
+    """Return the local shard files by the names to use in messages; download them from S3 if necessary."""
     if path.lower().endswith((".pkl", ".pickle", ".json")):
         raise DataError(
             f"{path}: is not a shard; instead of an index of cosmos-rl (wdinfo), specify the folder with its tar files; to "
@@ -77,12 +77,12 @@ def shard_files(path: str) -> dict[str, Path]:
         check_room(path, [source for name, source in sources.items() if is_tar(name)])
         shards = sorted(name for name in names if is_tar(name))
         with ThreadPool(PARALLEL) as threads:
-            return dict(zip(shards, threads.map(fetch_file, shards), strict=True)) or _list_nothing(path)
+            return dict(zip(shards, threads.map(fetch_file, shards), strict=True)) or _raise_no_shards(path)
     place = Path(path).expanduser()
     if path and place.is_dir():
         files = sorted(file for file in place.rglob("*") if is_tar(file.name))
         check_layout(path, [str(file) for file in files])
-        return {str(file): file for file in files} or _list_nothing(path)
+        return {str(file): file for file in files} or _raise_no_shards(path)
     if not path or not place.is_file():
         start = f"{path}:" if path else "is empty, but"
         raise DataError(f"{start} must be a tar file, or a folder with tar files")
@@ -93,7 +93,7 @@ def is_tar(name: str) -> bool:
     return name.lower().endswith(".tar")
 
 
-def _list_nothing(path: str) -> dict[str, Path]:
+def _raise_no_shards(path: str) -> dict[str, Path]:
     raise DataError(f"{path}: has no .tar files; decompress compressed ones, because rows are read in place")
 
 
@@ -115,7 +115,7 @@ def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
     Raises:
         DataError: the shard is damaged or contains a pickle.
     """
-    with shard_errors(name):
+    with convert_shard_errors(name):
         status = shard.stat()
     version = f"{VERSION} {shard.resolve()} {status.st_size} {status.st_mtime_ns}"
     folder = get_cache_dir() / "world" / "shards" / hashlib.sha256(version.encode()).hexdigest()[:24]
@@ -136,7 +136,11 @@ def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
 
 def make_index(shard: Path, name: str) -> list[dict[str, Any]]:
     members: dict[str, Members] = {}
-    with shard_errors(name), shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:", tarinfo=TarMember) as tar:
+    with (
+        convert_shard_errors(name),
+        shard.open("rb") as file,
+        tarfile.open(fileobj=file, mode="r:", tarinfo=TarMember) as tar,
+    ):
         for member in tar:
             if member.isdir():
                 continue
@@ -170,7 +174,7 @@ def check_member(member: tarfile.TarInfo, name: str) -> None:
 
 
 def to_entry(file: Any, key: str, members: Members) -> dict[str, Any]:
-    """Return the index entry of a row, with the fields from its `.json` or `.txt`, or a problem."""
+    """Return the index entry of a row, with the fields from its `.json` or `.txt`, or with the problem if they are unusable."""
     entry: dict[str, Any] = {"key": key, "members": members}
     suffix = next((suffix for suffix in ("json", "txt") if suffix in members), None)
     if suffix is None:
@@ -188,7 +192,7 @@ def to_entry(file: Any, key: str, members: Members) -> dict[str, Any]:
 
 
 @contextmanager
-def shard_errors(name: str) -> Iterator[None]:
+def convert_shard_errors(name: str) -> Iterator[None]:
     try:
         yield
     except UNPACK_ERRORS as error:
@@ -207,7 +211,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
         file.write(read_member(row, suffix))
         file.flush()
         try:
-            return load_clip(file.name, size, start=start_of(row))
+            return load_clip(file.name, size, start=read_start(row))
         except DataError as error:
             raise DataError(f"{row.id}: {str(error).replace(file.name, f'its .{suffix}')}") from None
 

@@ -1,4 +1,4 @@
-"""The HTML page of a training run, which shows clips of the same prompts and noise at several validations."""
+"""The HTML page of a training run, which compares clips from the same prompts and noise at several validations."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from dsreason.config.output import find_run_record, flatten_keys
 from dsreason.files.step_names import format_step, is_step_name, parse_step
-from dsreason.world.evaluation.page import FILE, Clip, Curve, Page, PromptCard, Table, number, write_page
+from dsreason.world.evaluation.page import FILE, Clip, Curve, Page, PromptCard, Table, format_number, write_page
 from dsreason.world.evaluation.score import name_reward
 
 MOST_COLUMNS = 5
-"""Maximum number of validations to show: the first, the last, and some in between."""
+"""Maximum number of validations to show: the first, the last, and evenly spaced ones in between."""
 LOOKS = ("brightness", "motion", "diversity")
 SETTINGS = ("model.", "lora.", "data.", "optim.lr", "world.", "reward.")
 Row = dict[str, Any]
-"""A line of a JSONL file: a clip in `validation/step_N.jsonl`, or the metrics of a step in `metrics.jsonl`."""
+"""The object on a line of a JSONL file: a clip in `validation/step_N.jsonl`, or a step's metrics in `metrics.jsonl`."""
 
 
 def locate_small_video(folder: Path, clip: int) -> Path:
-    """Return the path of the small video of clip `clip`, which the page shows; `{clip}.mp4` next to it has the original size."""
+    """Return the path of a clip's small video, which the page shows; `{clip}.mp4` next to it has the original size."""
     return folder / f"{clip}_small.mp4"
 
 
 def write_run_page(run: Path) -> Path | None:
     """Write `world.html` in a run's folder and return its path, or None if there is no validation yet."""
-    run_validations = read_validations(run)
-    return write_page(run_page(run, run_validations), run / FILE) if run_validations else None
+    validations = read_validations(run)
+    return write_page(build_run_page(run, validations), run / FILE) if validations else None
 
 
 def read_validations(run: Path) -> dict[int, list[Row]]:
@@ -51,8 +51,8 @@ def read_rows(file: Path) -> list[Row]:
     return rows
 
 
-def run_page(run: Path, found: dict[int, list[Row]]) -> Page:
-    steps = choose_steps([*found])
+def build_run_page(run: Path, validations: dict[int, list[Row]]) -> Page:
+    steps = choose_steps([*validations])
     lines = read_rows(run / "metrics.jsonl")
     config = (find_run_record(run) or {}).get("config", {})
     algorithm = config.get("world", {}).get("algorithm", "")
@@ -62,8 +62,8 @@ def run_page(run: Path, found: dict[int, list[Row]]) -> Page:
         kicker=f"World model, {algorithm}".rstrip(", "),
         title=run.absolute().name,
         columns=columns,
-        cards=make_cards(run, found, steps),
-        tables=[make_means_table(found, lines, steps, columns), make_clips_table(found, steps, columns)],
+        cards=make_cards(run, validations, steps),
+        tables=[make_means_table(validations, lines, steps, columns), make_clips_table(validations, steps, columns)],
         curves=make_curves(lines),
         settings={name: value for name, value in settings.items() if value not in ("None", "")},
     )
@@ -75,18 +75,18 @@ def choose_steps(steps: Sequence[int]) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def make_cards(run: Path, found: dict[int, list[Row]], steps: Sequence[int]) -> list[PromptCard]:
+def make_cards(run: Path, validations: dict[int, list[Row]], steps: Sequence[int]) -> list[PromptCard]:
     """Make a card for each clip that has a video in the last validation."""
     folders = {step: run / "validation" / format_step(step) for step in steps}
-    last = found[steps[-1]]
+    last = validations[steps[-1]]
     return [
-        PromptCard(row["prompt"], row["id"], [clip_of(folders[step], found[step], i) for step in steps])
+        PromptCard(row["prompt"], row["id"], [build_clip(folders[step], validations[step], i) for step in steps])
         for i, row in enumerate(last)
         if locate_small_video(folders[steps[-1]], i).is_file()
     ]
 
 
-def clip_of(folder: Path, rows: Sequence[Row], i: int) -> Clip:
+def build_clip(folder: Path, rows: Sequence[Row], i: int) -> Clip:
     if i >= len(rows):
         return Clip(None, {})
     file, row = locate_small_video(folder, i), rows[i]
@@ -95,13 +95,13 @@ def clip_of(folder: Path, rows: Sequence[Row], i: int) -> Clip:
 
 
 def make_means_table(
-    found: dict[int, list[Row]], lines: Sequence[Row], steps: Sequence[int], columns: Sequence[str]
+    validations: dict[int, list[Row]], lines: Sequence[Row], steps: Sequence[int], columns: Sequence[str]
 ) -> Table:
-    """Build the table of mean rewards, brightness, motion and diversity at the displayed validations."""
-    names = list(found[steps[-1]][0]["rewards"])
+    """Make the table of mean rewards, brightness, motion and diversity at the displayed validations."""
+    names = list(validations[steps[-1]][0]["rewards"])
     rows = {
         name_reward(name): [
-            number(compute_mean([row["rewards"].get(name, 0.0) for row in found[step]])) for step in steps
+            format_number(compute_mean([row["rewards"].get(name, 0.0) for row in validations[step]])) for step in steps
         ]
         for name in names
     }
@@ -109,20 +109,22 @@ def make_means_table(
     for name in LOOKS:
         values = [by_step.get(step, {}).get(f"val/{name}") for step in steps]
         if any(value is not None for value in values):
-            rows[name] = ["–" if value is None else number(value) for value in values]
-    clips = len(found[steps[-1]])
+            rows[name] = ["–" if value is None else format_number(value) for value in values]
+    clips = len(validations[steps[-1]])
     note = f"Means over {clips} clips, sampled along the ODE. Diversity is the clips' standard deviation at low resolution."
     return Table("Rewards and appearance", columns, rows, note)
 
 
-def make_clips_table(found: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
-    """Make the table of every clip's reward, sorted by gain, with the smallest gain first."""
-    first, last = found[steps[0]], found[steps[-1]]
+def make_clips_table(validations: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
+    """Make the table of every clip's reward, sorted by its gain over the run, smallest gain first."""
+    first, last = validations[steps[0]], validations[steps[-1]]
     if not last[0]["rewards"]:
         return Table("Every clip", columns, {}, folded=True)
     numbers = sorted(range(len(last)), key=lambda i: last[i]["rewards"][""] - get_reward(first, i))
     rows = {
-        f"{i}: {last[i]['prompt']} ({last[i]['id']})": [number(get_reward(found[step], i)) for step in steps]
+        f"{i}: {last[i]['prompt']} ({last[i]['id']})": [
+            format_number(get_reward(validations[step], i)) for step in steps
+        ]
         for i in numbers
     }
     return Table("Reward of every clip, smallest gain first", columns, rows, folded=True)
@@ -133,7 +135,7 @@ def get_reward(rows: Sequence[Row], i: int) -> float:
 
 
 def make_curves(lines: Sequence[Row]) -> list[Curve]:
-    """Make the curves of the rewards, the looks of clips, the loss and the distance to the reference."""
+    """Make the curves of the rewards, the clips' appearance, the loss and the distance to the reference."""
 
     def points(name: str) -> list[tuple[float, float]]:
         return [(line["step"], line[name]) for line in lines if line.get(name) is not None]

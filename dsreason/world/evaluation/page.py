@@ -15,7 +15,7 @@ from dsreason.files.atomic import write_file
 
 FILE = "world.html"
 MAX_BYTES = 30_000_000
-"""Maximum total size of the embedded videos; those that would exceed it are omitted."""
+"""Maximum total size of the embedded videos in bytes; videos that would exceed it are omitted."""
 WIDTH, HEIGHT = 260.0, 90.0
 """Size of a curve's panel, in SVG user units."""
 DECIMALS = 3
@@ -44,7 +44,7 @@ class PromptCard:
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric's values over the run; a panel shows those of training as a line and those of validation as dots."""
+    """A metric's values over the run; its panel shows training values as a line and validation values as dots."""
 
     name: str
     training: Points = ()
@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page; `rows` maps names to the texts of the columns."""
+    """A table of the page; `rows` maps the name of a row to the texts of its cells."""
 
     title: str
     columns: Sequence[str]
@@ -94,7 +94,7 @@ def write_page(page: Page, file: Path) -> Path:
 
 
 def render(page: Page) -> str:
-    """Render the page as HTML. All texts are escaped; the page's security policy forbids scripts and external resources."""
+    """Render the page as HTML. All text is escaped, and the page's security policy forbids scripts and external resources."""
     environment = Environment(
         loader=PackageLoader("dsreason.world.evaluation"),
         undefined=StrictUndefined,
@@ -102,12 +102,12 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number
+    environment.filters["number"] = format_number
     videos, left_out = read_videos(page.cards)
     style = resources.files("dsreason.world.evaluation") / "templates" / "world.css"
     return environment.get_template("world.html.j2").render(
         page=page,
-        panels=[panel for curve in page.curves if (panel := draw(curve)) is not None],
+        panels=[panel for curve in page.curves if (panel := build_panel(curve)) is not None],
         videos=videos,
         left_out=left_out,
         style=Markup(style.read_text(encoding="utf-8")),
@@ -117,7 +117,7 @@ def render(page: Page) -> str:
 
 
 def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
-    """Return the videos' data URIs by file, up to `MAX_BYTES` in total, and the number of omitted files."""
+    """Return the videos as data URIs by file, up to `MAX_BYTES` in total, and the number of omitted files."""
     uris: dict[Path, str] = {}
     num_bytes = left_out = 0
     for file in dict.fromkeys(clip.video for card in cards for clip in card.clips if clip.video is not None):
@@ -129,7 +129,7 @@ def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
     return uris, left_out
 
 
-def draw(curve: Curve) -> Panel | None:
+def build_panel(curve: Curve) -> Panel | None:
     """Convert a curve to a panel; return None if the curve has no values."""
     both = [*curve.training, *curve.validation]
     if not both:
@@ -144,9 +144,16 @@ def draw(curve: Curve) -> Panel | None:
 
     line = " ".join(f"{x},{y}" for x, y in map(at, curve.training))
     newest = (curve.validation or curve.training)[-1][1]
-    return Panel(curve.name, line, [at(point) for point in curve.validation], number(low), number(high), number(newest))
+    return Panel(
+        curve.name,
+        line,
+        [at(point) for point in curve.validation],
+        format_number(low),
+        format_number(high),
+        format_number(newest),
+    )
 
 
-def number(value: float) -> str:
-    """Format a number as `0.812`, or as `1.20e-05` if it is small or large."""
+def format_number(value: float) -> str:
+    """Format a number as `0.812`, or as `1.20e-05` if it is very small or very large."""
     return f"{value:.2e}" if value and not 1e-3 <= abs(value) < 1e5 else f"{value:.{DECIMALS}f}"

@@ -14,7 +14,7 @@ from dsreason.config.output import flatten_keys
 from dsreason.evaluation.report.score import Interval
 from dsreason.files.atomic import write_file
 from dsreason.world.evaluation.history import locate_small_video
-from dsreason.world.evaluation.page import FILE, Clip, Page, PromptCard, Table, number, write_page
+from dsreason.world.evaluation.page import FILE, Clip, Page, PromptCard, Table, format_number, write_page
 from dsreason.world.evaluation.results import CLIPS, MODEL_KEYS, ClipResult, find_differences, read_clips, read_settings
 from dsreason.world.evaluation.score import ClipComparison, ClipSummary, compare, name_reward, summarise
 
@@ -66,7 +66,7 @@ def write_report(folder: Path, baseline: Path | None = None) -> ClipReport:
 def make_cards(
     folder: Path, clips: list[ClipResult], baseline: Path | None, before: list[ClipResult]
 ) -> list[PromptCard]:
-    """Make a card for each clip, next to the baseline's clip if there is a baseline; the lowest rewards come first."""
+    """Make a card for each clip, with the baseline's clip beside it if there is a baseline; lowest rewards first."""
     before_by_number = {clip.number: clip for clip in before}
     cards = []
     for clip in sorted(clips, key=lambda clip: clip.rewards.get("", 0.0)):
@@ -84,8 +84,10 @@ def make_clip(folder: Path, clip: ClipResult | None) -> Clip:
 
 
 def make_tables(summary: ClipSummary, comparison: ClipComparison | None) -> list[Table]:
-    rows = {name: [number(value.mean), format_interval(value.interval)] for name, value in summary.values.items()}
-    rows["diversity"] = [number(summary.diversity), format_interval(None)]
+    rows = {
+        name: [format_number(value.mean), format_interval(value.interval)] for name, value in summary.values.items()
+    }
+    rows["diversity"] = [format_number(summary.diversity), format_interval(None)]
     note = (
         f"{summary.clips} clips of {summary.prompts} distinct prompts. Intervals come from a bootstrap over prompts. "
         "Brightness, motion and diversity reveal reward hacking."
@@ -106,14 +108,14 @@ def make_tables(summary: ClipSummary, comparison: ClipComparison | None) -> list
                     ]
                     for name, value in comparison.values.items()
                 },
-                f"Differences between {comparison.clips} pairs of clips with the same prompt and noise.",
+                f"Differences within {comparison.clips} pairs of clips; the clips of a pair have the same prompt and noise.",
             )
         )
     return tables
 
 
 def format_interval(interval: Interval | None) -> str:
-    return "–" if interval is None else f"{number(interval[0])} to {number(interval[1])}"
+    return "–" if interval is None else f"{format_number(interval[0])} to {format_number(interval[1])}"
 
 
 def make_console_tables(report: ClipReport) -> list[ConsoleTable]:

@@ -1,4 +1,4 @@
-"""Files of a world model's evaluation: its settings, and a result per clip, with which an interrupted evaluation continues."""
+"""Files of a world model's evaluation: its settings, and a result per clip, so that an interrupted evaluation can continue."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class ClipResult:
     brightness: float
     motion: float
     picture: list[int]
-    """Values of the clip at a low resolution, 0 to 255, from which diversity is computed."""
+    """Pixel values of the clip at a low resolution, 0 to 255, from which diversity is computed."""
 
 
-def clip_file(folder: Path, number: int) -> Path:
+def locate_clip_result(folder: Path, number: int) -> Path:
     return folder / CLIPS / f"{number}.json"
 
 
 def write_clip(folder: Path, clip: ClipResult) -> None:
-    write_file(clip_file(folder, clip.number), json.dumps(asdict(clip), ensure_ascii=False) + "\n")
+    write_file(locate_clip_result(folder, clip.number), json.dumps(asdict(clip), ensure_ascii=False) + "\n")
 
 
 def read_clips(folder: Path) -> list[ClipResult]:
@@ -95,7 +95,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def find_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, as dotted name → (value in `one`, value in `other`)."""
+    """Return the settings that differ: dotted name → (value in `one`, value in `other`)."""
     first, second = flatten_keys(dict(one)), flatten_keys(dict(other))
     names = dict.fromkeys([*first, *second])
     return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}

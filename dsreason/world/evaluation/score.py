@@ -35,7 +35,7 @@ class ClipSummary:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between this model and the baseline on the same prompts and noise."""
+    """The difference between the evaluated model and the baseline, on the same prompts and noise."""
 
     estimate: Estimate
     better: int
@@ -48,7 +48,7 @@ class ClipComparison:
     clips: int
     values: dict[str, Difference]
     only_one: int
-    """Number of clips that only one of the two evaluations has, and which are not compared."""
+    """Number of clips that exist in only one of the two evaluations, and are therefore not compared."""
 
 
 def summarise(clips: Sequence[ClipResult]) -> ClipSummary:
@@ -69,7 +69,7 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> ClipC
     """Compare the clips of two evaluations, paired by number.
 
     Raises:
-        DataError: the evaluations have no number in common, or different prompts for the same number.
+        DataError: the evaluations have no clip number in common, or have different prompts under the same number.
     """
     before = {clip.number: clip for clip in baseline}
     pairs = [(clip, before[clip.number]) for clip in this if clip.number in before]
@@ -93,7 +93,7 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> ClipC
 
 
 def list_measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
-    """Return the functions that read a clip's values, by the name of the value."""
+    """Return functions that read a value of a clip, by the value's name; omit rewards that some clips lack."""
     names = [name for name in clips[0].rewards if all(name in clip.rewards for clip in clips)]
 
     def reward(name: str) -> Callable[[ClipResult], float]:

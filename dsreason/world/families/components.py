@@ -1,4 +1,4 @@
-"""Loading of the components of a folder in diffusers' format that all families share. Nothing is unpickled."""
+"""Loading of components from a folder in diffusers' format, shared by all families. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_transformer_config(folder: Path, name: str) -> dict[str, Any]:
     """Return the configuration of a folder's transformer, an instance of diffusers' class `name`.
 
-    Keys that are not in its config.json have the defaults of the class.
+    Keys that its config.json lacks are filled in with the defaults of the class.
     """
     import diffusers
 
@@ -117,7 +117,7 @@ def write_index(folder: Path, pipeline: str, components: dict[str, tuple[str, st
     """Write model_index.json.
 
     Args:
-        components: component → (library, class), or None for a component that the folder does not have.
+        components: component → (library, class), or None for a component that the folder lacks.
     """
     import diffusers
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsreason.models.weights import find_weights
-from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, own_part
+from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, take_local_part
 from dsreason.world.families.components import WEIGHTS, free_memory, load_encoder, load_tokenizer, write_index
 from dsreason.world.families.family import WorldFamily
 from dsreason.world.families.tiny import build_tiny_vae
@@ -18,16 +18,16 @@ from dsreason.world.types import Conditioning
 
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
 GIVEN_FRAME_TIME = 1e-4
-"""Noise level that is passed to the transformer for given frames."""
+"""Noise level that the transformer receives for given frames."""
 
 
 @torch.no_grad()
 def iter_embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Yield the normalised and concatenated hidden states of all layers per prompt: `[1, max_length, layers x hidden size]`.
+    """Yield each prompt's hidden states, normalised and concatenated over all layers: `[1, max_length, layers x hidden size]`.
 
-    As in the model's training, nothing is masked: padding tokens take part in attention.
+    As in the model's own training, nothing is masked: padding tokens take part in attention.
     """
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -81,7 +81,7 @@ PROJECTED = f"{PROJECTION}.0"
 
 
 class OptionalProjection(nn.Sequential):
-    """A projection that returns text unchanged if it is already projected."""
+    """A projection that returns embeddings unchanged if they are already projected."""
 
     def forward(self, input: Tensor) -> Tensor:
         linear, activation = self
@@ -109,7 +109,7 @@ def explain_unsupported(config: Mapping[str, Any]) -> str:
 
 
 def load_text_projection(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Load the layer that maps 28 layers x 3584 features (98 MB per prompt in bfloat16) to 1024 (1 MB)."""
+    """Load the layer that maps 28 layers x 3584 features (98 MB per prompt in bfloat16) to 1024 features (1 MB)."""
     tensors: dict[str, Tensor] = {}
     names = [f"{PROJECTED}.weight", f"{PROJECTED}.bias"]
     find_weights(folder / "transformer", str, WEIGHTS).read(names, tensors.__setitem__)
@@ -150,7 +150,7 @@ def compute_velocity(
 
 
 class CosmosSharedAttention:
-    """A variant of diffusers' `CosmosAttnProcessor2_0` for self-attention whose heads are sharded over the ranks."""
+    """A variant of diffusers' `CosmosAttnProcessor2_0` that shards the heads of self-attention over the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -178,25 +178,25 @@ class CosmosSharedAttention:
 
 
 def share_tokens(transformer: nn.Module, group: Group) -> None:
-    """Shard tokens over the ranks of `group`: hidden states before the first block, values per token before every block.
+    """Shard tokens over the ranks of `group`: hidden states before the first block, other per-token values before every block.
 
-    The transformer passes noise levels of frames and positions of all tokens to each block.
+    The latter are needed in every block because the transformer passes it the noise levels and positions of all tokens.
     """
     model: Any = transformer
 
-    def own_times(times: Tensor) -> Tensor:
-        """Return this rank's part of times per token, `[B, tokens, D]`; return times per clip, `[B, D]`, unchanged."""
-        return own_part(times, 1, group) if times.ndim == 3 else times
+    def take_local_times(times: Tensor) -> Tensor:
+        """Return this rank's part of per-token times, `[B, tokens, D]`; return per-clip times, `[B, D]`, unchanged."""
+        return take_local_part(times, 1, group) if times.ndim == 3 else times
 
     def before_block(first: bool) -> Any:
         def cut(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             tokens, text, times, modulation, positions, *other_arguments = arguments
             return (
-                own_part(tokens, 1, group) if first else tokens,
+                take_local_part(tokens, 1, group) if first else tokens,
                 text,
-                own_times(times),
-                own_times(modulation),
-                tuple(own_part(part, 0, group) for part in positions),
+                take_local_times(times),
+                take_local_times(modulation),
+                tuple(take_local_part(part, 0, group) for part in positions),
                 *other_arguments,
             )
 
@@ -206,7 +206,7 @@ def share_tokens(transformer: nn.Module, group: Group) -> None:
         block.register_forward_pre_hook(before_block(number == 0))
         block.attn1.set_processor(CosmosSharedAttention(group))
     model.norm_out.register_forward_pre_hook(
-        lambda module, arguments: (arguments[0], *(own_times(part) for part in arguments[1:]))
+        lambda module, arguments: (arguments[0], *(take_local_times(part) for part in arguments[1:]))
     )
     model.proj_out.register_forward_hook(lambda module, arguments, output: gather_tokens(output, 1, group))
 

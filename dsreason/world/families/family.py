@@ -20,7 +20,7 @@ class Embeddings(Protocol):
     ) -> Iterator[Tensor]:
         """Yield the embedding of each prompt as in the family's pipeline, `[1, max_length, D]`; free the encoder at the end.
 
-        Prompts are encoded one by one, so an embedding does not depend on other prompts, and only one is in memory.
+        Prompts are encoded one by one, so an embedding does not depend on other prompts, and memory holds only one at a time.
         """
 
 
@@ -58,12 +58,12 @@ class Velocity(Protocol):
 
 class BuildTiny(Protocol):
     def __call__(self, folder: Path, seed: int = 0, num_layers: int = 2) -> None:
-        """Write a complete folder of a small random model, which consists of the real classes and loads in the pipeline."""
+        """Write the complete folder of a small random model. It uses the real classes, and the pipeline can load it."""
 
 
 @dataclass(frozen=True)
 class WorldFamily:
-    """Models whose pipelines use the same classes. Latents, noise levels and velocities have the same meaning in all families."""
+    """Models whose pipelines use the same classes. In all families, latents, noise levels and velocities mean the same."""
 
     name: str
     pipelines: tuple[str, ...]
@@ -73,7 +73,7 @@ class WorldFamily:
     blocks: tuple[str, ...]
     """Class names of the transformer's blocks; ZeRO-3 gathers the parameters of each block together."""
     lora_targets: tuple[str, ...]
-    """Names of the linear layers of attention and feed-forward, the default targets of LoRA."""
+    """Names of the linear layers in attention and feed-forward blocks, the default targets of LoRA."""
     max_conditional_frames: int
     """Maximum number of given latent frames; 0 if the models accept only text."""
     guidance_offset: float
@@ -88,7 +88,7 @@ class WorldFamily:
     """Makes the transformer shard its tokens over the ranks of a group; see `world/context_parallel.py`."""
     build_tiny: BuildTiny
     text_width: Callable[[Mapping[str, Any], bool], int]
-    """Returns the width of embeddings for a transformer's configuration: d if the bool is true (projected), otherwise D."""
+    """Returns the embeddings' width from a transformer's configuration: d if the bool is true (projected), otherwise D."""
     float32_vae: bool = False
     """Whether the autoencoder computes in float32 regardless of the training precision."""
     clean: Callable[[str], str] = lambda prompt: prompt
@@ -106,11 +106,11 @@ class WorldFamily:
     """Explains why a transformer with this configuration cannot be trained; returns an empty string if it can."""
 
     def read_transformer_config(self, folder: Path) -> dict[str, Any]:
-        """Return the config.json of a folder's transformer, completed with the defaults of its class."""
+        """Return the transformer's config.json from a folder; missing keys get the defaults of its class."""
         return read_transformer_config(folder, self.transformer)
 
     def projects_text(self, folder: Path) -> bool:
-        """Return whether the transformer of a folder has a first text layer that makes embeddings smaller.
+        """Return whether the first text layer of the folder's transformer can be applied before embeddings are cached.
 
         The widths must differ, because the transformer recognizes projected embeddings by their width.
         """

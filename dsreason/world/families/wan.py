@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, own_part
+from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, take_local_part
 from dsreason.world.families.components import free_memory, load_encoder, load_tokenizer, write_index
 from dsreason.world.families.family import WorldFamily
 from dsreason.world.families.tiny import build_tiny_vae
 from dsreason.world.types import Conditioning
 
 TIMES = 1000.0
-"""Time that is passed to the transformer at noise level 1; times are proportional to noise levels."""
+"""Time that the transformer receives at noise level 1; times are proportional to noise levels."""
 TINY_WORDS = (
     "a",
     "the",
@@ -35,14 +35,14 @@ TINY_WORDS = (
     "down",
     "to",
 )
-"""Words that are tokens of the tiny model's tokenizer, in addition to single characters."""
+"""Words that the tiny model's tokenizer encodes as one token; it splits all others into characters."""
 
 
 @torch.no_grad()
 def iter_embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Yield the encoder's last hidden states per prompt: `[1, max_length, hidden size]`, zero after the end of the prompt."""
+    """Yield the encoder's last hidden states of each prompt: `[1, max_length, hidden size]`, zero after the prompt's end."""
     from transformers import UMT5EncoderModel
 
     tokenizer = load_tokenizer(folder / "tokenizer")
@@ -84,7 +84,7 @@ def compute_velocity(
 
 
 class WanSharedAttention:
-    """A variant of diffusers' `WanAttnProcessor` for self-attention whose heads are sharded over the ranks."""
+    """A variant of diffusers' `WanAttnProcessor` that shards the heads of self-attention over the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -117,15 +117,15 @@ def rotate(tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 def share_tokens(transformer: nn.Module, group: Group) -> None:
     """Shard tokens over the ranks of `group`: hidden states before the first block, positions before every block.
 
-    The transformer passes the positions of all tokens to each block.
+    The latter are needed in every block because the transformer passes it the positions of all tokens.
     """
     model: Any = transformer
 
     def before_block(first: bool) -> Any:
         def cut(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             tokens, text, modulation, positions = arguments
-            tokens = own_part(tokens, 1, group) if first else tokens
-            return tokens, text, modulation, tuple(own_part(part, 1, group) for part in positions)
+            tokens = take_local_part(tokens, 1, group) if first else tokens
+            return tokens, text, modulation, tuple(take_local_part(part, 1, group) for part in positions)
 
         return cut
 

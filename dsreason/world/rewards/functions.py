@@ -3,7 +3,7 @@
     def quiet(clips, samples):  # clips: float32 [B, 3, T, H, W] in [0, 1]; samples[i].prompt, samples[i].meta["fps"], …
         return 1 - clips.mean(dim=(1, 2, 3, 4))  # B finite numbers: tensor, array or list
 
-User-defined functions are called like those for text: in worker processes, with a time limit, and with a check of the result.
+User-defined functions are called like text rewards: in worker processes, with a time limit, and with their results checked.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], 
 
 
 def to_numbers(result: Any) -> NDArray[np.float64]:
-    """Convert a result to numbers, and reject strings, which numpy would parse, and complex numbers, which it would truncate."""
+    """Convert a result to numbers. Reject strings, which numpy would parse, and complex numbers, which it would truncate."""
     if isinstance(result, Tensor):
         result = result.detach().cpu().to(torch.promote_types(result.dtype, torch.float64)).numpy()
     values = np.asarray(result)

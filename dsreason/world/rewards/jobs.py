@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 KEPT = 4096
 """Maximum number of jobs whose scores are kept."""
 KEPT_BYTES = 256 * 2**20
-"""Maximum total size of the stored scores, as JSON."""
+"""Maximum total size of the stored scores in bytes, as JSON."""
 LONGEST_FAILURE = 64_000
 """Maximum number of characters to store of a function's error message."""
 
@@ -58,7 +58,7 @@ class Jobs:
 
     Args:
         most_waiting: maximum number of requests that are waiting or being scored.
-        most_bytes: maximum total size of their bodies, including the received parts of incomplete ones.
+        most_bytes: maximum total size of these requests' bodies, including the received parts of incomplete bodies.
     """
 
     def __init__(self, most_waiting: int, most_bytes: int) -> None:
@@ -74,7 +74,7 @@ class Jobs:
             return self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
 
     def reserve(self, num_bytes: int) -> bool:
-        """Reserve memory for a part of a body; return whether enough was available."""
+        """Reserve memory for part of a body; return whether enough was available."""
         with self._changed:
             free = self._bytes + num_bytes <= self.most_bytes
             if free:
@@ -86,7 +86,7 @@ class Jobs:
             self._bytes -= num_bytes
 
     def add(self, request: ScoringRequest, names: Sequence[str], num_bytes: int) -> str | None:
-        """Add a job, whose bytes must be reserved already; return its uuid, or None if the queue is full."""
+        """Add a job whose bytes have already been reserved; return its uuid, or None if the queue is full."""
         job = Job(str(uuid.uuid4()), request, names, num_bytes)
         with self._changed:
             if self._count >= self.most_waiting:
@@ -99,7 +99,7 @@ class Jobs:
         return job.uuid
 
     def keep(self, job: Job, name: str, answer: tuple[int, dict[str, Any]], replace: bool = True) -> None:
-        """Store the response to a pull, unless there already is one and `replace` is false."""
+        """Store the response to a pull; if one is already stored, overwrite it only if `replace` is true."""
         status, content = answer
         data = json.dumps(content).encode()
         with self._changed:
@@ -117,7 +117,7 @@ class Jobs:
             self._drop_old()
 
     def _drop_old(self) -> None:
-        """Drop the scores of the oldest jobs if the limits are exceeded, but never those of the newest scored job."""
+        """Drop the oldest scored jobs while the limits are exceeded, but never the newest scored job."""
         scored = [name for name, job in self._known.items() if job.request is None]
         for name in scored[:-1]:
             if len(self._known) <= KEPT and self._kept_bytes <= KEPT_BYTES:
@@ -141,7 +141,7 @@ def score_jobs(jobs: Jobs, functions: Mapping[str, ClipReward], decoder: Decoder
         job = jobs.take()
         try:
             score_job(jobs, job, functions, decoder)
-        except BaseException as error:  # noqa: BLE001  such as running out of memory; the server continues
+        except BaseException as error:  # noqa: BLE001  for example, out of memory; the server must keep running
             log.error("job %s failed", job.uuid, exc_info=error)
             for name in job.names:
                 jobs.keep(job, name, build_failure(name, error), replace=False)
@@ -175,7 +175,7 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
 def build_failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
     """Build the response to a client that pulls the scores of a failed function.
 
-    `traceback` formats the error, because it also handles errors whose conversion to a string fails.
+    The error is formatted with `traceback`, which also handles errors that cannot be converted to a string.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     return 500, {"message": f'reward "{name}" failed: {text[:LONGEST_FAILURE]}'}
@@ -223,7 +223,7 @@ def to_rows(job: str, request: ScoringRequest) -> list[WorldRow]:
 
 
 def name_scores(name: str, result: Any, samples: Sequence[WorldRow]) -> dict[str, list[float]]:
-    """Convert a function's result to the protocol's scores: `{name: [B]}`, or the keys of the dict that it returns."""
+    """Convert a function's result to the protocol's scores: `{name: [B]}`; a returned dict keeps its own keys."""
     scores_by_name = result if isinstance(result, Mapping) and result else {name: result}
     return {str(key): check_scores(values, ((), samples))[0] for key, values in scores_by_name.items()}
 
@@ -238,8 +238,8 @@ def describe_input(request: ScoringRequest) -> dict[str, Any]:
 def find_functions(name: str) -> dict[str, ClipReward]:
     """Return the reward functions of a file or module by name, or only `attr` if `name` ends with `:attr`.
 
-    A reward function can be called as fn(clips, samples), is defined in the file or built in, and its name does not start with
-    an underscore.
+    A function counts as a reward if it can be called as fn(clips, samples), is defined in the file or built in, and has a name
+    without a leading underscore.
 
     Raises:
         ConfigError: the file has no reward function, or cannot be imported.

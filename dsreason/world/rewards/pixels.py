@@ -17,9 +17,9 @@ from dsreason.world.types import WorldRow
 COLOURS = ("red", "green", "blue")
 """Colour names in the order of the channels."""
 GREY = 0.15
-"""Difference between the largest and the smallest channel below which a pixel counts as grey."""
+"""A pixel counts as grey if its largest and its smallest channel differ by less than this."""
 SOLID_SHARE = 45 / 1024
-"""Minimum sum of saturation, per pixel of a frame, for which `solid` is 1: half of the built-in task's square."""
+"""Mean saturation above `GREY`, per pixel, from which `solid` is 1: half of what a square of the built-in task gives."""
 
 
 def brightness(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
@@ -49,7 +49,7 @@ def flicker(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def colour(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Return the share, 0 to 1, of the clip's colour that is in the first channel named by the prompt (red, green or blue).
+    """Return the share, 0 to 1, that the first channel named in the prompt (red, green or blue) has in the clip's colour.
 
     Raises:
         DataError: a prompt names none of the three colours.
@@ -59,7 +59,7 @@ def colour(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def red(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Return the share of red in the clip's colour, regardless of the prompt; see `colour`."""
+    """Return red's share in the clip's colour, regardless of the prompt; see `colour`."""
     return _compute_channel_shares(clips)[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""Scoring of clips with weighted functions and a reward service, in the background while the caller samples more clips."""
+"""Background scoring of clips with weighted functions and a reward service, while the caller samples more clips."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ClipScores:
     total: Tensor
     """Weighted sum of the functions plus that of the services: `[B]`, float32."""
     by_name: dict[str, Tensor]
-    """Scores without weights and clipping, each `[B]`, float32: functions by short name, services as `<name>/<score key>`."""
+    """Scores before weighting and clipping, `[B]` float32 each: functions by short name, services as `<name>/<score key>`."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Pending:
 
 
 class ClipScorer:
-    """A scorer of clips, which is a context manager because it owns worker processes.
+    """A scorer of clips. It owns worker processes, so use it as a context manager.
 
         with open_scorer(WorldRewardConfig(functions={"colour": 1.0, "rewards.py:judge": 0.5})) as scorer:
             pending = scorer.start(clips, latents, rows, fps=16.0)
-            …                           # sample the next clips meanwhile
+            …                           # sample the next clips in the meantime
             scores = pending.result()
 
     Built-in functions are called in a thread, user-defined ones in worker processes. With `reward.workers = 0`, `start` calls
@@ -92,9 +92,9 @@ class ClipScorer:
         )
         self._service = RewardService(config) if config.services else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
-        """A single thread, so that calls of the pool do not overlap."""
+        """A single thread, so that calls to the pool do not overlap."""
         self._built_in = ThreadPoolExecutor(1, thread_name_prefix="built-in rewards")
-        """A thread for built-in functions, since a large clip takes seconds, during which the next one can be sampled."""
+        """A thread for built-in functions: a large clip takes them seconds, in which the caller can sample the next clip."""
 
     def __enter__(self) -> Self:
         self._here = {
@@ -113,11 +113,11 @@ class ClipScorer:
         self._pool.close()
 
     def start(self, clips: Tensor, latents: Tensor, rows: Sequence[WorldRow], fps: float) -> Pending:
-        """Start to score `clips[i]`, which was sampled for `rows[i]`. The tensors must not change before the result arrives.
+        """Start scoring `clips[i]`, which was sampled for `rows[i]`. The tensors must not change before the result arrives.
 
         Args:
             clips: uint8 `[B, 3, T, H, W]` on the CPU.
-            latents: normalised latents of the same clips, float32 `[B, C, T, h, w]`; used only if the service gets latents.
+            latents: normalised latents of the same clips, float32 `[B, C, T, h, w]`; used only if the service receives latents.
             fps: frames per second of the clips, which functions see as `samples[i].meta["fps"]`.
 
         Raises:
@@ -142,7 +142,7 @@ class ClipScorer:
         return Pending(self.config, self.labels, len(rows), here, futures)
 
     def _call_here(self, names: Sequence[str], clips: NDArray[np.uint8], samples: Sequence[WorldRow]) -> Values:
-        return {self._label[name]: call_here(name, self._here[name], clips, samples) for name in names}
+        return {self._label[name]: call_in_process(name, self._here[name], clips, samples) for name in names}
 
     def _call_own(self, clips: NDArray[np.uint8], samples: list[WorldRow]) -> Values:
         subject = name_clips(samples)
@@ -177,7 +177,7 @@ def run_in_background(call: Callable[[], Values]) -> Future[Values]:
     return future
 
 
-def call_here(
+def call_in_process(
     name: str, function: Callable[..., Any], clips: NDArray[np.uint8], samples: Sequence[WorldRow]
 ) -> list[float]:
     """Call a function in this process and return its scores.

@@ -3,7 +3,7 @@
     POST /api/reward/ping          a form with info_data
     POST /api/reward/enqueue       → {"uuid": …}; 400 if the body is invalid, 503 if the queue is full
     POST /api/reward/pull          → the scores; 400 not ready, 404 no such job or function, 500 the function failed
-    POST /api/reward/push          scores of a function requested by a job, from an external worker
+    POST /api/reward/push          an external worker's scores of a function that the job requested
     POST /api/reward/latent_attr   501: the decoder is chosen when the server starts
 
 Every response to a valid HTTP request is JSON; errors are {"message": …}. If the server has a token, requests without it get
@@ -41,25 +41,25 @@ log = logging.getLogger(__name__)
 
 PREFIX = "/api/reward/"
 HEADER_BYTES = 256 * 2**10
-"""Maximum size of a request's headers."""
+"""Maximum size of a request's headers, in bytes."""
 PULL_BYTES, PUSH_BYTES = 64 * 2**10, 256 * 2**10
-"""Maximum sizes of the forms for pull and push."""
+"""Maximum size of a form for pull and for push, in bytes."""
 MOST_FIELDS = 32
 """Maximum number of fields in a form; the protocol needs three."""
-MOST_SAID = 1000
+MAX_MESSAGE_LENGTH = 1000
 """Maximum number of characters in an error message."""
 SOCKET_LIMIT = 60.0
-"""Time limit in seconds for a request's headers, and for its body in addition to the time it takes at LOWEST_RATE."""
+"""Seconds within which a request's headers must arrive. Its body gets this plus the time that it takes at LOWEST_RATE."""
 LOWEST_RATE = 1e6
 """Minimum rate of a long body, in bytes per second."""
 MOST_CONNECTIONS = 256
-"""Maximum number of open connections; the limit is lower if it exceeds half of the files that the process may open."""
-NO_PLACE = (
+"""Maximum number of open connections, or half of the files that the process may open if that is fewer."""
+TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 2\r\nContent-Type: application/json\r\n"
     b'Content-Length: 48\r\n\r\n{"message": "too many connections; retry later"}'
 )
 RETRY_AFTER = {"Retry-After": "2"}
-"""Header with the seconds that a client should wait if the queue is full."""
+"""Header that tells a client how many seconds to wait if the queue is full."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Limits:
     body_bytes: int = 4 * 2**30
     """Maximum size of a request's body."""
     queue_bytes: int = 16 * 2**30
-    """Maximum total size of these requests' bodies, including the received parts of incomplete ones."""
+    """Maximum total size of the waiting requests' bodies, including the received parts of incomplete bodies."""
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,13 @@ class RewardHTTPServer:
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is refused if too many are open, and closed if no request arrives for SOCKET_LIMIT seconds."""
+    """A connection that is refused if too many are open, and closed if no request arrives within SOCKET_LIMIT seconds."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if len(self.connections) > (min(MOST_CONNECTIONS, files // 2) if files > 0 else MOST_CONNECTIONS):
-            transport.write(NO_PLACE)
+            transport.write(TOO_MANY_CONNECTIONS)
             transport.close()
         self._start_header_timer()
 
@@ -230,7 +230,7 @@ async def pull(request: Request) -> Any:
     service, fields = find_service(request), await read_form(request, PULL_BYTES)
     job = find_job(service.jobs, fields)
     name = fields.get("type") or next(iter(service.functions))
-    check_asked(job, name)
+    check_requested(job, name)
     if name not in job.answers:
         raise HTTPException(400, f"Not found scores for {job.uuid}")
     status, answer = job.answers[name]
@@ -251,7 +251,7 @@ async def push(request: Request) -> dict[str, str]:
     name = fields.get("type")
     if not isinstance(scores, dict) or not name:
         raise HTTPException(400, "scores must be a JSON object, and type must be the name of the reward function")
-    check_asked(job, name)
+    check_requested(job, name)
     service.jobs.keep(job, name, (200, scores))
     return {"message": "Scores received and stored successfully"}
 
@@ -271,7 +271,7 @@ def find_job(jobs: Jobs, fields: Mapping[str, str]) -> Job:
     return job
 
 
-def check_asked(job: Job, name: str) -> None:
+def check_requested(job: Job, name: str) -> None:
     if name not in job.names:
         raise HTTPException(404, f"the job did not request the reward function {name!r:.80}")
 
@@ -301,7 +301,7 @@ async def iter_body(request: Request, most_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def read_form(request: Request, most_bytes: int) -> dict[str, str]:
-    """Return the fields of a form, with the last value of repeated ones. Raise ValueError if there are too many fields."""
+    """Return the fields of a form; of a repeated field, the last value. Raise ValueError if there are too many fields."""
     content = b"".join([piece async for piece in iter_body(request, most_bytes)])
     fields = parse_qs(content.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MOST_FIELDS)
     return {name: values[-1] for name, values in fields.items()}
@@ -325,6 +325,6 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
             headers["Connection"] = "close"
         case _:
             status, message = 400, str(error)
-    message = hide_secrets(message[: 64 * MOST_SAID])  # searching megabytes for secrets takes seconds
-    content = {"message": message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}…"}
+    message = hide_secrets(message[: 64 * MAX_MESSAGE_LENGTH])  # searching megabytes for secrets takes seconds
+    content = {"message": message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:MAX_MESSAGE_LENGTH]}…"}
     return JSONResponse(content, status, headers)

@@ -22,15 +22,22 @@ from dsreason.errors import ConfigError, RewardError
 from dsreason.problems import describe_first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer, read_variable
 from dsreason.rewards.remote import ScoreEntry, ScoresAnswer
-from dsreason.world.rewards.wire import ENQUEUE_TYPE, FORM_TYPE, REPLICA, ScoringRequest, enqueue_body, pull_body
+from dsreason.world.rewards.wire import (
+    ENQUEUE_TYPE,
+    FORM_TYPE,
+    REPLICA,
+    ScoringRequest,
+    build_enqueue_body,
+    build_pull_body,
+)
 from dsreason.world.schema import WorldRewardConfig
 
 log = logging.getLogger(__name__)
 
 MOST_TOTAL = 5.0
-"""Bound at which the sum of the services' weighted scores is clipped, positive and negative."""
+"""The sum of the services' weighted scores is clipped to ± this value."""
 FAILED_PULLS = 6
-"""Number of consecutive failures after which the client gives up; with the pauses, this takes half a minute."""
+"""Number of consecutive failures after which the client gives up: about half a minute, including the pauses."""
 LONGEST_POLL = 5.0
 REQUEST_LIMIT = 60.0
 """Time limit in seconds for the response to a pull."""
@@ -43,7 +50,7 @@ class Ticket:
     """An enqueued request; `subject` names its clips in messages."""
 
     uuid: str
-    shown: str
+    description: str
     """Description of the job for messages, with the quoted uuid."""
     replica: str | None
     subject: str
@@ -51,7 +58,7 @@ class Ticket:
 
 
 class RewardService:
-    """The client of a reward service, whose URLs come from the configuration or the environment.
+    """The client of a reward service; its URLs come from the configuration or the environment.
 
     Args:
         pause: seconds before the first retry, doubled for each later retry.
@@ -69,7 +76,7 @@ class RewardService:
         self._stop = threading.Event()
 
     def close(self) -> None:
-        """Cancel pending requests as soon as the response for which they are waiting arrives."""
+        """Cancel pending requests; each stops once the response for which it is waiting has arrived."""
         self._stop.set()
 
     def score(
@@ -82,12 +89,12 @@ class RewardService:
             subject: description of the clips for messages.
 
         Raises:
-            RewardError: the service refuses the request, fails, or returns no scores in time.
+            RewardError: the service refuses the request, fails, or does not return the scores in time.
         """
-        keys = score_keys(self.config)
+        keys = list_score_keys(self.config)
         infos = [{"video_fps": fps}] * len(prompts)
         request = ScoringRequest(prompts, choose_sent_weights(self.config), infos, self.config.media, array)
-        ticket = self._enqueue(enqueue_body(request), subject, time.monotonic() + self.config.time_limit)
+        ticket = self._enqueue(build_enqueue_body(request), subject, time.monotonic() + self.config.time_limit)
         return {
             f"{name}/{key}": values
             for name, wanted_keys in keys.items()
@@ -131,7 +138,7 @@ class RewardService:
 
     def _pull(self, ticket: Ticket, name: str, keys: Sequence[str], count: int) -> dict[str, list[float]]:
         headers = {"Content-Type": FORM_TYPE} | ({REPLICA: ticket.replica} if ticket.replica else {})
-        body = pull_body(ticket.uuid, name)
+        body = build_pull_body(ticket.uuid, name)
         failures, pause, last_answer = 0, self.poll, "none"
         while (seconds_left := ticket.deadline - time.monotonic()) > 0:
             try:
@@ -142,19 +149,19 @@ class RewardService:
                 last_answer = f"status 400 ({self.fetch.quote(answer.decode(errors='replace').strip())})"
             except Refused as error:
                 raise self._make_error(
-                    self.fetch, ticket.subject, f'scores of "{name}", {ticket.shown}: {error}'
+                    self.fetch, ticket.subject, f'scores of "{name}", {ticket.description}: {error}'
                 ) from None
             except Retry as error:
                 wait, failures, last_answer = error.pause(self.pause, failures), failures + 1, str(error)
                 if failures == FAILED_PULLS:
-                    text = f'scores of "{name}", {ticket.shown}: {error} ({failures} attempts in a row)'
+                    text = f'scores of "{name}", {ticket.description}: {error} ({failures} attempts in a row)'
                     raise self._make_error(self.fetch, ticket.subject, text) from error
             if self._stop.wait(min(wait, max(0.0, ticket.deadline - time.monotonic()))):
                 raise self._make_error(self.fetch, ticket.subject, "cancelled")
         raise self._make_error(
             self.fetch,
             ticket.subject,
-            f'no scores of "{name}" within {self.config.time_limit:g} s; last response for {ticket.shown}: {last_answer}. '
+            f'no scores of "{name}" within {self.config.time_limit:g} s; last response for {ticket.description}: {last_answer}. '
             "The service may have dropped the job; check its log, or raise reward.time_limit",
         )
 
@@ -189,7 +196,7 @@ def is_header(value: object) -> bool:
     return isinstance(value, str) and value.isascii() and value.isprintable() and len(value) <= LONGEST_NAME
 
 
-def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
+def list_score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
     """Return the score keys to read for each function, such as `{"dance_grpo": ["vq_reward", "mq_reward"]}`."""
     keys_by_name: dict[str, list[str]] = {}
     for service in config.services:
@@ -199,7 +206,7 @@ def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
 
 
 def choose_sent_weights(config: WorldRewardConfig) -> dict[str, float]:
-    """Return the largest weight of each function, or 1 if it is 0, because the service would ignore the function."""
+    """Return the largest weight of each function, or 1 if it is 0, because the service ignores functions of weight 0."""
     weights: dict[str, float] = {}
     for service in config.services:
         weights[service.name] = max(weights.get(service.name, 0.0), service.weight)

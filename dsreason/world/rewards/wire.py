@@ -34,20 +34,20 @@ REPLICA = "X-Lepton-Replica-Target"
 NUM_AXES = {"video": 5, "image": 4, "latent": 5}
 CHANNEL_AXIS = {"video": 1, "image": 3}
 MAX_HEAD_BYTES = 2 * 2**20
-"""Maximum size of the JSON, which needs twenty times as much memory when it is parsed."""
+"""Maximum size of the JSON in bytes; once parsed, it takes twenty times as much memory."""
 KNOWN = ("prompts", "reward_fn", "video_infos", "media_type")
 
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """The content of an enqueue request.
+    """The content of a request to enqueue clips.
 
     Example: `ScoringRequest(["a red ship"], {"dance_grpo": 1.0}, [{"video_fps": 16.0}], "video", array)`.
     """
 
     prompts: Sequence[str]
     reward_fn: Mapping[str, float]
-    """Weights by function name. The server does not apply weights, but ignores functions whose weight is not positive."""
+    """Weights by function name. The server does not apply the weights; it only ignores functions whose weight is not positive."""
     video_infos: Sequence[Mapping[str, Any]]
     media_type: Media
     array: Array
@@ -55,7 +55,7 @@ class ScoringRequest:
     """Additional keys, such as `geneval_tags`."""
 
 
-def enqueue_body(request: ScoringRequest) -> bytes:
+def build_enqueue_body(request: ScoringRequest) -> bytes:
     head = {key: getattr(request, key) for key in KNOWN} | dict(request.extra)
     buffer = io.BytesIO()
     buffer.write(json.dumps(head, allow_nan=False).encode() + b"\n")
@@ -63,7 +63,7 @@ def enqueue_body(request: ScoringRequest) -> bytes:
     return buffer.getvalue()
 
 
-def pull_body(uuid: str, name: str) -> bytes:
+def build_pull_body(uuid: str, name: str) -> bytes:
     return urlencode({"uuid": uuid, "type": name}).encode()
 
 

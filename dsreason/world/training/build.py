@@ -39,10 +39,10 @@ from dsreason.world.training.export import export_file, write_export
 from dsreason.world.training.gradients import EpsilonCheck
 from dsreason.world.training.inputs import Clip, list_prompts, open_inputs, read_ahead
 from dsreason.world.training.preflight import (
+    build_step_order,
     check,
     find_model,
     open_data,
-    step_order,
     total_steps,
 )
 from dsreason.world.training.update import RatioCheck
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunWeights:
-    """The engine with the transformer, the other weights of the run, and their trainer state."""
+    """The engine that wraps the transformer, the run's other weights, and the trainer state."""
 
     engine: DeepSpeedEngine
     lora: dict[str, Any] | None
@@ -77,7 +77,7 @@ class WorldTrainer:
     validation: WorldDataset
     order: StepOrder
     clips: Iterator[list[Clip]]
-    """This rank's real clips of each step; used by sft only."""
+    """This rank's real clips, one list per step; used only by sft."""
     reference: ReferencePolicy | None
     """The reference for the KL term; None if there is no such term."""
     averages: Mapping[str, WeightAverage]
@@ -93,7 +93,7 @@ class WorldTrainer:
 
 
 def check_start(config: WorldConfig, step: int) -> None:
-    """Raise ConfigError if the run would continue in the middle of a rollout."""
+    """Raise ConfigError if the run would resume in the middle of a rollout."""
     steps = config.world.optimizer_steps_per_rollout
     if config.world.algorithm != "sft" and step % steps:
         raise ConfigError(
@@ -110,7 +110,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
         config, world, folder = job.config, job.world, job.model_path
         with job.watchdog.track_phase("open_data"), run_first_rank_first(world):
             training, validation = open_data(config)
-        order, share = step_order(config, len(training)), compute_share(config, world)
+        order, share = build_step_order(config, len(training)), compute_share(config, world)
         with job.watchdog.track_phase("load_model"):
             codec = load_vae(folder, world.device, DTYPES[config.train.precision])
             prompts = list_prompts(config, (training, validation), order)
@@ -148,7 +148,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
 def start_world_run(
     job: TrainingJob[WorldConfig], weights: RunWeights, stack: ExitStack, *, metrics: Metrics, total_steps: int
 ) -> TrainingRun[WorldConfig]:
-    """Start the run; its exports contain the averaged weights if there are any. Every rank must call this."""
+    """Start the run; it exports the moving average of the weights if there is one. Every rank must call this."""
     config, lora = job.config, weights.lora
 
     def export(output: Path, dtype: Literal["bf16", "fp32"], state: TrainerState) -> None:
@@ -181,7 +181,7 @@ def start_world_run(
 
 
 def digest_rows(rows: WorldDataset) -> dict[str, Any]:
-    """Compute a digest of the prompts and file names of clips; see `compute_rows_digest`."""
+    """Compute a digest of the rows' prompts and clip file names; see `compute_rows_digest`."""
     return compute_rows_digest(len(rows), lambda number: [rows[number].prompt, PurePath(rows[number].clip or "").name])
 
 
@@ -223,7 +223,7 @@ def build_transformer(job: TrainingJob[WorldConfig]) -> tuple[DeepSpeedEngine, d
 
 
 def build_context_group(config: WorldConfig, world: World) -> Any:
-    """Create the process groups of ranks that share clips; return that of this rank, or None if ranks share none. Collective."""
+    """Create the process groups whose ranks share clips; return this rank's, or None without context parallelism. Collective."""
     size = config.train.context_parallel_size
     if size == 1:
         return None
@@ -232,18 +232,18 @@ def build_context_group(config: WorldConfig, world: World) -> Any:
 
 
 def load_weights(job: TrainingJob[WorldConfig]) -> RunWeights:
-    """Build the engine, load the checkpoint to continue from, and build the reference and the averages that the run needs."""
+    """Build the engine, load the checkpoint to resume from, and build the reference and the averages that the run needs."""
     config, checkpoint = job.config, job.checkpoint
     engine, lora = build_transformer(job)
     with_kl = config.world.kl_coef > 0 and config.world.algorithm != "sft"
     needed = {"ema": config.train.ema_decay is not None, "old": config.world.algorithm == "nft"}
-    # The buffer holds the policy while the engine holds other weights: 28 GB per host for a 14B model.
-    room = allocate_share_buffer(engine) if with_kl or any(needed.values()) else None
+    # While the engine holds other weights, this buffer holds the policy: 28 GB per host for a 14B model.
+    policy_buffer = allocate_share_buffer(engine) if with_kl or any(needed.values()) else None
     # The reference is the initial model, so it must be built before a checkpoint is loaded.
-    reference = ReferencePolicy(engine, room) if with_kl else None
+    reference = ReferencePolicy(engine, policy_buffer) if with_kl else None
     state = start_state(engine, checkpoint, config, job.model_path, job.world, with_frozen=lora is None)
     check_start(config, state.step)
-    averages = {name: WeightAverage(engine, room) for name in needed if needed[name]}
+    averages = {name: WeightAverage(engine, policy_buffer) for name in needed if needed[name]}
     if checkpoint is not None:
         for name, average in averages.items():
             average.load(checkpoint, name, read_checkpoint(checkpoint).world_size)

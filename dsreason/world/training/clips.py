@@ -31,7 +31,7 @@ class ClipShare:
     index: int
     count: int
     leads: bool = True
-    """Whether the rank represents its group: only this rank requests rewards and contributes to sums over ranks."""
+    """Whether the rank represents its group; only such ranks request rewards and contribute to sums over ranks."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ClipMicroBatch:
 
     places: tuple[ClipIndex, ...]
     counted: bool
-    """Whether the clips count in the loss; false for a stand-in, which only keeps the ranks in sync."""
+    """Whether the clips count towards the loss; false for a stand-in, which only keeps the ranks in step."""
     rows: tuple[WorldRow, ...]
     start: Tensor
     """Initial noise of sampling: `[B, C, T, h, w]`."""
@@ -87,40 +87,42 @@ class SampledClips:
     """Advantages of the clips: `[B]`, float32; zero until the rewards arrive."""
     fixed: Mapping[str, Mapping[int, Tensor]]
     """Velocities of the policies "reference" and "old", `[B, C, T, h, w]`, by number of the trained step or time. They are
-    bfloat16 if that is lossless; see `halve`."""
+    bfloat16 if that is lossless; see `to_lossless_bfloat16`."""
 
 
-def halve(tensor: Tensor) -> Tensor:
-    """Convert a tensor to bfloat16 if that is lossless, such as for a velocity that a bfloat16 transformer returned."""
+def to_lossless_bfloat16(tensor: Tensor) -> Tensor:
+    """Convert a tensor to bfloat16 if that is lossless, as it is for a velocity returned by a bfloat16 transformer."""
     half = tensor.bfloat16()
     return half if torch.equal(half.to(tensor), tensor) else tensor
 
 
-def share_out(places: Sequence[ClipIndex], share: ClipShare, size: int) -> list[tuple[tuple[ClipIndex, ...], bool]]:
+def group_local_clips(
+    places: Sequence[ClipIndex], share: ClipShare, size: int
+) -> list[tuple[tuple[ClipIndex, ...], bool]]:
     """Split this rank's clips into groups of at most `size`; return each group and whether it counts.
 
     Every rank has the same number of groups. Example: 5 clips on 2 ranks in groups of 2 → 2 + 1 clips and 2 clips + a stand-in.
     """
-    own_clips = [places[place.prompt] for place in own_places(len(places), share)]
+    own_clips = [places[place.prompt] for place in list_local_places(len(places), share)]
     num_groups = ceil(ceil(len(places) / share.count) / size)
     groups = [tuple(own_clips[i * size : (i + 1) * size]) for i in range(num_groups)]
     return [(group, True) if group else ((places[0],), False) for group in groups]
 
 
-def own_places(count: int, share: ClipShare) -> list[ClipIndex]:
-    """Return this rank's share of `count` clips, one per prompt."""
+def list_local_places(count: int, share: ClipShare) -> list[ClipIndex]:
+    """Return the indices of this rank's share of `count` clips, one per prompt."""
     begin, end = (i * count // share.count for i in (share.index, share.index + 1))
     return [ClipIndex(number, 0) for number in range(begin, end)]
 
 
-def start_noise(places: Sequence[ClipIndex], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
+def draw_start_noise(places: Sequence[ClipIndex], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
     """Draw the initial noise of sampling, `[B, C, T, h, w]`; with `world.same_noise`, it is equal for all clips of a group."""
     clips = [ClipIndex(place.prompt, 0) for place in places] if config.world.same_noise else places
-    return clip_noise(clips, shape, config.train.seed, step, "start")
+    return draw_clip_noise(clips, shape, config.train.seed, step, "start")
 
 
-def clip_noise(places: Sequence[ClipIndex], shape: Sequence[int], seed: int, step: int, purpose: str) -> Tensor:
-    """Draw noise for each clip, `[B, C, T, h, w]`, which does not depend on the number of ranks."""
+def draw_clip_noise(places: Sequence[ClipIndex], shape: Sequence[int], seed: int, step: int, purpose: str) -> Tensor:
+    """Draw each clip's noise, `[B, C, T, h, w]`; it does not depend on the number of ranks."""
     drawn = [
         draw_noise(tuple(shape), seed=seed, step=step, prompt=place.prompt, clip=place.clip, purpose=purpose)
         for place in places
@@ -129,7 +131,7 @@ def clip_noise(places: Sequence[ClipIndex], shape: Sequence[int], seed: int, ste
 
 
 def draw_num_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
-    """Draw the number of given latent frames of a row's clip, which is the same for all clips of a group."""
+    """Draw how many latent frames of a row's clip are given; the number is the same for all clips of a group."""
     low, high = config.world.conditional_frames
     return int(make_generator(config.train.seed, step, prompt, "given frames").integers(low, high + 1))
 
@@ -137,10 +139,10 @@ def draw_num_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
 def build_conditioning(
     places: Sequence[ClipIndex], clean_of: Callable[[ClipIndex], Tensor], config: WorldConfig, step: int
 ) -> Conditioning | None:
-    """Build the given frames of the clips at `places`; return None if no clip of the run has given frames.
+    """Build the given frames of the clips at `places`; return None if the run has no given frames.
 
     Args:
-        clean_of: returns the latents `[C, T, h, w]` of the real clip of a place's row.
+        clean_of: function from a place to the latents `[C, T, h, w]` of its row's real clip.
     """
     if config.world.conditional_frames[1] == 0:
         return None

@@ -1,4 +1,4 @@
-"""Evaluation of world models with `dsreason eval`, which samples clips from held-out prompts and fixed noise, like validation."""
+"""Evaluation of world models with `dsreason eval`: like validation, it samples clips from held-out prompts and fixed noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from dsreason.world import lora
 from dsreason.world.base import FILE, find_base
 from dsreason.world.cache import compute_fingerprint
 from dsreason.world.evaluation.history import locate_small_video
-from dsreason.world.evaluation.results import CLIPS, ClipResult, check_settings, clip_file, open_results, write_clip
+from dsreason.world.evaluation.results import (
+    CLIPS,
+    ClipResult,
+    check_settings,
+    locate_clip_result,
+    open_results,
+    write_clip,
+)
 from dsreason.world.families import find_family
 from dsreason.world.models import (
     check_components,
@@ -49,10 +56,10 @@ IGNORED = {
     "reward": ("workers", "time_limit", "enqueue_url", "fetch_url"),
 }
 PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
-"""Subfolders of a model's folder that determine its clips."""
+"""Subfolders of a model folder whose contents determine the clips."""
 
 
-def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
+def find_evaluated_model(config: WorldConfig) -> tuple[Path, Path | None]:
     """Return the model's local folder, and the adapter's folder if `model.path` is an adapter export, otherwise None."""
     cache, model_path = get_cache_dir() / "models", Path(config.model.path).expanduser()
     if (model_path / lora.FILE).is_file():
@@ -65,9 +72,9 @@ def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
 
 
 def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
-    """Check the configuration and raise errors that the user can fix, before ranks start."""
+    """Check the configuration before the ranks start, and raise errors that the user can fix."""
     check_installed()
-    folder, adapter = find_evaluated(config)
+    folder, adapter = find_evaluated_model(config)
     check_components(folder)
     if not overwrite:
         check_settings(results, collect_settings(adapt_to_evaluation(config), identify_weights(folder, adapter)))
@@ -78,13 +85,13 @@ def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
 
 
 def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> None:
-    """Evaluate the missing clips and write each batch as soon as it is scored. Every rank must call this."""
+    """Evaluate the clips that have no result yet, and write each batch once it is scored. Every rank must call this."""
     config = adapt_to_evaluation(config)
     with ExitStack() as stack:
         world = init_world()
         stack.callback(shutdown)
         with run_first_rank_first(world):
-            folder, adapter = find_evaluated(config)
+            folder, adapter = find_evaluated_model(config)
             datasets = open_data(config)
         rows = list_validation_rows(config, datasets)
         run_on_rank_zero(
@@ -108,30 +115,32 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
             device=world.device,
         )
         dataset = build_validation_dataset(rows, datasets)
-        missing = run_on_rank_zero(lambda: [n for n in range(len(rows)) if not clip_file(results, n).is_file()])
+        missing = run_on_rank_zero(
+            lambda: [n for n in range(len(rows)) if not locate_clip_result(results, n).is_file()]
+        )
         progress = stack.enter_context(open_progress(rank=world.rank, total_steps=len(missing)))
         with progress.track_phase("clips", len(missing), "clips") as advance:
-            for numbers in cut(missing, config.train.micro_batch_size * world.size):
+            for numbers in split_into_batches(missing, config.train.micro_batch_size * world.size):
                 clips = sample_clips(maker, dataset, numbers, advance)
-                run_on_rank_zero(partial(save, clips, results, inputs.size.fps))
+                run_on_rank_zero(partial(save_clips, clips, results, inputs.size.fps))
 
 
 def adapt_to_evaluation(config: WorldConfig) -> WorldConfig:
-    """Return the configuration that keeps all clips, and uses neither context parallelism nor a new adapter."""
+    """Return a copy of the configuration that keeps the pixels of all clips, without context parallelism or a new adapter."""
     validation = config.validation.model_copy(update={"show": config.validation.max_samples})
     train = config.train.model_copy(update={"context_parallel_size": 1})
     return config.model_copy(update={"validation": validation, "train": train, "lora": WorldLoRAConfig()})
 
 
 def identify_weights(folder: Path, adapter: Path | None) -> str:
-    """Return a fingerprint of the weights, which distinguishes models that had the same path at different times."""
+    """Return a fingerprint of the weights, to distinguish models that have had the same path at different times."""
     fingerprints = [compute_fingerprint(*(folder / part for part in PARTS))]
     fingerprints += [] if adapter is None else [compute_fingerprint(adapter / lora.FILE)]
     return "-".join(part_fingerprint[:16] for part_fingerprint in fingerprints)
 
 
 def collect_settings(config: WorldConfig, weights: str) -> dict[str, Any]:
-    """Return the settings that must be equal to continue an evaluation or to compare two.
+    """Return the settings that must be equal for an evaluation to be continued or compared with another.
 
     Args:
         weights: result of `identify_weights`.
@@ -158,11 +167,11 @@ def load_model(folder: Path, adapter: Path | None, dtype: torch.dtype, device: t
     return transformer.eval().requires_grad_(False)
 
 
-def cut(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+def split_into_batches(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
     return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
 
-def save(clips: Sequence[ValidationClip], results: Path, fps: float) -> None:
+def save_clips(clips: Sequence[ValidationClip], results: Path, fps: float) -> None:
     """Write the videos and the result of each clip. The JSON is written last, because it marks a clip as complete."""
     for clip in clips:
         assert clip.pixels is not None

@@ -43,7 +43,7 @@ def write_export(
     run: Path,
     step: int,
 ) -> None:
-    """Write the weights, or their moving average if there is one. Collective; rank 0 writes.
+    """Write the weights, or their moving average if there is one. Collective; only rank 0 writes.
 
     If all weights are trained, `output` contains `transformer/` and the pipeline's small files. The autoencoder, the text
     encoder and the tokenizer remain in `source`, the folder from which the model was loaded. An adapter is exported as a
@@ -70,9 +70,9 @@ def write_texts(run: Path, step: int, source: Path, dtype: str) -> dict[str, str
 def iter_trained_tensors(
     engine: DeepSpeedEngine, average: WeightAverage | None, dtype: str, *, without_frozen: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full tensor of every parameter, or only of trained ones with `without_frozen`. Collective."""
+    """Yield the full tensor of every parameter, except frozen ones with `without_frozen`. Collective."""
     if average is not None:
-        yield from average.full()
+        yield from average.iter_full()
     trained = set() if average is None else set(average.shares)
     without = trained | set(list_frozen_names(engine) if without_frozen else ())
     yield from iter_full_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled(), without=without)
@@ -120,7 +120,7 @@ def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_s
 
 
 def iter_saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of a checkpoint, or its moving average if there is one.
+    """Yield every parameter of a checkpoint; if there is a moving average, yield the averaged values.
 
     Parameters are read one by one, because those of a 14B model take 56 GB.
     """

@@ -1,4 +1,4 @@
-"""Helpers for the gradients and metrics of all algorithms."""
+"""Helpers that all algorithms use for gradients and metrics."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dsreason.world.training.clips import ClipMicroBatch, ClipShare
 log = logging.getLogger(__name__)
 
 LITTLE = 10
-"""Ratio of gradients to Adam's epsilon below which a warning is logged; at 10, steps are a tenth too short."""
+"""Ratio of gradients to Adam's epsilon below which a warning is logged; at 10, steps are about a tenth too short."""
 
 
 @dataclass
 class EpsilonCheck:
-    """A check that compares gradients with Adam's epsilon, and warns once per process if they are too small.
+    """A check that compares gradients with Adam's epsilon, and logs a warning once per process if they are too small.
 
     A log-probability is a mean over all N elements of a clip, so its gradient decreases as 1/sqrt(N). With millions of
     elements, it may be as small as Adam's epsilon, which shortens Adam's steps.
@@ -63,7 +63,7 @@ def add_values(sums: dict[str, float], values: Mapping[str, float]) -> None:
 
 
 def sum_over_ranks(sums: Mapping[str, float], share: ClipShare) -> dict[str, float]:
-    """Sum values over all ranks, counting each context-parallel group once, since its ranks have equal values. Collective."""
+    """Sum values over all ranks, but count each context-parallel group once, because its ranks have equal values. Collective."""
     parts = gather_objects(dict(sums) if share.leads else {})
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

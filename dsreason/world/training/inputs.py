@@ -1,4 +1,4 @@
-"""Inputs of a clip in addition to its noise: the embedding of its prompt, and the latents of its row's real clip."""
+"""A clip's inputs besides the noise: the embedding of its prompt, and the latents of its row's real clip."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dsreason.world.training.clips import (
     ClipMicroBatch,
     ClipShare,
     build_conditioning,
-    clip_noise,
-    own_places,
-    start_noise,
+    draw_clip_noise,
+    draw_start_noise,
+    list_local_places,
 )
-from dsreason.world.training.preflight import clip_size, is_projection_kept
+from dsreason.world.training.preflight import get_clip_size, is_projection_kept
 from dsreason.world.types import ClipSize, WorldRow
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Inputs:
             latents[number] = self.latents.encode(clip[None])[0]
         return latents
 
-    def micro_batches(
+    def build_micro_batches(
         self,
         groups: Sequence[tuple[tuple[ClipIndex, ...], bool]],
         dataset: WorldDataset,
@@ -93,8 +93,8 @@ class Inputs:
         """Build the micro-batches of a rollout. Embeddings and latents that several clips share are read once.
 
         Args:
-            groups: places of the clips of each micro-batch, and whether they count in the loss.
-            indices: row of each prompt.
+            groups: for each micro-batch, the places of its clips and whether they count towards the loss.
+            indices: row index of each prompt.
             with_clean: whether training needs the rows' real clips.
         """
         with_clips = with_clean or self.config.world.conditional_frames[1] > 0
@@ -102,7 +102,7 @@ class Inputs:
         clean = self.clean(dataset, own_indices) if with_clips else {}
         text_of = cache(lambda prompt: self.texts.read([prompt]))
 
-        def micro_batch(places: tuple[ClipIndex, ...], counted: bool) -> ClipMicroBatch:
+        def build_micro_batch(places: tuple[ClipIndex, ...], counted: bool) -> ClipMicroBatch:
             rows = tuple(dataset[indices[place.prompt]] for place in places)
             prompts = {row.prompt for row in rows}
             texts = [text_of(row.prompt) for row in rows]
@@ -114,14 +114,14 @@ class Inputs:
                 places=places,
                 counted=counted,
                 rows=rows,
-                start=start_noise(places, self.shape, self.config, step),
-                # Clips of one prompt share the embedding, which has 98 MB in Cosmos if it is not projected.
+                start=draw_start_noise(places, self.shape, self.config, step),
+                # Clips of one prompt share its embedding, which takes 98 MB for Cosmos unless it is projected.
                 text=texts[0].expand(len(rows), -1, -1) if len(prompts) == 1 else torch.cat(texts),
                 conditioning=build_conditioning(places, clean_of, self.config, step),
                 clean=torch.stack([clean_of(place) for place in places]) if with_clean else None,
             )
 
-        return [micro_batch(*group) for group in groups]
+        return [build_micro_batch(*group) for group in groups]
 
     def make_real_batch(
         self,
@@ -132,7 +132,7 @@ class Inputs:
         indices: Sequence[int],
         step: int,
     ) -> ClipMicroBatch:
-        """Build a micro-batch of real clips with separate noise for each, for flow matching.
+        """Build a micro-batch for flow matching: real clips, each with its own noise.
 
         Args:
             clean: latents `[C, T, h, w]` of this rank's clips; those of a stand-in may be missing.
@@ -143,7 +143,7 @@ class Inputs:
             places=places,
             counted=counted,
             rows=rows,
-            start=clip_noise(places, self.shape, self.config.train.seed, step, "start"),
+            start=draw_clip_noise(places, self.shape, self.config.train.seed, step, "start"),
             text=self.texts.read([row.prompt for row in rows]),
             conditioning=build_conditioning(places, latents.__getitem__, self.config, step),
             clean=torch.stack([latents[place] for place in places]),
@@ -151,7 +151,7 @@ class Inputs:
 
 
 def read_clips(dataset: WorldDataset, size: ClipSize, rows: Sequence[int]) -> list[Clip]:
-    """Read the clip of each row, uint8 `[3, T, H, W]`; return the error in its place if the clip is unusable."""
+    """Read each row's clip, uint8 `[3, T, H, W]`; for an unusable clip, return the error instead."""
     clips: list[Clip] = []
     for row in rows:
         try:
@@ -164,15 +164,15 @@ def read_clips(dataset: WorldDataset, size: ClipSize, rows: Sequence[int]) -> li
 def read_ahead(
     config: WorldConfig, dataset: WorldDataset, order: StepOrder, share: ClipShare, first_step: int
 ) -> Iterator[list[Clip]]:
-    """Iterate over this rank's clips of each step, starting at `first_step`; worker processes read them ahead of training."""
-    data, places = config.data, own_places(order.batch_size, share)
+    """Yield this rank's clips of each step from `first_step`; worker processes read them ahead of training."""
+    data, places = config.data, list_local_places(order.batch_size, share)
     tasks = ([order.indices(step)[place.prompt] for place in places] for step in range(first_step, order.num_steps))
     ahead = ceil(data.prefetch / data.workers) if data.workers else None
-    return run_in_workers(partial(read_clips, dataset, clip_size(data)), tasks, workers=data.workers, ahead=ahead)
+    return run_in_workers(partial(read_clips, dataset, get_clip_size(data)), tasks, workers=data.workers, ahead=ahead)
 
 
 def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec: LatentCodec, world: World) -> Inputs:
-    """Encode all prompts of the run, each rank its share, and free the encoder; return the inputs. Collective."""
+    """Split the run's prompts over the ranks, encode them, free the encoder, and return the inputs. Collective."""
     dtype = DTYPES[config.train.precision]
     length, project = config.model.max_prompt_length, is_projection_kept(config)
     texts = TextCache.open(find_family(folder), folder, length, dtype, get_cache_dir(), project=project)
@@ -183,7 +183,7 @@ def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec
     with share_errors():
         texts.check_different(prompts)
     latents = LatentCache.open(codec, folder, dtype, get_cache_dir())
-    size = clip_size(config.data)
+    size = get_clip_size(config.data)
     return Inputs(config, texts, latents, size, codec.shape(size))
 
 
@@ -198,7 +198,7 @@ def list_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset
 
 
 def list_validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset]) -> list[WorldRow]:
-    """Return the rows whose prompts each validation samples: held-out rows, or training rows if there are none."""
+    """Return the rows for whose prompts each validation samples clips: held-out rows, or training rows if there are none."""
     training, validation = datasets
     source = validation if len(validation) else training
     limit = config.validation.max_samples
@@ -206,7 +206,7 @@ def list_validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, Worl
 
 
 def list_loss_rows(config: WorldConfig, validation: WorldDataset) -> list[int]:
-    """Return the held-out rows whose clips the loss is measured on, evenly spaced; empty if training has no such loss."""
+    """Return evenly spaced held-out rows, on whose clips the loss is measured; empty if training has no loss on real clips."""
     if config.world.algorithm not in ("sft", "ddrl"):
         return []
     return pick_evenly(len(validation), MOST_LOSSES)

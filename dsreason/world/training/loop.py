@@ -24,7 +24,7 @@ from dsreason.world.training.rollout import sample_rollout
 from dsreason.world.training.velocity import ClipMaker
 
 Part = list[Any]
-"""Training data of an optimizer step: micro-batches of real clips, or samples."""
+"""Training data of an optimizer step: micro-batches of real clips, or of sampled clips."""
 
 
 def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
@@ -49,7 +49,7 @@ def train(trainer: WorldTrainer) -> None:
                 now = time.perf_counter()
                 times = {"time/rollout": rollout_seconds, "time/train": now - train_started}
                 finish_step(trainer, part, metrics | times | rollout_metrics)
-            rollout_seconds, train_started = 0.0, now  # the first step accounts for the rollout's sampling
+            rollout_seconds, train_started = 0.0, now  # only the rollout's first step includes the time for sampling
         run.finish_steps(first, trainer.validate)
     run.finish()
 
@@ -107,7 +107,7 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Run the forward and backward passes for all clips of a step; return the step's metrics."""
     algorithm = maker.config.world.algorithm
-    if algorithm == "sft":  # each of its steps counts as a rollout
+    if algorithm == "sft":  # each step of sft counts as a rollout
         return sft.accumulate_gradients(maker, engine, part, step=rollout_step, world=world)
     if algorithm == "nft":
         return nft.accumulate_gradients(maker, engine, part, rollout_step=rollout_step, world=world)
@@ -131,7 +131,7 @@ def list_tensors(item: ClipMicroBatch | SampledClips) -> dict[str, Tensor]:
 
 
 def describe_clips(item: ClipMicroBatch | SampledClips) -> list[Any]:
-    """Return the row id, prompt and index of each clip, to save with its tensors."""
+    """Return the row id, prompt and index of each clip, to be saved with its tensors."""
     batch = get_batch(item)
     return [
         {"id": row.id, "prompt": row.prompt, "number": [place.prompt, place.clip]}
@@ -144,7 +144,7 @@ def get_batch(item: ClipMicroBatch | SampledClips) -> ClipMicroBatch:
 
 
 def finish_step(trainer: WorldTrainer, part: Part, metrics: dict[str, float]) -> None:
-    """Count the step, and log and display its metrics."""
+    """Count the step, then log and display its metrics."""
     run, maker = trainer.run, trainer.clip_maker
     config, step = maker.config, run.engine.global_steps
     extra = {} if trainer.lora is None else {"lora": trainer.lora}  # needed to export the checkpoint

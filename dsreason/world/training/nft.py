@@ -1,4 +1,4 @@
-"""Gradients of DiffusionNFT (2509.16117), which adds fresh noise to final clips and uses the old policy's velocities there."""
+"""Gradients of DiffusionNFT (2509.16117), which adds fresh noise to sampled clips and compares velocities at these points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsreason.phases import record_phase
 from dsreason.world.losses import compute_kl_velocity, compute_nft_loss, compute_optimality
 from dsreason.world.noise import make_generator
 from dsreason.world.schema import WorldConfigSection
-from dsreason.world.training.clips import ClipIndex, SampledClips, clip_noise, halve
+from dsreason.world.training.clips import ClipIndex, SampledClips, draw_clip_noise, to_lossless_bfloat16
 from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
@@ -31,7 +31,7 @@ def count_times(config: WorldConfigSection) -> int:
 
 
 def draw_levels(maker: ClipMaker, places: Sequence[ClipIndex], step: int) -> Tensor:
-    """Draw noise levels of the sampler, except 0, in random order for each clip: `[B, times]`."""
+    """Draw noise levels for each clip from those of the sampler, except 0, in random order: `[B, times]`."""
     levels, count = maker.sigmas[:-1].float(), count_times(maker.config.world)
     orders = [
         make_generator(maker.config.train.seed, step, place.prompt, place.clip, "times").permutation(len(levels))[
@@ -43,14 +43,14 @@ def draw_levels(maker: ClipMaker, places: Sequence[ClipIndex], step: int) -> Ten
 
 
 def add_noise(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Add noise to the clips at their time `number`.
+    """Add noise to each clip at the noise level that was drawn for it as number `number`.
 
     Returns:
         x_s `[B, C, T, h, w]`, s `[B]` and the noise, on the transformer's device.
     """
     places = sample.batch.places
     times = draw_levels(maker, places, step)[:, number]
-    noise = clip_noise(places, maker.inputs.shape, maker.config.train.seed, step, f"time {number}")
+    noise = draw_clip_noise(places, maker.inputs.shape, maker.config.train.seed, step, f"time {number}")
     s = times.view(-1, 1, 1, 1, 1)
     x = (1 - s) * sample.latents + s * noise
     return x.to(maker.device), times.to(maker.device), noise.to(maker.device)
@@ -58,12 +58,14 @@ def add_noise(maker: ClipMaker, sample: SampledClips, number: int, step: int) ->
 
 @torch.no_grad()
 def add_velocities(maker: ClipMaker, sample: SampledClips, step: int, name: str) -> SampledClips:
-    """Return the sample with the velocities of the transformer's current weights at the sample's times. Collective."""
+    """Return the sample with the velocities of the current weights at all noise levels drawn for it. Collective."""
     velocities = {}
     for number in range(count_times(maker.config.world)):
         x, s, noise = add_noise(maker, sample, number, step)
         batch = replace(sample.batch.to(maker.device), start=noise)
-        velocities[number] = halve(build_velocity(maker, batch, maker.config.world.guidance_scale)(x, s)).cpu()
+        velocities[number] = to_lossless_bfloat16(
+            build_velocity(maker, batch, maker.config.world.guidance_scale)(x, s)
+        ).cpu()
     return replace(sample, fixed={**sample.fixed, name: velocities})
 
 
@@ -83,7 +85,7 @@ def add_reference(
 
 
 def compute_loss(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return each clip's loss at its time `number`, `[B]`, and its metrics, `[B]` each."""
+    """Return each clip's loss at its drawn noise level `number`, `[B]`, and its metrics, `[B]` each."""
     config, device = maker.config.world, maker.device
     x, s, noise = add_noise(maker, sample, number, step)
     batch = replace(sample.batch.to(device), start=noise)

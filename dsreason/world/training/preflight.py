@@ -27,23 +27,23 @@ from dsreason.world.models import check_components, check_installed, resolve_wor
 from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import open_scorer
 from dsreason.world.schema import WorldConfig, WorldDataConfig
-from dsreason.world.steps import step_of
+from dsreason.world.steps import build_step
 from dsreason.world.types import ClipSize
 
 log = logging.getLogger(__name__)
 
 DATA_SEED = 0
-"""Seed for the choice of held-out rows, which do not depend on `train.seed`."""
+"""Seed for choosing held-out rows; the choice does not depend on `train.seed`."""
 NUM_CLIPS = 8
-"""Number of rows whose clips are read as a check."""
+"""Number of rows per data set whose clips are read as a check."""
 
 
 def check(config: WorldConfig) -> None:
     """Check a run without reading any weights, and raise errors that the user can fix.
 
     Raises:
-        DsReasonError: a package is missing, the model folder is unusable, settings exclude each other, there is no data or
-            too little for a step, a reward cannot be found, or clips are missing.
+        DsReasonError: a package is missing, the model folder is unusable, settings conflict, there is no data or too little
+            for a step, a reward cannot be found, or clips are missing.
     """
     check_installed()
     check_sinks(config.monitor)
@@ -60,7 +60,7 @@ def check(config: WorldConfig) -> None:
         list_trained_steps(config, [float(s) for s in compute_sigmas(config, folder)])
     check_division(config, folder)
     training, validation = open_data(config)
-    order = step_order(config, len(training))
+    order = build_step_order(config, len(training))
     num_steps = total_steps(config, order)
     check_profiled_steps(config.monitor.profile, num_steps)
     if note := describe_long_warmup(num_steps, config.optim):
@@ -81,11 +81,11 @@ def open_data(config: WorldConfig) -> tuple[WorldDataset, WorldDataset]:
     return open_world_data(config.data, DATA_SEED)
 
 
-def clip_size(data: WorldDataConfig) -> ClipSize:
+def get_clip_size(data: WorldDataConfig) -> ClipSize:
     return ClipSize(data.frames, data.height, data.width, data.fps)
 
 
-def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
+def build_step_order(config: WorldConfig, num_rows: int) -> StepOrder:
     """Return the order of rows per step (sft) or per rollout (other algorithms); `train.max_steps` counts optimizer steps."""
     train, world = config.train, config.world
     sft, max_steps = world.algorithm == "sft", train.max_steps
@@ -117,7 +117,7 @@ def list_trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
     """
     world = config.world
     stds = [
-        step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std
+        build_step(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std
         for s, s_next in zip(levels, levels[1:], strict=False)
     ]
     noisy = [number for number, std in enumerate(stds) if std > 0]
@@ -136,7 +136,7 @@ def list_trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
 
 
 def check_rewards(config: WorldConfig) -> None:
-    """Raise ConfigError if the algorithm or `checkpoint.best_metric` needs rewards and there are none, or settings conflict."""
+    """Raise ConfigError if rewards that the algorithm or `checkpoint.best_metric` needs are missing, or settings conflict."""
     world, rewards = config.world, bool(config.reward.functions or config.reward.services)
     if rewards:
         open_scorer(config.reward)  # starts no process before it is entered
@@ -162,7 +162,7 @@ def check_rewards(config: WorldConfig) -> None:
 
 
 def check_lora(config: WorldConfig, layers: Sequence[str]) -> None:
-    """Raise ConfigError if a LoRA target matches none of the transformer's linear `layers`; it would be ignored silently."""
+    """Raise ConfigError if a LoRA target matches no linear layer in `layers`, because it would be ignored silently."""
     for target in config.lora.targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             names = sorted({name.rpartition(".")[2] if not name[-1].isdigit() else name for name in layers})
@@ -185,7 +185,7 @@ UNUSED = {
 
 
 def check_unused(config: WorldConfig) -> None:
-    """Log a warning about settings that the algorithm does not use."""
+    """Log a warning if settings are changed that the algorithm does not use."""
     world = config.world
     fields = type(world).model_fields
     names = [
@@ -219,7 +219,7 @@ def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:
 
 
 def check_exchange(config: WorldConfig) -> None:
-    """Raise ConfigError if DeepSpeed quantizes the weights of a run that must exchange them exactly."""
+    """Raise ConfigError if DeepSpeed quantizes weights that the run must swap out and restore exactly."""
     uses = {
         "world.kl_coef": config.world.kl_coef > 0,
         "world.algorithm = nft": config.world.algorithm == "nft",
@@ -242,14 +242,14 @@ def check_division(config: WorldConfig, folder: Path) -> None:
 
 
 def is_projection_kept(config: WorldConfig) -> bool:
-    """Return whether to cache embeddings after the transformer's first text layer, which requires that it is not trained."""
+    """Return whether to cache the output of the transformer's first text layer, which is possible only if it is not trained."""
     if config.lora.rank == 0:
         return config.model.freeze_text_projection
     return not any(target == PROJECTED or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
 
 
 def check_texts(config: WorldConfig, folder: Path, training: WorldDataset, order: StepOrder) -> None:
-    """Check that the embeddings of the prompts fit on the disk of the cache.
+    """Check that the prompts' embeddings fit on the cache's disk.
 
     Raises:
         ConfigError: the configuration freezes a layer that the model does not have.
@@ -268,7 +268,7 @@ def needs_clips(config: WorldConfig) -> bool:
     return config.world.algorithm in ("sft", "ddrl") or config.world.conditional_frames[1] > 0
 
 
-def explain_need_of_clips(config: WorldConfig) -> str:
+def explain_need_for_clips(config: WorldConfig) -> str:
     if config.world.algorithm in ("sft", "ddrl"):
         return f"world.algorithm ({config.world.algorithm})"
     return f"world.conditional_frames {config.world.conditional_frames}"
@@ -278,7 +278,7 @@ def check_bad_rows(config: WorldConfig) -> None:
     """Raise ConfigError if `data.on_bad_row` is "skip" but clips cannot be skipped, because rollouts have a fixed set of rows."""
     if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
         raise ConfigError(
-            f'data.on_bad_row = "skip" can skip clips only in sft, but {explain_need_of_clips(config)} needs the clips of all '
+            f'data.on_bad_row = "skip" can skip clips only in sft, but {explain_need_for_clips(config)} needs the clips of all '
             'rows of a rollout; set it to "error", and remove the rows that the error names'
         )
 
@@ -287,8 +287,8 @@ def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
     """Read a few clips, spread over the rows. Raise DataError for an unusable clip, or log a warning if it can be skipped."""
     for index in order_coarse_to_fine(len(dataset))[:NUM_CLIPS]:
         try:
-            dataset.read_clip(dataset[index], clip_size(config.data))
+            dataset.read_clip(dataset[index], get_clip_size(config.data))
         except DataError as error:
             if config.data.on_bad_row == "error" or dataset[index].clip is None:
-                raise DataError(f"{name}: {error} ({explain_need_of_clips(config)} needs clips)") from error
+                raise DataError(f"{name}: {error} ({explain_need_for_clips(config)} needs clips)") from error
             log.warning("%s: skipped a row: %s", name, error)

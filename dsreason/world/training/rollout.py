@@ -17,14 +17,14 @@ from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.world.data import WorldDataset
 from dsreason.world.latents import LatentCodec
-from dsreason.world.losses import compute_exponential, find_equal_groups, group_advantages
+from dsreason.world.losses import compute_exponential, compute_group_advantages, find_equal_groups
 from dsreason.world.noise import draw_window
 from dsreason.world.rewards.scorer import ClipScores, Pending
 from dsreason.world.sampler import Kept
 from dsreason.world.sampler import sample as sample_latents
 from dsreason.world.schema import WorldConfig, WorldConfigSection
-from dsreason.world.steps import Step, step_of
-from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, SampledClips, clip_noise, share_out
+from dsreason.world.steps import Step, build_step
+from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, SampledClips, draw_clip_noise, group_local_clips
 from dsreason.world.training.nft import add_old_velocities
 from dsreason.world.training.preflight import list_trained_steps
 from dsreason.world.training.show import Look, average_looks, look_at
@@ -52,7 +52,7 @@ class PendingBatch:
 
 @dataclass(frozen=True)
 class ScoredClip:
-    """The reward and the look of a clip, which are small enough to gather them for all clips on all ranks."""
+    """The reward and the look of a clip; small enough to be gathered on every rank for all clips."""
 
     place: ClipIndex
     total: float
@@ -72,23 +72,23 @@ def sample_rollout(
 ) -> tuple[list[list[SampledClips]], dict[str, float]]:
     """Sample and score clips for the prompts of the rows `indices`. Collective.
 
-    A clip depends only on the seed, step, prompt and its number in the group, not on the number of ranks.
+    A clip depends on the seed, the step, its prompt and its number in the group, but not on the number of ranks.
 
     Args:
         step: first optimizer step of the rollout.
         old: weights to sample with; None samples with the policy.
 
     Returns:
-        This rank's share of the samples, as a list per optimizer step, and the metrics of the rollout.
+        This rank's samples, one list per optimizer step, and the metrics of the rollout.
     """
     config = maker.config
     plan = plan_steps(config, maker.sigmas, step)
     parts = []
     with watchdog.track_phase("data"), share_errors():
         for places in split_places(config.world):
-            groups = share_out(places, maker.share, config.train.micro_batch_size)
+            groups = group_local_clips(places, maker.share, config.train.micro_batch_size)
             with_clean = config.world.algorithm == "ddrl"
-            parts.append(maker.inputs.micro_batches(groups, dataset, indices, step, with_clean=with_clean))
+            parts.append(maker.inputs.build_micro_batches(groups, dataset, indices, step, with_clean=with_clean))
     started = time.perf_counter()
     pending: list[PendingBatch] = []
     with memory.track_phase("rollout"), nullcontext() if old is None else old.in_place():
@@ -107,7 +107,7 @@ def sample_rollout(
 
 
 def split_places(config: WorldConfigSection) -> list[list[ClipIndex]]:
-    """Split the rollout's clips among the optimizer steps, each of which gets its share of the prompts."""
+    """Split the rollout's clips among its optimizer steps; each step gets a share of the prompts, with all of their clips."""
     parts = config.optimizer_steps_per_rollout
     bounds = [part * config.prompts_per_step // parts for part in range(parts + 1)]
     return [
@@ -132,9 +132,9 @@ def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> SamplingPlan:
         elif world.trained_steps is not None:
             trained = sorted(set(world.trained_steps))
     steps = [
-        step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1])
+        build_step(world.sde, s, s_next, world.noise_level, s_cap=levels[1])
         if number in trained
-        else step_of("ode", s, s_next)
+        else build_step("ode", s, s_next)
         for number, (s, s_next) in enumerate(pairs)
     ]
     return SamplingPlan(tuple(steps), tuple(trained))
@@ -143,7 +143,7 @@ def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> SamplingPlan:
 def sample_batch(
     maker: ClipMaker, batch: ClipMicroBatch, plan: SamplingPlan, step: int, pending: list[PendingBatch]
 ) -> SampledClips:
-    """Sample the clips of a micro-batch, start to score them, and append the pending scores to `pending`.
+    """Sample the clips of a micro-batch, start scoring them, and append the pending scores to `pending`.
 
     The advantages of the result are zero until the rewards arrive.
     """
@@ -151,7 +151,7 @@ def sample_batch(
 
     def noise_of(number: int) -> Tensor:
         seed, purpose = config.train.seed, f"sampling step {number}"
-        return clip_noise(batch.places, maker.inputs.shape, seed, step, purpose).to(maker.device)
+        return draw_clip_noise(batch.places, maker.inputs.shape, seed, step, purpose).to(maker.device)
 
     velocity = build_velocity(maker, on_device, config.world.guidance_scale)
     sampled = sample_latents(
@@ -173,13 +173,13 @@ def decode_pixels(codec: LatentCodec, latents: Tensor) -> Tensor:
 
 
 def start_scoring(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> PendingBatch:
-    """Start to score the clips, and measure how they look.
+    """Start scoring the clips, and measure how they look.
 
     Errors are raised only when the result is requested; otherwise the other ranks would hang in the next forward pass.
     """
     assert maker.scorer is not None
     clips = decode_pixels(maker.codec, latents)
-    batch_looks = look_at(clips)  # before the copy to the CPU, where a large clip would take seconds
+    batch_looks = look_at(clips)  # while the clips are on the GPU; on the CPU, a large clip would take seconds
     try:
         pending: Pending = maker.scorer.start(clips.cpu(), latents.cpu(), batch.rows, maker.inputs.size.fps)
     except DsReasonError as error:
@@ -224,7 +224,9 @@ def add_advantages(
     config: WorldConfigSection, samples: Sequence[Sequence[SampledClips]], scored: Sequence[ScoredClip]
 ) -> list[list[SampledClips]]:
     """Return the samples with their advantages, which are computed from the rewards of all ranks' clips."""
-    table = group_advantages(build_reward_table(config, scored), std=config.advantage_std, clip=config.advantage_clip)
+    table = compute_group_advantages(
+        build_reward_table(config, scored), std=config.advantage_std, clip=config.advantage_clip
+    )
     if config.algorithm == "ddrl" and config.exponential_advantages:
         table = compute_exponential(table)
 
@@ -236,7 +238,7 @@ def add_advantages(
 
 
 def summarise(config: WorldConfigSection, scored: Sequence[ScoredClip]) -> dict[str, float]:
-    """Return the metrics of a rollout: the rewards by name, and the looks of the clips, which reveal reward hacking."""
+    """Return the metrics of a rollout: the rewards by name, and how the clips look, which reveals reward hacking."""
     table, size = build_reward_table(config, scored), config.num_generations
     metrics = {
         "reward/mean": float(table.mean()),

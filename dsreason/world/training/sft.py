@@ -16,7 +16,7 @@ from dsreason.phases import record_phase
 from dsreason.world.data import WorldDataset
 from dsreason.world.losses import compute_flow_matching_loss
 from dsreason.world.noise import make_generator
-from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, own_places, share_out
+from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, group_local_clips, list_local_places
 from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
 from dsreason.world.training.inputs import Clip, list_loss_rows, read_clips
 from dsreason.world.training.velocity import ClipMaker, build_velocity
@@ -30,8 +30,8 @@ def read_next_batches(
     """Return this rank's micro-batches for the next step, and the errors of the skipped rows of all ranks. Collective.
 
     Args:
-        indices: rows of the step.
-        clips: this rank's clips of each step.
+        indices: indices of the step's rows.
+        clips: this rank's clips, one list per step.
 
     Raises:
         DataError: a clip is unusable and `data.on_bad_row` is "error", or all clips of the step are unusable.
@@ -50,7 +50,7 @@ def make_batches(
     """Build micro-batches from this rank's share of the rows. Collective.
 
     Args:
-        clips: clips of this rank's share of the rows; see `own_places`.
+        clips: clips of the rows in this rank's share; see `list_local_places`.
 
     Returns:
         The micro-batches, the same number on every rank (none if no rank has a usable clip), and the errors of the skipped
@@ -60,7 +60,7 @@ def make_batches(
     clean: dict[ClipIndex, Tensor] = {}
     bad: list[str] = []
     with share_errors():
-        for place, clip in zip(own_places(len(indices), share), clips, strict=True):
+        for place, clip in zip(list_local_places(len(indices), share), clips, strict=True):
             if not isinstance(clip, DataError):
                 clean[place] = maker.inputs.latents.encode(clip[None])[0]
             elif config.data.on_bad_row == "error":
@@ -71,7 +71,9 @@ def make_batches(
     skipped = [text for _, texts in reports for text in texts]
     if sum(count for count, _ in reports) == 0:
         return [], skipped
-    groups = share_out([ClipIndex(number, 0) for number in range(len(indices))], share, config.train.micro_batch_size)
+    groups = group_local_clips(
+        [ClipIndex(number, 0) for number in range(len(indices))], share, config.train.micro_batch_size
+    )
     batches = []
     with share_errors():
         for group, counted in groups:
@@ -90,7 +92,7 @@ def draw_times(places: Sequence[ClipIndex], shift: float, seed: int, step: int) 
 
 
 def compute_clip_losses(maker: ClipMaker, batch: ClipMicroBatch, step: int) -> Tensor:
-    """Return the velocity error on each clip at a random noise level: `[B]`."""
+    """Return each clip's velocity error at a random noise level: `[B]`."""
     config, batch = maker.config, batch.to(maker.device)
     times = draw_times(batch.places, config.world.shift, config.train.seed, step).to(maker.device)
     s = times.view(-1, 1, 1, 1, 1)
@@ -120,7 +122,7 @@ def measure_held_out_loss(maker: ClipMaker, validation: WorldDataset) -> float |
     Noise and noise levels are the same in every call.
     """
     rows = list_loss_rows(maker.config, validation)
-    local_rows = [rows[place.prompt] for place in own_places(len(rows), maker.share)]
+    local_rows = [rows[place.prompt] for place in list_local_places(len(rows), maker.share)]
     with share_errors():
         clips = read_clips(validation, maker.inputs.size, local_rows)
     batches, skipped = make_batches(maker, validation, rows, clips, step=0)

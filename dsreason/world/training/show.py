@@ -1,4 +1,4 @@
-"""Measures of how clips look, in which reward hacking appears before it appears in the rewards."""
+"""Measures of how clips look, which show reward hacking before the rewards do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def look_at(clips: Tensor) -> list[Look]:
 def average_looks(groups: Sequence[Sequence[Look]], prefix: str) -> dict[str, float]:
     """Return the mean `brightness` and `motion` of all clips, and the mean `diversity` within the groups.
 
-    The diversity of a group is the standard deviation of its reduced clips; it is omitted if no group has several clips.
+    A group's diversity is the standard deviation of its reduced clips; the metric is omitted if no group has several clips.
     """
     every = [look for group in groups for look in group]
     metrics = {

@@ -18,13 +18,13 @@ from dsreason.world.losses import compute_flow_matching_loss, compute_kl_mean, c
 from dsreason.world.sampler import Velocity
 from dsreason.world.schema import WorldConfigSection
 from dsreason.world.steps import Step, compute_mean, log_prob
-from dsreason.world.training.clips import ClipMicroBatch, SampledClips, clip_noise, halve
+from dsreason.world.training.clips import ClipMicroBatch, SampledClips, draw_clip_noise, to_lossless_bfloat16
 from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
 from dsreason.world.training.rollout import SamplingPlan, plan_steps
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MAX_RATIO_ERROR = 1e-4
-"""Maximum distance of a ratio from 1 in the first update, in which sampling and training have the same weights."""
+"""Maximum distance of a ratio from 1 in the first update, in which sampling and training use the same weights."""
 DATA_COEF = 0.01
 
 
@@ -43,14 +43,16 @@ def add_reference_velocities(maker: ClipMaker, sample: SampledClips) -> SampledC
     """Return the sample with the reference's velocities; the transformer must hold the reference's weights."""
     velocity = build_velocity(maker, sample.batch.to(maker.device), maker.config.world.guidance_scale)
     velocities = {
-        number: halve(evaluate_velocity(velocity, kept_step.x.to(maker.device), maker.sigmas[number])).cpu()
+        number: to_lossless_bfloat16(
+            evaluate_velocity(velocity, kept_step.x.to(maker.device), maker.sigmas[number])
+        ).cpu()
         for number, kept_step in sample.trajectory.items()
     }
     return replace(sample, fixed={**sample.fixed, "reference": velocities})
 
 
 def evaluate_velocity(velocity: Velocity, x: Tensor, level: Tensor) -> Tensor:
-    """Return the velocity at the start of a step, like sampling does; `level` is the scalar noise level of that point."""
+    """Return the velocity at the start of a step, as sampling does; `level` is the scalar noise level there."""
     return velocity(x, x.new_full((len(x),), float(level)))
 
 
@@ -95,7 +97,7 @@ def accumulate_gradients(
 def compute_loss(
     maker: ClipMaker, sample: SampledClips, number: int, step: Step
 ) -> tuple[Tensor, dict[str, Tensor], float]:
-    """Return each clip's loss at a trained step, `[B]`, its metrics, `[B]` each, and the largest distance of a ratio from 1."""
+    """Return each clip's loss at a trained step, `[B]`, its metrics, `[B]` each, and how far any ratio is from 1 at most."""
     config, device = maker.config.world, maker.device
     batch, kept_step = sample.batch.to(device), sample.trajectory[number]
     x, x_next = kept_step.x.to(device), kept_step.x_next.to(device)
@@ -122,13 +124,13 @@ def has_data_term(config: WorldConfigSection, plan: SamplingPlan, number: int) -
 
 
 def compute_data_loss(maker: ClipMaker, batch: ClipMicroBatch, number: int, rollout_step: int) -> Tensor:
-    """Return DDRL's data term (2512.04332), `[B]`: the velocity error on the rows' real clips at the noise level of a step."""
+    """Return DDRL's data term (2512.04332), `[B]`: the velocity error on the rows' real clips at step `number`'s noise level."""
     config, batch = maker.config, batch.to(maker.device)
     clean, noise = batch.clean, batch.start
     assert clean is not None
     if config.world.data_noise == "fresh":
         seed, purpose = config.train.seed, f"data {number}"
-        noise = clip_noise(batch.places, maker.inputs.shape, seed, rollout_step, purpose).to(maker.device)
+        noise = draw_clip_noise(batch.places, maker.inputs.shape, seed, rollout_step, purpose).to(maker.device)
     s = float(maker.sigmas[number])
     batch = replace(batch, start=noise)
     v = evaluate_velocity(build_velocity(maker, batch, 1.0), (1 - s) * clean + s * noise, maker.sigmas[number])
@@ -137,7 +139,7 @@ def compute_data_loss(maker: ClipMaker, batch: ClipMicroBatch, number: int, roll
 
 @dataclass
 class RatioCheck:
-    """A check that the first update of this process is on-policy; later updates need not be."""
+    """A check that this process's first update is on-policy; later updates need not be."""
 
     is_done: bool = False
 

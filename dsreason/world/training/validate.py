@@ -1,4 +1,4 @@
-"""Validation: rewards of clips that are sampled from the same prompts and noise throughout a run, and the loss on real clips."""
+"""Validation: rewards of clips, sampled from the same prompts and noise throughout a run, and the loss on real clips."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dsreason.world.families.components import load_scheduler
 from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import ClipScores
 from dsreason.world.sampler import sample, solve
-from dsreason.world.steps import step_of
-from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, share_out
+from dsreason.world.steps import build_step
+from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, group_local_clips
 from dsreason.world.training.inputs import list_loss_rows, list_validation_rows
 from dsreason.world.training.rollout import decode_pixels, start_scoring
 from dsreason.world.training.sft import measure_held_out_loss
@@ -35,7 +35,7 @@ from dsreason.world.video import Pixels, encode_gif, shrink, write_mp4
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A sampled micro-batch of held-out prompts, whose rewards may still be pending."""
+    """A micro-batch sampled for validation, whose rewards may still be pending."""
 
     batch: ClipMicroBatch
     latents: Tensor
@@ -47,7 +47,7 @@ class SampledBatch:
 
 @dataclass(frozen=True)
 class ValidationClip:
-    """A sampled clip of a held-out prompt."""
+    """A clip sampled for a validation prompt."""
 
     number: int
     row: WorldRow
@@ -55,7 +55,7 @@ class ValidationClip:
     """Rewards by name, and under "" their weighted sum; empty if the run has no rewards."""
     look: Look
     pixels: Pixels | None
-    """Pixels, `[3, T, H, W]`; None if the clip is not shown."""
+    """Pixels, `[3, T, H, W]`; None if the clip will not be shown."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ def validate(
     average: WeightAverage | None,
     progress: Progress,
 ) -> WorldResult | None:
-    """Sample the validation prompts and measure the loss on held-out clips. Collective.
+    """Sample clips for the validation prompts, and measure the loss on held-out clips. Collective.
 
     Args:
         datasets: training and validation data sets.
-        average: weights to validate; None validates those of the policy.
+        average: average to validate; None validates the policy's current weights.
 
     Returns:
         The metrics and clips; None if there is nothing to measure.
@@ -128,7 +128,7 @@ def validate(
 
 
 def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldDataset, WorldDataset]) -> WorldDataset:
-    """Build the data set of the rows whose prompts are sampled; see `list_validation_rows`."""
+    """Build the data set of the rows for whose prompts clips are sampled; see `list_validation_rows`."""
     training, validation = datasets
     source = validation if len(validation) else training
     return WorldDataset(rows, source.read)
@@ -138,11 +138,11 @@ def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldData
 def sample_clips(
     maker: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
 ) -> list[ValidationClip]:
-    """Sample a clip for each of the rows `numbers` along the ODE, always from the same noise. Collective."""
+    """Sample a clip along the ODE for each row in `numbers`. A row's noise is the same in every call. Collective."""
     share, places = maker.share, [ClipIndex(number, 0) for number in numbers]
-    groups = share_out(places, share, maker.config.train.micro_batch_size)
+    groups = group_local_clips(places, share, maker.config.train.micro_batch_size)
     with share_errors():
-        batches = maker.inputs.micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
+        batches = maker.inputs.build_micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
     sampled: list[SampledBatch] = []
     for batch in batches:
         latents = solve_ode(maker, batch.to(maker.device))
@@ -155,7 +155,7 @@ def sample_clips(
 
 
 def solve_ode(maker: ClipMaker, batch: ClipMicroBatch) -> Tensor:
-    """Sample the latents of a micro-batch, with the model's own solver on its own schedule, or Euler steps on the linear one."""
+    """Sample a micro-batch's latents: with the model's solver on the family's schedule, with Euler steps on the linear one."""
     config = maker.config
     steps = config.validation.sampling_steps or config.world.sampling_steps
     scale = config.validation.guidance_scale or config.world.guidance_scale
@@ -165,7 +165,7 @@ def solve_ode(maker: ClipMaker, batch: ClipMicroBatch) -> Tensor:
         latents = solve(velocity, batch.start, scheduler, steps, maker.family.solver_times)
     else:
         levels = compute_sigmas(config, maker.model_path, steps)
-        euler = [step_of("ode", float(s), float(s_next)) for s, s_next in zip(levels, levels[1:], strict=False)]
+        euler = [build_step("ode", float(s), float(s_next)) for s, s_next in zip(levels, levels[1:], strict=False)]
         latents = sample(velocity, batch.start, levels, euler, refuse_noise, ()).latents
     return restore_given_frames(latents, batch)
 
@@ -175,7 +175,7 @@ def refuse_noise(number: int) -> Tensor:
 
 
 def look_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> SampledBatch:
-    """Measure how the clips look, and start to score them if the run has rewards."""
+    """Measure how the clips look, and start scoring them if the run has rewards."""
     if maker.scorer is None:
         return SampledBatch(batch, latents.cpu(), None, look_at(decode_pixels(maker.codec, latents)))
     pending = start_scoring(maker, batch, latents)
@@ -183,7 +183,7 @@ def look_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> 
 
 
 def build_clips(maker: ClipMaker, sampled: SampledBatch) -> list[ValidationClip]:
-    """Wait for the scores of a micro-batch, decode the clips to show, and return the results."""
+    """Wait for a micro-batch's scores, decode the clips that will be shown, and return the results."""
     scores = None if sampled.result is None else sampled.result()
     clips = []
     for i, (place, row) in enumerate(zip(sampled.batch.places, sampled.batch.rows, strict=True)):
@@ -197,7 +197,7 @@ def build_clips(maker: ClipMaker, sampled: SampledBatch) -> list[ValidationClip]
 
 
 def summarise(clips: Sequence[ValidationClip]) -> dict[str, float]:
-    """Return `val/reward/mean`, `val/reward/<name>/mean`, and the metrics of how the clips look."""
+    """Return `val/reward/mean`, `val/reward/<name>/mean`, and metrics of how the clips look."""
     metrics = {
         f"val/reward/{name}/mean".replace("//", "/"): sum(clip.rewards[name] for clip in clips) / len(clips)
         for name in clips[0].rewards

@@ -1,4 +1,4 @@
-"""The components that sample clips, and the policy's velocity, computed by one function in sampling, training and validation."""
+"""The components that sample clips, and the policy's velocity, which sampling, training and validation compute identically."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class ClipMaker:
 
 
 def build_velocity(maker: ClipMaker, batch: ClipMicroBatch, scale: float) -> Velocity:
-    """Return the function that computes the policy's velocity with guidance for a micro-batch, in sampling and training.
+    """Return a function that computes the policy's velocity, with guidance, for a micro-batch.
 
     Args:
-        batch: clips, whose tensors are on the transformer's device.
+        batch: clips, with their tensors on the transformer's device.
         scale: guidance scale; 1 disables guidance.
     """
     transformer, family = maker.transformer, maker.family
@@ -63,7 +63,7 @@ def build_velocity(maker: ClipMaker, batch: ClipMicroBatch, scale: float) -> Vel
 
 
 def add_negative(batch: ClipMicroBatch, negative: Tensor) -> ClipMicroBatch:
-    """Return a micro-batch of the clips with their prompts, followed by the same clips with the negative prompt."""
+    """Return a micro-batch that contains each clip twice: first with its own prompt, then with the negative prompt."""
     conditioning = batch.conditioning
     if conditioning is not None:
         latents, mask = torch.cat([conditioning.latents] * 2), torch.cat([conditioning.mask] * 2)

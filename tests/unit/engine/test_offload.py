@@ -17,7 +17,7 @@ def test_gradient_buffers_survive_repeated_offload() -> None:
     """Cover an optimizer that DeepSpeed keeps on the host."""
     engine = SimpleNamespace(device=torch.device("cpu"), optimizer=None)
     offload, bucket = StateOffload(engine, device_type="cpu"), torch.ones(1000)
-    result = {"masters": [], "moments": [], "_list_weights": [], "gradients": [bucket]}
+    result = {"list_masters": [], "list_moments": [], "_list_weights": [], "list_gradients": [bucket]}
     with mock.patch.multiple(offload, **{name: mock.Mock(return_value=value) for name, value in result.items()}):
         offload.offload()
         offload.offload()
@@ -36,9 +36,9 @@ def build_offload(stack: ExitStack, amount: OffloadAmount, num_moments: int) -> 
     offload = StateOffload(engine, "cpu", amount)
     sizes = [1000, 1000, 2000, 2000][:num_moments]
     state = {
-        "masters": [torch.ones(1000), torch.ones(2000)],
-        "moments": [torch.ones(size) for size in sizes],
-        "gradients": [torch.ones(500)],
+        "list_masters": [torch.ones(1000), torch.ones(2000)],
+        "list_moments": [torch.ones(size) for size in sizes],
+        "list_gradients": [torch.ones(500)],
     }
     mocks = {name: mock.Mock(return_value=tensors) for name, tensors in state.items()}
     stack.enter_context(mock.patch.multiple(offload, **mocks))

@@ -71,7 +71,7 @@ def test_correction_bounds_override_published_ones() -> None:
 def test_the_penalty_is_kl_and_entropy(settings: dict[str, object], expected: float | None) -> None:
     objective = build_objective(AlgorithmConfig.model_validate(settings))
     logprobs, ref, old, entropy = (torch.tensor([value]) for value in (-1.0, -0.5, -1.1, 2.0))
-    penalty = objective.penalty(logprobs, ref, old, entropy)
+    penalty = objective.compute_penalty(logprobs, ref, old, entropy)
     assert (None if penalty is None else penalty.item()) == pytest.approx(expected, abs=1e-6)
 
 

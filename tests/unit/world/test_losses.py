@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from dsreason.world.losses import (
+    average_free,
     compute_exponential,
     compute_flow_matching_loss,
+    compute_group_advantages,
     compute_kl_mean,
     compute_kl_velocity,
     compute_nft_decay,
     compute_nft_loss,
     compute_optimality,
     compute_policy_loss,
-    free_mean,
-    group_advantages,
 )
 
 
@@ -41,12 +41,12 @@ def vector(*values: float) -> Tensor:
     ],
 )
 def test_advantages_within_a_group(rewards: list[list[float]], std: str, clip: float, expected: list[float]) -> None:
-    advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), std=std, clip=clip)  # type: ignore[arg-type]
+    advantages = compute_group_advantages(torch.tensor(rewards, dtype=torch.float64), std=std, clip=clip)  # type: ignore[arg-type]
     torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=1e-6)
 
 
 def test_equal_rewards_give_exactly_nothing() -> None:
-    assert group_advantages(torch.full((2, 3), 0.1), std="group", clip=5).tolist() == [[0.0] * 3] * 2
+    assert compute_group_advantages(torch.full((2, 3), 0.1), std="group", clip=5).tolist() == [[0.0] * 3] * 2
 
 
 def test_exponential_advantages() -> None:
@@ -105,7 +105,7 @@ def test_velocity_error_equals_weighted_clip_error() -> None:
     assert error == pytest.approx(0.01625)
     sigma = s / (1 - s)  # the form of EDM, where x = (1 - s)(clean + sigma · noise)
     result = (1 - s) * (clean + sigma * noise) - s * velocity
-    assert (1 + sigma) ** 2 / sigma**2 * free_mean((result - clean) ** 2, None).item() == pytest.approx(error)
+    assert (1 + sigma) ** 2 / sigma**2 * average_free((result - clean) ** 2, None).item() == pytest.approx(error)
 
 
 CLEAN, NOISE, S = clips([1.0, -1.0]), clips([0.5, 0.25]), 0.4
@@ -213,7 +213,7 @@ def test_rewards_of_wrong_shape_are_rejected(shape: tuple[int, ...]) -> None:
 def test_given_frames_count_nowhere() -> None:
     free = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
     values, other = torch.tensor([100.0, 3.0]).view(1, 1, 2, 1, 1), torch.tensor([7.0, 1.0]).view(1, 1, 2, 1, 1)
-    assert free_mean(values, free).tolist() == [3.0]
+    assert average_free(values, free).tolist() == [3.0]
     assert compute_kl_velocity(values, other, free).tolist() == [4.0]
     assert compute_kl_mean(values, other, 1.0, free).tolist() == [2.0]
     assert compute_flow_matching_loss(values, torch.zeros_like(values), other, free).tolist() == [4.0]

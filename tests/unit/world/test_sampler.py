@@ -19,7 +19,7 @@ from dsreason.world.families import FAMILIES
 from dsreason.world.families.components import load_scheduler
 from dsreason.world.models import load_transformer, load_vae
 from dsreason.world.sampler import apply_guidance, sample, solve
-from dsreason.world.steps import Step, step_of
+from dsreason.world.steps import Step, build_step
 from dsreason.world.types import Conditioning
 
 STEPS, LENGTH, FRAMES, SIDE = 6, 64, 9, 32
@@ -152,7 +152,7 @@ def test_wan_supports_the_newer_scheduler(tiny_worlds: dict[str, Path], tmp_path
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
     # Euler along the folder's own noise levels is what this solver does
     sigmas = family.sigmas(folder, STEPS).tolist()
-    steps = [step_of("ode", sigmas[i], sigmas[i + 1]) for i in range(STEPS)]
+    steps = [build_step("ode", sigmas[i], sigmas[i + 1]) for i in range(STEPS)]
     torch.testing.assert_close(
         sample(predict, noise, sigmas, steps, {}.__getitem__, ()).latents, expected, atol=1e-5, rtol=1e-5
     )
@@ -175,7 +175,7 @@ def levels(count: int) -> list[float]:
 
 def test_kept_steps_match_the_rollout() -> None:
     sigmas = levels(4)
-    steps = [step_of("flow" if i in (1, 2) else "ode", sigmas[i], sigmas[i + 1], 0.7, sigmas[1]) for i in range(4)]
+    steps = [build_step("flow" if i in (1, 2) else "ode", sigmas[i], sigmas[i + 1], 0.7, sigmas[1]) for i in range(4)]
     drawn = {i: torch.randn(2, 3, 2, 2, 2, generator=torch.Generator().manual_seed(i)) for i in range(4)}
     result = sample(straight, drawn[0], sigmas, steps, drawn.__getitem__, keep={1, 2})
     assert set(result.trajectory) == {1, 2}
@@ -190,7 +190,7 @@ def test_kept_steps_match_the_rollout() -> None:
 
 def test_steps_without_noise_ask_for_none() -> None:
     sigmas = levels(3)
-    steps = [step_of("ode", sigmas[i], sigmas[i + 1]) for i in range(3)]
+    steps = [build_step("ode", sigmas[i], sigmas[i + 1]) for i in range(3)]
     sample(straight, torch.ones(1, 1, 1, 1, 1), sigmas, steps, {}.__getitem__, keep=())
 
 
@@ -202,7 +202,7 @@ def test_conditioning_frames_follow_ode_without_probability() -> None:
     def velocity(x: Tensor, s: Tensor) -> Tensor:
         return torch.cat([noise[:, :, :1] - data, straight(x, s)[:, :, 1:]], dim=2)
 
-    steps = [step_of("cps", sigmas[i], sigmas[i + 1], 0.8) for i in range(4)]
+    steps = [build_step("cps", sigmas[i], sigmas[i + 1], 0.8) for i in range(4)]
     draw = [torch.randn(noise.shape, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     result = sample(velocity, noise, sigmas, steps, draw.__getitem__, keep={0, 1}, free=free)
     torch.testing.assert_close(result.latents[:, :, :1], data.expand(1, 1, 1, 2, 2))

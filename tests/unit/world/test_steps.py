@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsreason.world.noise import compute_linear_sigmas
-from dsreason.world.steps import NEAR_ONE, Kind, compute_mean, log_prob, step_of
+from dsreason.world.steps import NEAR_ONE, Kind, build_step, compute_mean, log_prob
 
 X, V, X_NEXT = (
     torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1) for values in ([1, -2], [0.5, 0.25], [0.9, -1.9])
@@ -39,7 +39,7 @@ def test_published_steps(
     std: float,
     density: float,
 ) -> None:
-    step = step_of(kind, s, s_next, eta, s_cap=0.9)
+    step = build_step(kind, s, s_next, eta, s_cap=0.9)
     assert (step.a, step.b, step.std) == pytest.approx((a, b, std), abs=1e-6)
     expected = compute_mean(step, X, V)
     assert expected.flatten().tolist() == pytest.approx(means, abs=1e-6)
@@ -68,7 +68,7 @@ def test_steps_in_forty_digits(
         torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1)
         for values in ([-0.3, 1.2], [0.7, -0.4], [-0.25, 1.1])
     )
-    step = step_of(kind, s, s_next, eta, s_cap=0.875)
+    step = build_step(kind, s, s_next, eta, s_cap=0.875)
     expected = compute_mean(step, x, v)
     assert step.std == pytest.approx(std, abs=1e-9)
     assert expected.flatten().tolist() == pytest.approx(means, abs=1e-9)
@@ -90,7 +90,7 @@ def test_the_standard_deviation_is_in_the_ratio() -> None:
 
 def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
     """s .8 → .5, eta .6: the posterior's std is s'·sqrt(1 − (s'(1 − s)/(s(1 − s')))²) = .5·sqrt(1 − .25²) = .484123."""
-    step = step_of("ddim", 0.8, 0.5, 0.6)
+    step = build_step("ddim", 0.8, 0.5, 0.6)
     assert step.std == pytest.approx(0.6 * 0.4841229, abs=1e-6)
     sqrt = math.sqrt(0.25 - step.std**2)
     data, noise = X - 0.8 * V, X + 0.2 * V
@@ -100,13 +100,13 @@ def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
 @pytest.mark.parametrize("kind", NOISY)
 @pytest.mark.parametrize(("s", "s_next"), [(0.8, 0.6), (1.0, 0.9), (0.2, 0.0)])
 def test_without_noise_every_kind_is_the_ode(kind: Kind, s: float, s_next: float) -> None:
-    step, ode = step_of(kind, s, s_next, 0.0, s_cap=0.9), step_of("ode", s, s_next)
+    step, ode = build_step(kind, s, s_next, 0.0, s_cap=0.9), build_step("ode", s, s_next)
     assert (step.a, step.b, step.std) == pytest.approx((ode.a, ode.b, ode.std), abs=1e-15)
 
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
 def test_the_last_step_adds_no_noise(kind: Kind) -> None:
-    step = step_of(kind, 0.2, 0.0, 0.8)
+    step = build_step(kind, 0.2, 0.0, 0.8)
     assert step.std == 0
     with pytest.raises(ValueError, match="adds no noise"):
         log_prob(X, X, step.std)
@@ -114,9 +114,9 @@ def test_the_last_step_adds_no_noise(kind: Kind) -> None:
 
 def test_flow_stays_bounded_just_below_one() -> None:
     """Wan's schedules begin at 0.999999: 1 − s would make the standard deviation 130."""
-    step, at_one = (step_of("flow", s, 0.9643, 0.7, s_cap=0.9643) for s in (0.999999, 1.0))
+    step, at_one = (build_step("flow", s, 0.9643, 0.7, s_cap=0.9643) for s in (0.999999, 1.0))
     assert step.std == pytest.approx(at_one.std, abs=1e-3)
-    cosmos = step_of("flow", 0.99502, 0.99084, 0.7, s_cap=0.99084)
+    cosmos = build_step("flow", 0.99502, 0.99084, 0.7, s_cap=0.99084)
     assert cosmos.std == pytest.approx(0.7 * math.sqrt(0.99502 / 0.00498 * 0.00418), abs=1e-6)
 
 
@@ -129,26 +129,26 @@ def test_flow_noise_is_uncapped_after_first_steps(shift: float, count: int, numb
     s, s_next = levels[number], levels[number + 1]
     assert s > NEAR_ONE
     assert std == pytest.approx(0.7 * math.sqrt(s / (1 - s) * (s - s_next)), abs=1e-4)
-    assert step_of("flow", s, s_next, 0.7, s_cap=levels[1]).std == pytest.approx(std, abs=1e-4)
+    assert build_step("flow", s, s_next, 0.7, s_cap=levels[1]).std == pytest.approx(std, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
 def test_eta_above_one_is_rejected(kind: Kind) -> None:
     """Reject eta above 1: with cps, eta = 2 would add no noise, because its standard deviation is a sine."""
     with pytest.raises(ValueError, match=f"at most 1 with {kind}"):
-        step_of(kind, 0.8, 0.6, 2.0)
+        build_step(kind, 0.8, 0.6, 2.0)
 
 
 @pytest.mark.parametrize(("s", "s_next", "eta"), [(0.5, 0.6, 0.1), (0.5, 0.5, 0.1), (1.2, 0.5, 0.1), (0.5, 0.1, -1)])
 def test_steps_that_cannot_be(s: float, s_next: float, eta: float) -> None:
-    with pytest.raises(ValueError, match="step_of"):
-        step_of("flow", s, s_next, eta)
+    with pytest.raises(ValueError, match="build_step"):
+        build_step("flow", s, s_next, eta)
 
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
 def test_noise_share_above_one_is_rejected(kind: Kind) -> None:
     with pytest.raises(ValueError, match=f"at most 1 with {kind}"):
-        step_of(kind, 0.8, 0.5, 1.5)
+        build_step(kind, 0.8, 0.5, 1.5)
 
 
 def exact_velocity(x: Tensor, s: float, centre: float = 2.0, spread: float = 0.5) -> Tensor:
@@ -189,7 +189,7 @@ def test_gaussian_samples_have_exact_mean_and_spread(
     x = torch.randn(50_000, generator=numbers, dtype=torch.float64)
     levels = compute_linear_sigmas(count, 1.0).tolist() if grid == "linear" else cosmos_levels(count)
     for s, s_next in zip(levels, levels[1:], strict=False):
-        step = step_of(kind, s, s_next, eta, s_cap=levels[1])
+        step = build_step(kind, s, s_next, eta, s_cap=levels[1])
         x = compute_mean(step, x, exact_velocity(x, s)) + step.std * torch.randn(
             x.shape, generator=numbers, dtype=x.dtype
         )

@@ -15,7 +15,7 @@ from dsreason.media.videos import probe_video
 from dsreason.train.common.answers import write_rows
 from dsreason.world.evaluation import page as pages
 from dsreason.world.evaluation.history import choose_steps, locate_small_video, write_run_page
-from dsreason.world.evaluation.page import Clip, Curve, Page, PromptCard, draw, number, render
+from dsreason.world.evaluation.page import Clip, Curve, Page, PromptCard, build_panel, format_number, render
 from dsreason.world.evaluation.report import write_report
 from dsreason.world.evaluation.results import ClipResult, open_results, write_clip
 from dsreason.world.video import encode_gif, shrink, write_mp4
@@ -106,13 +106,13 @@ def test_first_and_last_validation_are_always_displayed(steps: list[int], expect
 
 
 def test_a_curve_spans_its_panel() -> None:
-    panel = draw(Curve("reward", training=[(1, 0.25), (2, 0.5), (3, 0.75)], validation=[(0, 0.0), (4, 1.0)]))
+    panel = build_panel(Curve("reward", training=[(1, 0.25), (2, 0.5), (3, 0.75)], validation=[(0, 0.0), (4, 1.0)]))
     assert panel is not None
     assert panel.dots == [(4.0, pages.HEIGHT - 4), (pages.WIDTH - 4, 4.0)]
     assert panel.line.split()[1] == f"{pages.WIDTH / 2},{pages.HEIGHT / 2}"
     assert (panel.low, panel.high, panel.last) == ("0.000", "1.000", "1.000")
-    assert draw(Curve("empty")) is None
-    assert draw(Curve("constant", training=[(1, 0.5)])) is not None
+    assert build_panel(Curve("empty")) is None
+    assert build_panel(Curve("constant", training=[(1, 0.5)])) is not None
 
 
 def test_oversized_videos_are_omitted_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_oversized_videos_are_omitted_and_counted(tmp_path: Path, monkeypatch: p
     [(0.8125, "0.812"), (0.0, "0.000"), (1.5e-9, "1.50e-09"), (123456.0, "1.23e+05"), (-0.5, "-0.500")],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_evaluation_page_shows_the_baseline(tmp_path: Path) -> None:

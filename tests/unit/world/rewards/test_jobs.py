@@ -10,7 +10,7 @@ import pytest
 from dsreason.errors import ConfigError
 from dsreason.world.rewards import jobs
 from dsreason.world.rewards.jobs import Jobs, find_functions
-from dsreason.world.rewards.wire import ScoringRequest, enqueue_body, read_body
+from dsreason.world.rewards.wire import ScoringRequest, build_enqueue_body, read_body
 
 FILE = """
 from os.path import join
@@ -42,7 +42,7 @@ REQUEST = ScoringRequest(["a"], {"x": 1.0}, [{}], "video", np.zeros((1, 3, 1, 2,
 
 
 def test_request_is_read_as_written() -> None:
-    read = read_body(bytearray(enqueue_body(REQUEST)))
+    read = read_body(bytearray(build_enqueue_body(REQUEST)))
     assert np.array_equal(read.array, REQUEST.array)
     assert (read.prompts, read.reward_fn, read.video_infos, read.media_type, read.extra) == (
         ["a"],

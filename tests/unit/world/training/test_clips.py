@@ -10,11 +10,11 @@ from dsreason.world.training.clips import (
     ClipIndex,
     ClipShare,
     build_conditioning,
-    clip_noise,
+    draw_clip_noise,
     draw_num_given_frames,
-    halve,
-    share_out,
-    start_noise,
+    draw_start_noise,
+    group_local_clips,
+    to_lossless_bfloat16,
 )
 
 PLACES = [ClipIndex(prompt, clip) for prompt in range(3) for clip in range(2)]
@@ -29,7 +29,7 @@ def config(**world: object) -> WorldConfig:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 5, 6])
 def test_clips_count_once_with_equal_forwards_everywhere(num_ranks: int, size: int, count: int) -> None:
-    ranks = [share_out(PLACES[:count], ClipShare(rank, num_ranks), size) for rank in range(num_ranks)]
+    ranks = [group_local_clips(PLACES[:count], ClipShare(rank, num_ranks), size) for rank in range(num_ranks)]
     counted = [place for groups in ranks for group, counts in groups if counts for place in group]
     assert counted == PLACES[:count]
     assert len({len(groups) for groups in ranks}) == 1
@@ -37,25 +37,25 @@ def test_clips_count_once_with_equal_forwards_everywhere(num_ranks: int, size: i
 
 
 def test_rank_without_clips_runs_placeholder() -> None:
-    assert share_out(PLACES[:1], ClipShare(0, 2), 4) == [((ClipIndex(0, 0),), False)]
-    assert share_out(PLACES[:1], ClipShare(1, 2), 4) == [((ClipIndex(0, 0),), True)]
+    assert group_local_clips(PLACES[:1], ClipShare(0, 2), 4) == [((ClipIndex(0, 0),), False)]
+    assert group_local_clips(PLACES[:1], ClipShare(1, 2), 4) == [((ClipIndex(0, 0),), True)]
 
 
 def test_noise_follows_seed_step_index_and_purpose() -> None:
-    noise = clip_noise(PLACES, SHAPE, 1, 5, "start")
+    noise = draw_clip_noise(PLACES, SHAPE, 1, 5, "start")
     assert noise.dtype == torch.float32
     for begin, end in ((0, 2), (1, 6), (4, 5)):
-        assert clip_noise(PLACES[begin:end], SHAPE, 1, 5, "start").equal(noise[begin:end])
-    other_items = [clip_noise(PLACES, SHAPE, *key) for key in ((2, 5, "start"), (1, 6, "start"), (1, 5, "step 0"))]
+        assert draw_clip_noise(PLACES[begin:end], SHAPE, 1, 5, "start").equal(noise[begin:end])
+    other_items = [draw_clip_noise(PLACES, SHAPE, *key) for key in ((2, 5, "start"), (1, 6, "start"), (1, 5, "step 0"))]
     clips = [*noise, *(clip for other in other_items for clip in other)]
     assert all(not a.equal(b) for i, a in enumerate(clips) for b in clips[:i])
 
 
 def test_same_noise_is_that_of_a_group() -> None:
-    noise = start_noise(PLACES, SHAPE, config(same_noise=True), 4)
+    noise = draw_start_noise(PLACES, SHAPE, config(same_noise=True), 4)
     assert noise[0].equal(noise[1])
     assert not noise[0].equal(noise[2])
-    assert noise[::2].equal(start_noise(PLACES, SHAPE, config(), 4)[::2])
+    assert noise[::2].equal(draw_start_noise(PLACES, SHAPE, config(), 4)[::2])
 
 
 def test_given_frame_count_is_drawn_per_group() -> None:
@@ -79,7 +79,7 @@ def test_without_given_frames_no_clip_is_read() -> None:
 
 def test_velocities_are_halved_when_lossless() -> None:
     exact = torch.randn(2, 3).bfloat16().float()
-    assert halve(exact).dtype == torch.bfloat16
-    assert halve(exact).float().equal(exact)
+    assert to_lossless_bfloat16(exact).dtype == torch.bfloat16
+    assert to_lossless_bfloat16(exact).float().equal(exact)
     guided = exact + 0.001
-    assert halve(guided) is guided
+    assert to_lossless_bfloat16(guided) is guided

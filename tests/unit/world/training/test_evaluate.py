@@ -28,10 +28,10 @@ from dsreason.world.training.evaluate import (
     adapt_to_evaluation,
     check,
     collect_settings,
-    cut,
-    find_evaluated,
+    find_evaluated_model,
     identify_weights,
     load_model,
+    split_into_batches,
 )
 
 pytest.importorskip("diffusers")
@@ -63,7 +63,7 @@ def test_adapter_is_evaluated_on_its_base_model(base: Path, tmp_path: Path) -> N
     save_lora(adapter, export, build_lora_metadata(trained))
     (export / FILE).write_text(describe_base({"path": str(base)}, base))
 
-    evaluated = find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
+    evaluated = find_evaluated_model(WorldConfig(model=WorldModelConfig(path=str(export))))
     assert evaluated == (base, export)
     loaded = load_model(*evaluated, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(velocity(loaded), velocity(trained), atol=1e-5, rtol=1e-5)
@@ -72,7 +72,7 @@ def test_adapter_is_evaluated_on_its_base_model(base: Path, tmp_path: Path) -> N
 
     (export / FILE).unlink()
     with pytest.raises(CheckpointError, match=rf"is an adapter without {FILE}"):
-        find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
+        find_evaluated_model(WorldConfig(model=WorldModelConfig(path=str(export))))
 
 
 def test_evaluation_keeps_all_clips_and_plain_weights() -> None:
@@ -157,4 +157,4 @@ def test_weights_are_what_a_comparison_is_about() -> None:
 
 
 def test_last_part_of_rows_may_be_short() -> None:
-    assert cut([3, 5, 6, 7, 9], 2) == [[3, 5], [6, 7], [9]]
+    assert split_into_batches([3, 5, 6, 7, 9], 2) == [[3, 5], [6, 7], [9]]

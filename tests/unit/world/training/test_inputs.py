@@ -69,7 +69,7 @@ def test_shared_group_inputs_are_read_once(size: int) -> None:
     places = [ClipIndex(prompt, clip) for prompt in (1, 2) for clip in range(3)]
     groups = [(tuple(places[i : i + size]), True) for i in range(0, 6, size)]
     groups.append(((ClipIndex(0, 0),), False))
-    batches = inputs_of(source, "ddrl", conditional_frames=(1, 1)).micro_batches(
+    batches = inputs_of(source, "ddrl", conditional_frames=(1, 1)).build_micro_batches(
         groups, dataset, [7, 4, 8], 1, with_clean=True
     )
     assert source.asked == Counter({"4": 1, "8": 1, "prompt 4": 1, "prompt 8": 1, "prompt 7": 1})
@@ -89,6 +89,8 @@ def test_shared_group_inputs_are_read_once(size: int) -> None:
 def test_clips_are_read_only_when_needed() -> None:
     source = Source()
     dataset = WorldDataset([WorldRow("3", "prompt 3", clip="x")], source.read_clip)
-    (batch,) = inputs_of(source, "ddrl").micro_batches([((ClipIndex(0, 0),), True)], dataset, [0], 0, with_clean=False)
+    (batch,) = inputs_of(source, "ddrl").build_micro_batches(
+        [((ClipIndex(0, 0),), True)], dataset, [0], 0, with_clean=False
+    )
     assert source.asked == Counter({"prompt 3": 1})
     assert batch.clean is None

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
 from dsreason.world.schema import WorldConfig
-from dsreason.world.training.preflight import check, find_model, step_order, total_steps
+from dsreason.world.training.preflight import build_step_order, check, find_model, total_steps
 
 TINY = {"frames": 9, "height": 32, "width": 32, "limit": 64}
 
@@ -159,7 +159,7 @@ def test_rounded_weights_cannot_be_exchanged(tmp_path: Path) -> None:
 
 def test_steps_count_optimizer_steps() -> None:
     config = made(world={"prompts_per_step": 4, "optimizer_steps_per_rollout": 2}, train={"max_steps": 6})
-    order = step_order(config, 64)
+    order = build_step_order(config, 64)
     assert (order.num_steps, total_steps(config, order)) == (3, 6)
     with pytest.raises(
         ValueError, match=r"max_steps \(3\) must be a multiple of world.optimizer_steps_per_rollout \(2\)"
@@ -167,4 +167,4 @@ def test_steps_count_optimizer_steps() -> None:
         made(world={"optimizer_steps_per_rollout": 2}, train={"max_steps": 3})
     made(world={"algorithm": "sft", "optimizer_steps_per_rollout": 2}, train={"max_steps": 3})
     sft = made(world={"algorithm": "sft"}, train={"global_batch_size": 16, "epochs": 2})
-    assert total_steps(sft, step_order(sft, 64)) == 8
+    assert total_steps(sft, build_step_order(sft, 64)) == 8
