@@ -292,7 +292,7 @@ class Evaluation:
             error=reply.error,
             scores=grade.scores,
             graded_by=grade.graded_by,
-            other_answers=question.sample.other_answers,
+            other_answers=question.accepted[1:],
         )
 
 

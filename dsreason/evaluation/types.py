@@ -37,7 +37,7 @@ class Question:
     @property
     def accepted(self) -> tuple[str, ...]:
         """All accepted answers: `answer`, and those that the row adds to it."""
-        return (self.answer, *self.sample.other_answers)
+        return (self.answer, *filter(str.strip, self.sample.other_answers))
 
 
 @dataclass(frozen=True)

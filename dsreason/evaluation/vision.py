@@ -78,7 +78,8 @@ def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
     if config.server.url is not None:
         with closing(ServerAnswerer(config.server)) as answerer:
             folder = answerer.folder
-        return choose_vision(user, folder and find_trained_vision(folder), str(folder or ""), defaults)
+        trained = None if folder is None else find_trained_vision(folder)
+        return choose_vision(user, trained, str(folder or ""), defaults)
     own_weights = run_weights(str(config.model.path))
     origin = str(own_weights or config.model.path)
     if own_weights is not None and is_checkpoint(own_weights):
@@ -94,9 +95,12 @@ def find_trained_vision(folder: Path) -> TrainedVision | None:
 
 
 def find_checkpoint_vision(checkpoint: Path) -> TrainedVision | None:
+    """Return the settings in a checkpoint or, for older ones, in the record of its run; None if they are unknown."""
     state = read_checkpoint(checkpoint).state
     family = get_family(read_model_config(Path(state.model_path)).model_type).vision
-    return state.vision or (family and read_run_vision(checkpoint.absolute().parent.parent, family))
+    if state.vision is not None or family is None:
+        return state.vision
+    return read_run_vision(checkpoint.absolute().parent.parent, family)
 
 
 def apply_choice(config: EvalConfig, choice: VisionChoice) -> EvalConfig:

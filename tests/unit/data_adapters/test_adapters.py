@@ -102,8 +102,14 @@ def test_llava_keeps_all_turns_and_media():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"image": "a", "conversations": turns("<image><image>q", "a")}, "2 <image> tags or empty parts, but the row has 1 images"),
-        ({"image": "a", "conversations": turns("<video>q", "a")}, "0 <image> tags or empty parts, but the row has 1 images"),
+        (
+            {"image": "a", "conversations": turns("<image><image>q", "a")},
+            "2 <image> tags or empty parts, but the row has 1 images",
+        ),
+        (
+            {"image": "a", "conversations": turns("<video>q", "a")},
+            "0 <image> tags or empty parts, but the row has 1 images",
+        ),
         ({"conversations": [{"from": "robot", "value": "q"}]}, "'robot'"),
         ({"conversations": []}, "conversations"),
     ],

@@ -83,7 +83,10 @@ def test_prompt_and_system_may_accompany_conversations(beside: Any, begin: Any, 
         ({"prompt": "Which colour?"}, "user message of the row's other columns, 'Which colour"),
         ({"prompt": "Which way?", "system": "Be long."}, "system message of the row's other columns, 'Be long"),
         ({"system": "Be long."}, "system message of the row's other columns, 'Be long"),
-        ({"prompt": [*ASKED, {"role": "assistant", "content": "Up."}, *ASKED]}, "assistant message of the row's other columns, 'Up"),
+        (
+            {"prompt": [*ASKED, {"role": "assistant", "content": "Up."}, *ASKED]},
+            "assistant message of the row's other columns, 'Up",
+        ),
     ],
 )
 def test_another_prompt_beside_whole_conversations_is_refused(beside: Any, missing: str) -> None:

@@ -356,7 +356,9 @@ def test_failed_upload_is_logged_and_retried_later(
     uploader.add(run / "checkpoints" / "step_2", last=False)
     uploader.finish()
     assert storage.sent == [f"{TARGET}/checkpoints/step_2", f"{TARGET}/checkpoints/step_1"]
-    assert "step_1: was not uploaded: s3://bucket: the server responds with 503; the upload will be retried" in caplog.text
+    assert (
+        "step_1: was not uploaded: s3://bucket: the server responds with 503; the upload will be retried" in caplog.text
+    )
 
 
 def test_failed_upload_is_retried_with_next(run: Path, storage: FakeStorage) -> None:
