@@ -29,7 +29,7 @@ OF_ROWS = ("video_start", "video_end")
 class TrainedVision:
     """The vision settings of a run's training rows. Example: `TrainedVision({"fps": 2.0, "max_pixels": 81920})`."""
 
-    settings: dict[str, float]
+    settings: dict[str, int | float]
     """Keys of `[data.vision]` that were set, of the first source if there are several, and always `fps` or `nframes`."""
     differing: list[str] = field(default_factory=list)
     """Paths (or adapters) of the sources that were trained with other settings."""

@@ -237,7 +237,6 @@ class EvalConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     generation: GenerationConfig = GenerationConfig()
     vision: VisionConfig = VisionConfig()
-    """Sampling and resizing of media. Unset keys: those with which dsreason trained the model, if the model has them."""
 
     @property
     def names(self) -> tuple[str, ...]:
