@@ -29,6 +29,7 @@ from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.families import get_family
 from dsreason.files.disk import remove
 from dsreason.job.ranks import World, run_on_rank_zero, share_errors
+from dsreason.models.generation import add_turn_end
 from dsreason.models.load import read_model_config
 
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
@@ -58,7 +59,8 @@ def write_model_folder(
 ) -> Path:
     """Write `tensors` as safetensors files, and copy the config, tokenizer and processor files of `source`.
 
-    The weights and the model card of `source` are not copied. Memory holds at most one shard (`max_shard_size`, or one larger
+    The weights and the model card of `source` are not copied; generation_config.json also names the token that ends a turn in the
+    chat template. Memory holds at most one shard (`max_shard_size`, or one larger
     tensor) and one other tensor at a time. The folder gets its final name only once it is complete.
 
     Args:
@@ -75,6 +77,7 @@ def write_model_folder(
     check_target(source, output)
     with write_folder_atomically(output) as partial:
         copy_small_files(source, partial, dtype)
+        add_turn_end(partial, read_model_config(source))
         if limits is not None:
             limits.trained.write(partial)
             write_limits(partial, limits)
@@ -294,5 +297,5 @@ def find_limits(source: Path, trained: TrainedVision | None, run: Path | None) -
     if family is None:
         return None
     if trained is None and run is not None:
-        trained = read_run_vision(run, family)
+        trained = read_run_vision(run)
     return None if trained is None else compute_limits(AutoProcessor.from_pretrained(source), trained, family)

@@ -40,7 +40,8 @@ class ProcessorLimits:
 
     def describe(self) -> dict[str, str]:
         """Return rows for the model card."""
-        rows = {"vision settings": f"`{format_settings(self.trained.settings)}`"}
+        settings = self.trained.settings
+        rows = {"vision settings": f"`{format_settings(settings)}`" if settings else "the defaults"}
         if self.trained.differing:
             rows["other vision settings"] = f"were used for {', '.join(self.trained.differing)}"
         if self.unexpressed:
@@ -76,7 +77,7 @@ def compute_frames(settings: dict[str, float], family: Vision, patch: int) -> di
         count = max(patch, round(settings["nframes"] / patch) * patch)
         return {"fps": family.fps, "min_frames": count, "max_frames": count}
     low, high = vision.compute_frame_count_bounds(settings, family, patch)
-    return {"fps": settings["fps"], "min_frames": low, "max_frames": high}
+    return {"fps": settings.get("fps", family.fps), "min_frames": low, "max_frames": high}
 
 
 def compute_frame_limits(

@@ -13,7 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 from dsreason.config.output import find_run_record
 from dsreason.config.schema_data import VisionConfig
 from dsreason.errors import CheckpointError
-from dsreason.families.family import Vision
 from dsreason.files.disk import read_small
 from dsreason.problems import describe_first_problem
 
@@ -30,7 +29,7 @@ class TrainedVision:
     """The vision settings of a run's training rows. Example: `TrainedVision({"fps": 2.0, "max_pixels": 81920})`."""
 
     settings: dict[str, int | float]
-    """Keys of `[data.vision]` that were set, of the first source if there are several, and always `fps` or `nframes`."""
+    """Keys of `[data.vision]` that were set, of the first source if there are several."""
     differing: list[str] = field(default_factory=list)
     """Paths (or adapters) of the sources that were trained with other settings."""
 
@@ -41,18 +40,15 @@ class TrainedVision:
         (folder / VISION_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def collect_trained_vision(sources: Sequence[tuple[str, VisionConfig]], family: Vision) -> TrainedVision:
-    """Collect the settings of a run's training sources, each with its path; `family` has the default rate."""
-    (_, first), *others = [(path, collect_settings(vision, family)) for path, vision in sources]
+def collect_trained_vision(sources: Sequence[tuple[str, VisionConfig]]) -> TrainedVision:
+    """Collect the settings of a run's training sources, each with its path."""
+    (_, first), *others = [
+        (path, vision.model_dump(exclude_none=True, exclude=set(OF_ROWS))) for path, vision in sources
+    ]
     return TrainedVision(first, [path for path, settings in others if settings != first])
 
 
-def collect_settings(vision: VisionConfig, family: Vision) -> dict[str, float]:
-    rate = {} if vision.nframes is not None else {"fps": family.fps}
-    return rate | vision.model_dump(exclude_none=True, exclude=set(OF_ROWS))
-
-
-def read_trained_vision(folder: Path, family: Vision) -> TrainedVision | None:
+def read_trained_vision(folder: Path) -> TrainedVision | None:
     """Return the settings of an export, or else those of the run that it is in; None if both have none.
 
     Raises:
@@ -61,7 +57,7 @@ def read_trained_vision(folder: Path, family: Vision) -> TrainedVision | None:
     file = folder / VISION_FILE
     if not file.is_file():
         is_in_run = folder.absolute().parent.name == "export"
-        return read_run_vision(folder.absolute().parent.parent, family) if is_in_run else None
+        return read_run_vision(folder.absolute().parent.parent) if is_in_run else None
     try:
         trained = TypeAdapter(TrainedVision).validate_json(read_small(file))
         trained.to_config()
@@ -73,7 +69,7 @@ def read_trained_vision(folder: Path, family: Vision) -> TrainedVision | None:
     return trained
 
 
-def read_run_vision(run: Path, family: Vision) -> TrainedVision | None:
+def read_run_vision(run: Path) -> TrainedVision | None:
     """Return the settings in the record of a run, for exports and checkpoints of older versions; None if it has none."""
     data = (find_run_record(run) or {"config": {}})["config"].get("data")
     if not isinstance(data, dict):
@@ -88,7 +84,7 @@ def read_run_vision(run: Path, family: Vision) -> TrainedVision | None:
             "%s: has vision settings that are not valid (%s); they are ignored", run, describe_first_problem(error)
         )
         return None
-    return collect_trained_vision(sources, family)
+    return collect_trained_vision(sources)
 
 
 def format_settings(settings: Mapping[str, float]) -> str:

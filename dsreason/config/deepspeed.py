@@ -169,6 +169,8 @@ def _iter_optimizer_keys(config: JobConfig) -> Iterator[Owned]:
     params = ("scheduler", "params")
     yield Owned((*params, "warmup_max_lr"), (optim.lr,), f"optim.lr is {optim.lr:g}")
     yield Owned((*params, "warmup_num_steps"), (optim.warmup,), f"optim.warmup is {optim.warmup:g}")
+    yield Owned((*params, "warmup_min_lr"), (0,), "the learning rate starts at 0", by_config=False)
+    yield Owned((*params, "warmup_type"), ("linear",), "the warm-up is linear", by_config=False)
     yield Owned((*params, "total_num_steps"), (steps,), f"train.max_steps is {steps}")
 
 

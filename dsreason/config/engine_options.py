@@ -12,6 +12,7 @@ FIXED = {
     "data_parallel_size",
     "logprobs_mode",
     "pipeline_parallel_size",
+    "speculative_config",  # vLLM rejects it together with the logit bias that bans media tokens
 }
 """Arguments for which the engine supports only one value."""
 MODEL = {

@@ -157,9 +157,9 @@ class EvaluationConfig(Section):
     """Accepted but ignored: saved answers are always kept, unless `overwrite` is set."""
     overwrite: bool = False
     """Delete the results of an earlier evaluation of the same model, answer type and data set before starting."""
-    fps: float = Field(DEFAULT_FPS, gt=0)
+    fps: float | None = Field(DEFAULT_FPS, gt=0)
     """Frames per second to sample from a video if `[vision]` sets neither `fps` nor `nframes`. The default applies only to
-    models that do not have the vision settings of their training."""
+    models that do not have the vision settings of their training. Null: as in training without `fps`."""
     seed: int = Field(1, ge=0)
     """Random seed for sampling."""
     limit: int | None = Field(None, ge=1)

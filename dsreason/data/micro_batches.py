@@ -29,15 +29,15 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
     for sample in samples:
         if count_with_parent(sample) > budget:
             raise DataError(
-                f"sample {sample.id!r} has {count_with_parent(sample)} tokens, more than {key} ({budget}); "
+                f"sample {sample.id!r} has {count_with_parent(sample)} tokens, but the maximum is {budget} ({key}); "
                 f"raise {key}, or lower model.max_length and set model.on_too_long"
             )
     return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)
 
 
 def describe_forward_size(config: RunConfig) -> str:
-    """Describe the input of one forward pass for the log: `one row of up to 4096 tokens (model.max_length)`."""
-    rows = "one row" if config.train.packing else "padded rows"
+    """Describe the input of one forward pass for the log: `one packed row of up to 4096 tokens (model.max_length)`."""
+    rows = "one packed row" if config.train.packing else "padded rows"
     budget, key = config.token_budget
     size = f"{budget} tokens" if budget is not None else f"{config.train.micro_batch_size or 1} samples"
     return f"{rows} of up to {size} ({key})"

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
 from dsreason.checkpoints.shards import DTYPES
+from dsreason.checkpoints.trained_vision import read_trained_vision
 from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_data import VisionConfig
 from dsreason.config.schema_eval import DEFAULT_FPS
@@ -32,7 +33,7 @@ from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, run_weights
 from dsreason.evaluation.timestamps import TimestampEncoder, compute_frame_times
-from dsreason.evaluation.vision import choose_vision, find_trained_vision
+from dsreason.evaluation.vision import choose_vision
 from dsreason.files.cache import get_cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
@@ -149,7 +150,7 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
     with ExitStack() as stack:
         folder = find_model(settings, stack, say)
         user = VisionConfig.model_validate(settings.vision)
-        vision = choose_vision(user, find_trained_vision(folder), settings.model, DEFAULTS)
+        vision = choose_vision(user, read_trained_vision(folder), settings.model, DEFAULTS)
         say(vision.describe())
         settings = replace(settings, vision=vision.settings.model_dump(exclude_none=True))
         dtype = DTYPES.get(settings.dtype) or read_model_config(folder).dtype or torch.float32

@@ -14,8 +14,6 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.evaluation.ask.answerers import resolve_model_folder
 from dsreason.evaluation.ask.models import is_checkpoint, run_weights
 from dsreason.evaluation.ask.server import ServerAnswerer
-from dsreason.families import get_family
-from dsreason.models.load import read_model_config
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ class VisionChoice:
             unknown = f"{self.origin} has no vision settings of a training" if self.origin else "the model is unknown"
             parts.append(f"{format_settings(kept)} (default; {unknown})" if kept else unknown)
             return f"vision settings: {'; '.join(parts)}"
-        if kept:
-            parts.append(f"{format_settings(kept)} (as in training, {self.origin})")
+        if kept or not own:
+            parts.append(f"{format_settings(kept) or 'defaults'} (as in training, {self.origin})")
         replaced = {
             key: value for key, value in self.trained.settings.items() if kept.get(key) != value != own.get(key)
         }
@@ -78,31 +76,27 @@ def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
     if config.server.url is not None:
         with closing(ServerAnswerer(config.server)) as answerer:
             folder = answerer.folder
-        trained = None if folder is None else find_trained_vision(folder)
+        trained = None if folder is None else read_trained_vision(folder)
         return choose_vision(user, trained, str(folder or ""), defaults)
     own_weights = run_weights(str(config.model.path))
     origin = str(own_weights or config.model.path)
     if own_weights is not None and is_checkpoint(own_weights):
         return choose_vision(user, find_checkpoint_vision(own_weights), origin, defaults)
     folder = resolve_model_folder(config, own_weights)
-    return choose_vision(user, find_trained_vision(folder), origin, defaults)
-
-
-def find_trained_vision(folder: Path) -> TrainedVision | None:
-    """Return the settings with which the model in a Hugging Face folder was trained; None if they are unknown."""
-    family = get_family(read_model_config(folder).model_type).vision
-    return None if family is None else read_trained_vision(folder, family)
+    return choose_vision(user, read_trained_vision(folder), origin, defaults)
 
 
 def find_checkpoint_vision(checkpoint: Path) -> TrainedVision | None:
     """Return the settings in a checkpoint or, for older ones, in the record of its run; None if they are unknown."""
-    state = read_checkpoint(checkpoint).state
-    family = get_family(read_model_config(Path(state.model_path)).model_type).vision
-    if state.vision is not None or family is None:
-        return state.vision
-    return read_run_vision(checkpoint.absolute().parent.parent, family)
+    trained = read_checkpoint(checkpoint).state.vision
+    return read_run_vision(checkpoint.absolute().parent.parent) if trained is None else trained
 
 
 def apply_choice(config: EvalConfig, choice: VisionChoice) -> EvalConfig:
     """Return the configuration with the settings of training; without these, its own defaults apply."""
-    return config if choice.trained is None else config.model_copy(update={"vision": choice.settings})
+    if choice.trained is None:
+        return config
+    changes: dict[str, Any] = {"vision": choice.settings}
+    if choice.settings.fps is None and choice.settings.nframes is None:  # training without a rate has its own default
+        changes["evaluation"] = config.evaluation.model_copy(update={"fps": None})
+    return config.model_copy(update=changes)

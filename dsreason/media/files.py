@@ -17,6 +17,8 @@ VIDEO_FORMATS = (
     *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),
 )
 """Accepted video containers. FFmpeg supports more, including playlists, which would make it open other files."""
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Suffixes, in lower case, of the image files in a folder."""
 OTHER_FORMATS = (
     *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
     *("wav", "mp3", "aac", "flac"),
@@ -44,7 +46,7 @@ def find_local_file(path: str | Path) -> Path:
     if not file.is_file():
         raise DataError(f"{file}: is not a file")
     if not os.access(file, os.R_OK):
-        raise DataError(f"{file}: no permission to read it")
+        raise DataError(f"{file}: cannot be read: permission denied")
     if file.stat().st_size == 0:
         raise DataError(f"{file}: the file is empty (0 bytes)")
     return file

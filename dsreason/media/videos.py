@@ -1,8 +1,9 @@
-"""Video files: frame counts, frame rates and sizes, and frames as uint8 RGB. Unusable files raise a `DataError`."""
+"""Videos, as files or as frames: frame counts, rates and sizes, and frames as uint8 RGB. Unusable ones raise a `DataError`."""
 
 from __future__ import annotations
 
 import importlib
+import shlex
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -24,6 +25,7 @@ from torchvision.transforms.v2 import functional as tvf
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.media.files import OTHER_FORMATS, VIDEO_FORMATS, find_local_file
+from dsreason.media.frames import is_frame_list, iter_frame_pixels, probe_frames
 from dsreason.media.time_limit import check_time, get_size_on_disk, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 
@@ -35,6 +37,8 @@ decoded only to reach a requested frame count as well. A still scene has a few t
 H.264; in newer codecs, a megabyte may take hours to decode."""
 MAX_UNUSABLE_PACKETS = 10_000
 """Maximum number of packets at the start of a video that cannot be decoded on their own."""
+RAW_STREAMS = ("h264", "hevc")
+"""FFmpeg's names of the formats without a container that it cannot seek in."""
 SEEK_FROM_FRAME = 128
 """Smallest index of a first requested frame for which the reader seeks the preceding key frame instead of decoding from the
 start."""
@@ -49,6 +53,8 @@ def probe_video(path: str | Path) -> VideoInfo:
     otherwise, the file is read without decoding to count the packets. One frame is decoded, because PyAV reports a stream's
     rotation only on frames.
     """
+    if is_frame_list(path):
+        return probe_frames(str(path))
     file = find_local_file(path)
     status = file.stat()
     return _probe_cached(file.absolute(), status.st_mtime_ns, status.st_size)
@@ -64,7 +70,9 @@ def _probe_cached(file: Path, modified: int, size: int) -> VideoInfo:
             fps = _compute_frame_rate(stream, times)
             container.seek(0)
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
-            raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
+            raise DataError(
+                f"{file}: has {num_frames} video frames; the number must be between 1 and {MAX_VIDEO_FRAMES}"
+            )
         if fps <= 0:
             raise DataError(f"{file}: the frame rate cannot be determined from the header or the {num_frames} frames")
         stream.codec_context.thread_count = 1  # starting threads takes longer than decoding one frame
@@ -90,22 +98,30 @@ def load_video(
     If `size` (height, width) is set, each frame is resized as soon as it is decoded (antialiased bicubic, as in the Hugging
     Face video processors), so that the full-size frames are never all in memory.
     """
-    file = find_local_file(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
-        raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
+        raise ValueError(f"frame indices must be ascending and not negative; got {list(indices)}")
     wanted_indices = sorted(set(indices))
-    if decoder == "torchcodec":
-        with _bound_video_time(file):
-            frames = _load_torchcodec_frames(file, wanted_indices, size)
-    else:
-        with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them, too
-            try:
-                frames = [_to_array(frame, size) for frame in iter_frames_by_time(file, wanted_indices)]
-            except UnusableTimes:
-                frames = [_to_array(frame, size) for frame in iter_frames_by_count(file, wanted_indices)]
+    frames = _load_frames(path, wanted_indices, size, decoder)
     row_of = {index: row for row, index in enumerate(wanted_indices)}
     stacked = np.stack(frames)
     return stacked if len(wanted_indices) == len(indices) else stacked[[row_of[index] for index in indices]]
+
+
+def _load_frames(
+    path: str | Path, wanted_indices: list[int], size: tuple[int, int] | None, decoder: Literal["pyav", "torchcodec"]
+) -> list[NDArray[np.uint8]]:
+    if is_frame_list(path):
+        pixels = iter_frame_pixels(str(path), wanted_indices)
+        return [frame if size is None else resize_frames(frame, size) for frame in pixels]
+    file = find_local_file(path)
+    if decoder == "torchcodec":
+        with _bound_video_time(file):
+            return _load_torchcodec_frames(file, wanted_indices, size)
+    with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them, too
+        try:
+            return [_to_array(frame, size) for frame in iter_frames_by_time(file, wanted_indices)]
+        except UnusableTimes:
+            return [_to_array(frame, size) for frame in iter_frames_by_count(file, wanted_indices)]
 
 
 def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -135,10 +151,10 @@ def convert_ffmpeg_errors(file: Path) -> Iterator[None]:
         yield
     except av.ArgumentError as error:
         raise DataError(
-            f"{file}: not a usable video: damaged, or in none of the containers {', '.join(VIDEO_FORMATS)}"
+            f"{file}: is not a usable video: it is damaged, or not in one of the containers {', '.join(VIDEO_FORMATS)}"
         ) from error
     except av.FFmpegError as error:
-        raise DataError(f"{file}: not a usable video: {error.strerror}") from error
+        raise DataError(f"{file}: is not a usable video: {error.strerror}") from error
 
 
 @contextmanager
@@ -151,16 +167,24 @@ def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         av.open(str(file.absolute()), metadata_errors="ignore", options=allowed) as container,
     ):
         if not container.streams.video:
-            raise DataError(f"{file}: holds no video stream (container {container.format.name})")
+            raise DataError(f"{file}: has no video stream (container {container.format.name})")
         if container.format.name.endswith("_pipe") or container.format.name == "image2":
-            raise DataError(f"{file}: is an image ({container.format.name}), not a video; give it as an image")
+            raise DataError(f"{file}: is an image ({container.format.name}), not a video; pass it as an image")
+        if container.format.name in RAW_STREAMS:
+            raise DataError(
+                f"{file}: is a raw {container.format.name} stream, whose frames have no times; put it into a container: "
+                f"ffmpeg -i {shlex.quote(file.name)} -c copy {shlex.quote(file.stem + '.mp4')}"
+            )
         stream = container.streams.video[0]
         if stream.codec_context is None:
-            raise DataError(f"{file}: no decoder for its video stream; convert it, to H.264 for example")
+            raise DataError(f"{file}: no decoder is available for its video stream; convert it, for example to H.264")
         if stream.frames > MAX_VIDEO_FRAMES:
-            raise DataError(f"{file}: claims {stream.frames} frames; at most {MAX_VIDEO_FRAMES} are accepted")
+            raise DataError(f"{file}: claims to have {stream.frames} frames, but the maximum is {MAX_VIDEO_FRAMES}")
         if stream.width * stream.height > MAX_IMAGE_PIXELS:
-            raise DataError(f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels")
+            raise DataError(
+                f"{file}: has frames of {stream.width}x{stream.height} pixels, but the maximum is {MAX_IMAGE_PIXELS} "
+                "pixels"
+            )
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a later frame may be larger
         stream.thread_type = "AUTO"
         stream.codec_context.thread_count = count_codec_threads()
@@ -191,7 +215,9 @@ def _is_header_exact(file: Path, size: int, stream: VideoStream) -> bool:
         num_shown += not entry.is_discard
         end = max(end, entry.pos + entry.size)
     if end > size:
-        raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
+        raise DataError(
+            f"{file}: the file is truncated: its index reaches byte {end}, but the file ends at byte {size}"
+        )
     return num_shown == stream.frames == len(stream.index_entries)
 
 
@@ -246,7 +272,8 @@ def iter_frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFra
             if index >= wanted[-1]:
                 return
     raise DataError(
-        f"{file}: frame {wanted[-1]} is wanted but only {index + 1} can be decoded; the file is damaged or truncated"
+        f"{file}: frame {wanted[-1]} is needed, but only {index + 1} frames can be decoded; the file is damaged or "
+        "truncated"
     )
 
 
@@ -302,8 +329,8 @@ def _bound_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame
         decoded += frame.width * frame.height
         if decoded > most:
             raise DataError(
-                f"{file}: {decoded:.1e} pixels would be decoded, more than {most:.1e}, the limit of a file of {size} bytes; save "
-                "it with smaller frames or more key frames"
+                f"{file}: {decoded:.1e} pixels would be decoded, but the limit for a file of {size} bytes is "
+                f"{most:.1e}; save it with smaller frames or more key frames"
             )
         yield frame
 
@@ -335,8 +362,8 @@ def open_with_torchcodec(source: str | bytes) -> Any:
         if isinstance(error, RuntimeError) and "libtorchcodec" not in str(error):
             raise
         raise ConfigError(
-            f'data.video_decoder ("torchcodec"): it cannot be used ({str(error).strip().splitlines()[0]}); install torchcodec '
-            'and FFmpeg, or set "pyav"'
+            f'data.video_decoder = "torchcodec" cannot be used ({str(error).strip().splitlines()[0]}); install '
+            'torchcodec and FFmpeg, or set data.video_decoder = "pyav"'
         ) from error
 
 
@@ -344,5 +371,5 @@ def _load_torchcodec_frames(file: Path, indices: list[int], size: tuple[int, int
     try:
         frames = open_with_torchcodec(str(file)).get_frames_at(indices=indices).data.numpy()
     except (RuntimeError, ValueError, IndexError) as error:
-        raise DataError(f"{file}: not a usable video: {error}") from error
+        raise DataError(f"{file}: is not a usable video: {error}") from error
     return list(frames if size is None else resize_frames(frames, size))

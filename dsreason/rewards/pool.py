@@ -267,7 +267,7 @@ class Pool:
         if score is None:
             raise RewardError(f"{self._describe_timeout(worker, calls[call])} (see its stack above)")
         log.warning("%s; its score is %g", self._describe_timeout(worker, calls[call]), score)
-        results[call] = messages.ScoredCall(call, score, {})
+        results[call] = messages.ScoredCall(call, score, {"timeouts": 1.0})
         if other_pending:
             jobs.appendleft(other_pending)
         self._workers[self._workers.index(worker)] = RewardWorker(self._start)

@@ -218,8 +218,7 @@ class RewardServiceConfig(Section):
 
 class WorldRewardConfig(RewardFunctionsConfig):
     functions: dict[str, RewardWeight] = {}
-    """Weights by reward name. Built in: `brightness`, `sharpness`, `motion`, `flicker`, `colour`, `solid`, `follow`, `red`,
-    `red_solid`. Your own: `package.module:attr` or `file.py:attr`."""
+    """Weights by reward name: a built-in one of docs/world.md, or your own, `package.module:attr` or `file.py:attr`."""
     options: dict[str, dict[str, Any]] = {}
     """Keyword arguments by reward name."""
     services: tuple[RewardServiceConfig, ...] = ()

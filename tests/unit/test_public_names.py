@@ -18,7 +18,7 @@ from dsreason.data.types import Sample
 NAMES = {
     "dsreason": ["__version__"],
     "dsreason.data.types": ["Sample", "Message"],
-    "dsreason.data.options": ["option_lines", "options_field", "own_letter", "with_options"],
+    "dsreason.data.options": ["format_options", "option_lines", "options_field", "own_letter", "with_options"],
     "dsreason.data.rows": ["option_lines", "options_field", "only_train", "own_letter", "read_rows", "text_field"],
     "dsreason.config.schema": ["SourceConfig", "SFTConfig"],
     "dsreason.config.schema_dpo": ["DPOConfig"],
@@ -48,7 +48,7 @@ def test_public_name_exists(module: str, name: str) -> None:
 
 def test_sample_fields_keep_their_order() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(Sample)}
-    assert list(fields) == ["id", "messages", "answer", "options", "meta", "rejected"]
+    assert list(fields) == ["id", "messages", "answer", "options", "meta", "rejected", "other_answers", "tools"]
     assert (fields["answer"], fields["options"]) == (None, None)
     assert Sample("1", []).meta == {}
 

@@ -67,18 +67,20 @@ def show_json(source: DataSource, rows: range, purpose: Any) -> int:
 
 def show_text(source: DataSource, rows: range, purpose: Any) -> int:
     """Print each row in a frame, and return the number of unusable rows."""
+    from dsreason.data.formats.column_use import find_column_use
     from dsreason.monitor.console import open_console
     from dsreason.tools.datasets.show import describe_medium, render_row, show_row
+
+    print_message(find_column_use(source).describe(), err=True)
 
     console, failed = open_console(highlight=False), 0
     for index in rows:
         try:
             sample, split = show_row(source, index, purpose)
-        except DataError as error:
+            title = f"{source.rows.describe_location(index)} · {sample.id}"
+            console.print(render_row(sample, split, title, lambda part: describe_medium(part, source)))
+        except DataError as error:  # also of a media file that cannot be read
             print_message(error)
             failed += 1
-            continue
-        title = f"{source.rows.describe_location(index)} · {sample.id}"
-        console.print(render_row(sample, split, title, lambda part: describe_medium(part, source)))
     print_message(f"{len(rows)} of {len(source.rows)} rows shown", err=True)
     return failed

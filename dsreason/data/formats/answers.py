@@ -8,28 +8,36 @@ from typing import Any
 from dsreason.data.options import find_option_letter
 from dsreason.errors import DataError
 
-COLUMNS = ("answer", "solution", "ground_truth")
+COLUMNS = ("answer", "answers", "solution", "ground_truth")
 """Columns with the reference answer, in the order of precedence."""
 
 
 def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
     """Return the accepted answers of a row, and the column that has them.
 
-    Answers that are objects are not read, because no text can equal them; rewards find them in `sample.meta`.
+    A solution or ground truth that is an object is not read, because no text can equal it; rewards find it in `sample.meta`.
     """
-    if isinstance(model := row.get("reward_model"), dict) and (answers := to_answers(model.get("ground_truth"))):
+    model = row.get("reward_model")
+    ground_truth = model.get("ground_truth") if isinstance(model, dict) else None
+    if not is_object(ground_truth) and (answers := to_answers(ground_truth)):
         return answers, "reward_model"
     for column in COLUMNS:
-        if answers := to_answers(row.get(column)):
+        value = row.get(column)
+        if is_object(value) and column != "answer":
+            continue
+        if answers := to_answers(value):
             return answers, column
     return [], None
 
 
-def to_answers(value: Any) -> list[str]:
-    """Convert a value to the accepted answers, as texts; [] if it is missing, blank or an object."""
+def is_object(value: Any) -> bool:
     items = value if isinstance(value, list) else [value]
-    if any(isinstance(item, dict | list) for item in items):
-        return []
+    return any(isinstance(item, dict | list) for item in items)
+
+
+def to_answers(value: Any) -> list[str]:
+    """Convert a value to the accepted answers, as texts; [] if it is missing or blank."""
+    items = value if isinstance(value, list) else [value]
     return [text for item in items if item is not None and (text := to_text(item)).strip()]
 
 

@@ -25,6 +25,7 @@ from dsreason.errors import DataError
 from dsreason.families.qwen import build_vision_defaults
 from dsreason.media import images, videos, vision
 from dsreason.media.files import find_local_file
+from dsreason.media.frames import describe_video_path
 
 JPEG_QUALITY = 95
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")
@@ -96,10 +97,10 @@ def plan_for_unknown_model(sample: Sample) -> Iterator[PlannedMedium]:
             count = len(frame_choice.indices)
             size = vision.compute_video_size(info.height, info.width, count, part, FRAME_LIMITS, DEFAULTS)
         except DataError as error:
-            raise DataError(f"{path}: {error}") from error
+            raise DataError(f"{describe_video_path(path)}: {error}") from error
         if info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None:
             size = info.height, info.width
-        metadata = describe_video(info.num_frames, frame_choice, info.fps)
+        metadata = describe_video(info, frame_choice)
         yield PlannedMedium("video", path, size, (1, 1, 1), frame_choice.indices, metadata)
 
 
@@ -114,9 +115,9 @@ def to_pictures(medium: PlannedMedium) -> list[Part]:
 
 def to_video(medium: PlannedMedium) -> tuple[Part, dict[str, Any]]:
     """Convert a clip to a part, and return it with vLLM's settings for reading it."""
-    path, count = find_local_file(medium.path), len(medium.indices)
-    info = videos.probe_video(path)
+    info, count = videos.probe_video(medium.path), len(medium.indices)
     if medium.size == (info.height, info.width) and medium.indices == choose_like_loader(info, count):
+        path = find_local_file(medium.path)
         kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
         # fps = -1 disables the rate, so that the bounds decide
         reading = {"video_backend": LOADER, "num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
@@ -131,8 +132,8 @@ def to_video(medium: PlannedMedium) -> tuple[Part, dict[str, Any]]:
 
 
 def choose_like_loader(info: vision.VideoInfo, count: int) -> tuple[int, ...] | None:
-    """Return the frames that vLLM's `LOADER` shows; None if vLLM would choose frames again, as it does if it gets all."""
-    if not count < info.num_frames or count > MOST_LOADER_FRAMES:
+    """Return the frames that vLLM's `LOADER` shows; None for image files, or if vLLM would choose again, as it does from all."""
+    if info.is_frames or count >= info.num_frames or count > MOST_LOADER_FRAMES:
         return None
     return tuple(np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist())
 

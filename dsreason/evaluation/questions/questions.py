@@ -26,13 +26,13 @@ from dsreason.data.messages import check_text, get_text, list_media_parts, promp
 from dsreason.data.options import (
     find_option_letter,
     find_options_in_question,
-    option_lines,
+    format_options,
     options_field,
     own_letter,
     with_options,
 )
 from dsreason.data.rows import read_rows, text_field
-from dsreason.data.sources import find_missing_medium, open_source, select_vision_settings
+from dsreason.data.sources import open_source, select_vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import (
@@ -171,7 +171,7 @@ def make_benchmark_sample(
     sample = check_answer(with_options(Sample(video_id, asked, str(answer).strip(), options, meta)))
     kind = check_kind(sample)
     check_reference(sample, kind)
-    lines = [question, *option_lines(options)]
+    lines = [question, *format_options(options)]
     lines += [REQUESTS[kind]] if kind in REQUESTS else []
     text = "\n".join(lines)
     check_text(text)
@@ -192,8 +192,11 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
     source = open_source(config.model_copy(update={"vision": vision, "system_prompt": system}))
     counts: Counter[str] = Counter()
     for index in range(len(source.rows)):
-        sample = source.read(index)
-        problem = find_missing_medium(sample.messages, source.media_root)
+        sample, problem = source.read(index), None
+        try:
+            sample = source.fetch_media(sample)
+        except DataError as error:
+            problem = str(error)
         try:
             answer = split_response(
                 get_reference(sample) or ""

@@ -120,11 +120,10 @@ def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
     state = start_state(
         engine, job.checkpoint, config, model_path, job.world, with_frozen=adapter is None, adapter=adapter
     )
-    family = get_family(engine.module.model.config.model_type).vision
-    if family is None:
+    if get_family(engine.module.model.config.model_type).vision is None:
         return state
     sources = [(source.path or source.adapter, source.vision) for source in config.data.list_sources()]
-    return replace(state, vision=collect_trained_vision(sources, family))
+    return replace(state, vision=collect_trained_vision(sources))
 
 
 def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Path) -> SavedAdapter:

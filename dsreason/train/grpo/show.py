@@ -15,6 +15,7 @@ from dsreason.job.ranks import World, gather_objects
 from dsreason.monitor.metrics import Metrics
 from dsreason.train.common.answers import get_modality, get_question, write_rows
 from dsreason.train.common.contact_sheet import draw_contact_sheet
+from dsreason.train.grpo.reward_counts import RolloutCounts, count_rewards
 from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.sampling import SampledRollouts
 
@@ -28,11 +29,11 @@ def show_rollouts(
     world: World,
     output_dir: Path,
     metrics: Metrics,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], RolloutCounts]:
     """Write `rollouts/step_N.jsonl` and periodically log example completions, both only on rank 0. Collective.
 
     Returns:
-        The metrics of the rollout over all ranks.
+        The metrics of the rollout, and the counts of what it can teach, both over all ranks.
     """
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
@@ -41,7 +42,11 @@ def show_rollouts(
     parts = gather_objects((local_rows, sheets, sampled.reward_sums))
     rows = [row for part, *_ in parts for row in part]
     means = summarise(rows, config.grpo.num_generations)
-    means |= compute_reward_means([sums for *_, part in parts for sums in part])
+    reward_sums = [sums for *_, part in parts for sums in part]
+    means |= compute_reward_means(reward_sums)
+    counts = count_rewards(rows, reward_sums, config)
+    if counts.by_function:
+        means["rollout/groups_without_signal"] = float(counts.groups_without_signal)
     if world.is_main:
         write_rows(output_dir / "rollouts" / f"{format_step(step)}.jsonl", rows)
         if is_due and rows:
@@ -53,7 +58,7 @@ def show_rollouts(
             examples = [example for _, part, _ in parts for example in part]
             metrics.log_text(step, "rollout/completions", "\n\n".join(text for text, _ in examples))
             metrics.log_images(step, "rollout/completions", [sheet for _, sheet in examples])
-    return sampled.metrics | means
+    return sampled.metrics | means, counts
 
 
 def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
@@ -90,6 +95,7 @@ def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str,
         "reward/std": float(rewards.std()),
         "reward/zero_std_fraction": float((np.ptp(rewards, axis=1) == 0).mean()),
         **{f"reward/{name}/mean": float(values.mean()) for name, values in by_function.items()},
+        **{f"reward/{name}/std": float(values.std()) for name, values in by_function.items()},
         "completion/length_mean": float(lengths.mean()),
         "completion/length_max": float(lengths.max()),
         "completion/truncated_fraction": float(np.mean([row["finish_reason"] == "length" for row in rows])),

@@ -24,8 +24,8 @@ from dsreason.models.processors.loading import open_encoder
 from tests.unit.media.videos import write_video
 
 IMAGE_SIZE, CLIP_SIZE, NUM_FRAMES, RATE = (900, 700), (480, 640), 40, 10
-SETTINGS = [
-    {"fps": 2.0},
+SETTINGS: list[dict[str, float]] = [
+    {},
     {"fps": 5.0, "min_frames": 5, "max_frames": 9},
     {"nframes": 7},
     {"fps": 2.0, "max_pixels": 256 * 32**2},
@@ -89,7 +89,7 @@ def process_with_transformers(folder: Path) -> list[list[int]]:
     return [image["image_grid_thw"][0].tolist(), video["video_grid_thw"][0].tolist()]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(settings))
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(settings) or "defaults")
 def test_exported_processor_gives_grids_of_training(
     model: Model, settings: dict[str, float], media: Path, tmp_path: Path
 ) -> None:

@@ -152,6 +152,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         {"optimizer": {"type": "Lion"}},
         'optimizer.type ("Lion") contradicts the trainer: the optimizer is AdamW',
     ),
+    (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "log"}}},
+        'scheduler.params.warmup_type ("log") contradicts the trainer: the warm-up is linear',
+    ),
     ({"scheduler": {"type": "WarmupLR"}}, 'scheduler.type ("WarmupLR") contradicts run.toml: optim.schedule is cosine'),
     (
         {"checkpoint": {"writer": {"decoupled": True}}},

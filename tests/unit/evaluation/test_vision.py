@@ -15,18 +15,9 @@ from dsreason.config.schema_data import VisionConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.evaluation.vision import apply_choice, choose_evaluation_vision, choose_vision
-from dsreason.families import FAMILIES
-from dsreason.families.family import Vision
 from tests.unit.evaluation.stand_in import PROXIES, StandIn, serving
 
 TRAINED = TrainedVision({"fps": 2.0, "min_pixels": 1000, "max_pixels": 81920})
-
-
-@pytest.fixture
-def family() -> Vision:
-    vision = FAMILIES["qwen3_vl"].vision
-    assert vision is not None
-    return vision
 
 
 @pytest.fixture
@@ -58,20 +49,18 @@ def config(**changes: Any) -> EvalConfig:
 @pytest.mark.parametrize(
     ("settings", "stored"),
     [
-        ({}, {"fps": 2.0}),
-        ({"max_pixels": 500}, {"fps": 2.0, "max_pixels": 500}),
+        ({}, {}),
+        ({"max_pixels": 500}, {"max_pixels": 500}),
         ({"nframes": 8, "video_start": 1.0}, {"nframes": 8}),
     ],
 )
-def test_stored_settings_always_have_the_frames(
-    settings: dict[str, Any], stored: dict[str, Any], family: Vision
-) -> None:
-    assert collect_trained_vision([("a", VisionConfig(**settings))], family) == TrainedVision(stored)
+def test_only_set_keys_are_stored(settings: dict[str, Any], stored: dict[str, Any]) -> None:
+    assert collect_trained_vision([("a", VisionConfig(**settings))]) == TrainedVision(stored)
 
 
-def test_sources_with_other_settings_are_listed(family: Vision) -> None:
+def test_sources_with_other_settings_are_listed() -> None:
     sources = [("a", VisionConfig(fps=1)), ("b", VisionConfig()), ("c", VisionConfig(fps=1))]
-    assert collect_trained_vision(sources, family) == TrainedVision({"fps": 1.0}, ["b"])
+    assert collect_trained_vision(sources) == TrainedVision({"fps": 1.0}, ["b"])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +94,7 @@ def test_user_keys_take_precedence_over_training(user: dict[str, Any], used: dic
             "training used other settings for b.jsonl",
         ),
         ({"fps": 2}, TrainedVision({"fps": 2.0}), "m", "fps = 2 (set by you)"),
+        ({}, TrainedVision({}), "m", "defaults (as in training, m)"),
     ],
 )
 def test_settings_and_their_origin_are_described(
@@ -128,6 +118,12 @@ def test_evaluation_takes_settings_of_the_export(export: Path, changes: dict[str
     assert applied.merge_vision().model_dump(exclude_none=True) == used
 
 
+def test_training_without_settings_has_no_rate(export: Path) -> None:
+    TrainedVision({}).write(export)
+    local = config(model={"path": str(export)})
+    assert apply_choice(local, choose_evaluation_vision(local)).merge_vision() == VisionConfig()
+
+
 def test_source_settings_take_precedence_over_training(export: Path) -> None:
     source = {"path": "a.jsonl", "vision": {"max_pixels": 500}}
     local = config(datasets=[], sources=[source], model={"path": str(export)})
@@ -136,12 +132,12 @@ def test_source_settings_take_precedence_over_training(export: Path) -> None:
     assert vision.model_dump(exclude_none=True) == {"fps": 2.0, "max_pixels": 500}
 
 
-def test_older_export_takes_settings_of_its_run(export: Path, family: Vision) -> None:
+def test_older_export_takes_settings_of_its_run(export: Path) -> None:
     (export / "dsreason_vision.json").unlink()
-    assert read_trained_vision(export, family) == TrainedVision({"nframes": 6})
+    assert read_trained_vision(export) == TrainedVision({"nframes": 6})
     sources = [{"path": "a.jsonl", "vision": {"fps": 1.0}}, {"adapter": "mine.py:Rows", "vision": {}}]
     write_record(export.parents[1], {"sources": sources})
-    assert read_trained_vision(export, family) == TrainedVision({"fps": 1.0}, ["mine.py:Rows"])
+    assert read_trained_vision(export) == TrainedVision({"fps": 1.0}, ["mine.py:Rows"])
 
 
 def test_other_model_keeps_the_defaults(tiny_qwen3_vl: Path) -> None:
@@ -152,10 +148,10 @@ def test_other_model_keeps_the_defaults(tiny_qwen3_vl: Path) -> None:
     assert local.merge_vision().model_dump(exclude_none=True) == {"fps": 4.0}
 
 
-def test_invalid_stored_settings_are_rejected(export: Path, family: Vision) -> None:
+def test_invalid_stored_settings_are_rejected(export: Path) -> None:
     (export / "dsreason_vision.json").write_text('{"settings": {"fps": -1}}')
     with pytest.raises(CheckpointError, match=r"dsreason_vision.json: is not valid \(.*fps"):
-        read_trained_vision(export, family)
+        read_trained_vision(export)
 
 
 def test_server_settings_come_from_its_local_folder(stand_in: StandIn, export: Path, tmp_path: Path) -> None:

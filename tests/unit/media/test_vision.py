@@ -1,23 +1,28 @@
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from dsreason.errors import DataError
 from dsreason.families import FAMILIES
 from dsreason.media import vision
-from dsreason.media.vision import PixelLimits, compute_image_size, compute_video_size, fit_size, sample_frames
+from dsreason.media.vision import (
+    PixelLimits,
+    VideoInfo,
+    compute_image_size,
+    compute_video_size,
+    fit_size,
+    sample_frames,
+)
 
 QWEN2_5_VISION, QWEN3_VISION = FAMILIES["qwen2_5_vl"].vision, FAMILIES["qwen3_vl"].vision
 QWEN2_5 = PixelLimits(factor=28, min_pixels=128 * 784, max_pixels=768 * 784)
 QWEN3 = PixelLimits(factor=32, min_pixels=4 * 1024, max_pixels=24576 * 1024)
 
 
-def video(num_frames: int, rate: float) -> SimpleNamespace:
-    """Stands for a `VideoInfo`."""
-    return SimpleNamespace(num_frames=num_frames, fps=rate, duration=num_frames / rate)
+def video(num_frames: int, rate: float, **fields) -> VideoInfo:
+    return VideoInfo(num_frames, rate, 28, 28, num_frames / rate, **fields)
 
 
 def frames(num_frames: int, rate: float, **part) -> list[int]:
@@ -83,15 +88,15 @@ def test_time_on_frame_boundary_selects_that_frame(fps):
     ("part", "message"),
     [
         ({"fps": 1, "nframes": 4}, r"fps \(1\) and nframes \(4\)"),
-        ({"nframes": 101}, r"nframes is 101.* has 100 frames"),
-        ({"nframes": 12, "video_start": 9.0}, r"nframes is 12.* has 10 frames"),
+        ({"nframes": 101}, r"nframes is 101.* has only 100 frames"),
+        ({"nframes": 12, "video_start": 9.0}, r"nframes is 12.* has only 10 frames"),
         ({"video_start": 5.0, "video_end": 4.0}, r"video_start \(5.0 s\).*video_end \(4.0 s\)"),
         ({"video_start": 5.0, "video_end": 5.0}, r"video_start \(5.0 s\).*video_end \(5.0 s\)"),
-        ({"video_start": 10.0}, r"video_start \(10.0 s\) lies beyond the end of the video \(10 s\)"),
+        ({"video_start": 10.0}, r"video_start \(10.0 s\) must be before the end of the video \(10 s\)"),
         ({"video_start": 5.01, "video_end": 5.09}, r"no frame lies between"),
-        ({"fps": 0}, r"fps is 0"),
-        ({"fps": "2"}, r"fps is '2'; it must be a number"),
-        ({"nframes": -2}, r"nframes is -2"),
+        ({"fps": 0}, r"fps must be greater than 0 .*; got 0"),
+        ({"fps": "2"}, r"fps must be a number; got '2'"),
+        ({"nframes": -2}, r"nframes must be greater than 0 .*; got -2"),
         ({"min_frames": 8, "max_frames": 4}, r"min_frames \(8\) is greater than max_frames \(4\)"),
     ],
 )
@@ -111,7 +116,7 @@ def test_absurd_numbers_are_refused_with_the_limit(key, value):
         lambda part: compute_image_size(100, 100, part, QWEN2_5),
         lambda part: compute_video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
     ):
-        with pytest.raises(DataError, match=rf"^{key} is \S{{1,100}}; it must be .*0 .*at most {most}$"):
+        with pytest.raises(DataError, match=rf"^{key} must be .*0 .*at most {most}; got \S{{1,100}}$"):
             use({key: value})
 
 
@@ -145,7 +150,7 @@ def test_resized_size(height, width, factor, low, high, expected):
 
 
 def test_a_thin_strip_is_refused():
-    with pytest.raises(DataError, match="aspect ratio 201 is greater than 200"):
+    with pytest.raises(DataError, match="aspect ratio of 2010x10 pixels is 201, but the maximum is 200"):
         fit_size(10, 2010, factor=28, min_pixels=1, max_pixels=10**9)
 
 
@@ -249,3 +254,57 @@ def test_frames_are_rounded_in_float32_like_torch():
 
 def test_frame_count_matches_qwen_vl_utils_rounding():
     assert len(frames(2000, 12, fps=0.3)) == 48  # 166.67 s x 0.3 is 49.999… in binary
+
+
+# ---------------------------------------------------------------- videos given as frames
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "rate", "part", "expected"),
+    [
+        (4, 10, {}, [0, 1, 2, 3]),  # at the default 2 frames per second, a file would be shown with 2
+        (5, 0.5, {}, [0, 1, 2, 3, 4, 4]),
+        (1, 2, {}, [0, 0]),
+        (5, 2, {"max_frames": 6}, [0, 1, 2, 3, 4, 4]),
+        (5, 2, {"max_frames": 5}, [0, 1, 3, 4]),
+        (9, 2, {"max_frames": 4}, [0, 3, 5, 8]),
+        (10, 3, {"fps": 3}, list(range(10))),
+        (5, 2, {"fps": 7}, [0, 1, 2, 3, 4, 4]),
+        (10, 2, {"fps": 1}, [0, 3, 6, 9]),  # 5 s, so 5 frames, which is rounded to 4
+        (10, 2, {"nframes": 2}, [0, 9]),
+        (10, 2, {"video_start": 1, "video_end": 2}, [2, 3, 4, 4]),
+        (3, 2, {"fps": 0.5, "min_frames": 4}, [0, 1, 2, 2]),
+    ],
+)
+def test_given_frames_are_shown_whole(num_frames, rate, part, expected):
+    info = video(num_frames, rate, is_frames=True)
+    assert list(sample_frames(info, part, QWEN3_VISION).indices) == expected
+
+
+def test_more_frames_than_default_are_sampled():
+    chosen = sample_frames(video(769, 10, is_frames=True), {}, QWEN3_VISION)
+    assert len(chosen.indices) == len(set(chosen.indices)) == 768
+    assert (chosen.indices[0], chosen.indices[-1]) == (0, 768)
+
+
+@pytest.mark.parametrize(
+    ("timestamps", "part", "expected"),
+    [
+        ((0, 0.5, 4, 4.5, 5), {}, [0, 1, 2, 3, 4, 4]),
+        ((0, 0.1, 0.2, 6, 7, 9), {"nframes": 4}, [0, 2, 3, 5]),  # for 0, 3, 6 and 9 s; 3 s is nearest to 0.2 s
+        ((0, 0.1, 0.2, 5.7, 7, 9), {"nframes": 4}, [0, 3, 5, 5]),  # 3 s and 6 s are both nearest to 5.7 s
+        ((10, 11, 12, 20), {"video_start": 10.5, "video_end": 20}, [1, 2, 3, 3]),
+        ((10, 11, 12, 20), {"fps": 0.2}, [0, 1, 2, 3]),  # 4 frames in 13.3 s would be 2.7, and 4 is the least
+        ((0, 1, 2, 3, 4, 5, 6, 14), {"fps": 0.25}, [0, 5, 6, 7]),  # 16 s x 0.25 = 4: 0, 4.7, 9.3 and 14 s
+    ],
+)
+def test_uneven_frames_are_chosen_by_time(timestamps, part, expected):
+    rate = (len(timestamps) - 1) / (timestamps[-1] - timestamps[0])
+    info = video(len(timestamps), rate, is_frames=True, timestamps=timestamps)
+    assert list(sample_frames(info, part, QWEN3_VISION).indices) == expected
+
+
+def test_empty_range_between_frames_is_refused():
+    info = video(3, 0.2, is_frames=True, timestamps=(0.0, 1.0, 10.0))
+    with pytest.raises(DataError, match=r"no frame lies between .*; the first is at 0 s, the last at 10 s"):
+        sample_frames(info, {"video_start": 2, "video_end": 9}, QWEN3_VISION)

@@ -15,6 +15,7 @@ import pytest
 from dsreason.config.schema_grpo import GRPOConfig, RemoteRewardConfig, RewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
+from dsreason.media.frames import write_frame_list
 from dsreason.rewards import remote as remote_rewards
 from dsreason.rewards.remote import RemoteReward
 from dsreason.rewards.scoring import Scorer
@@ -97,6 +98,15 @@ def test_request_has_all_fields_and_token_header(server):
         "media": [[{"type": "video", "video": "/d/7.mp4", "fps": 2}]] * 2,
         "meta": [{"id": "0", "options": None, "kind": "direction"}, {"id": "1", "options": None, "kind": "direction"}],
     }
+
+
+def test_given_frames_are_sent_by_file(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path))
+    video = str(write_frame_list(["/d/1.png", "/d/2.png"], {"fps": 2}))
+    content = [{"type": "video", "video": video}, {"type": "text", "text": "Which way?"}]
+    remote(server).score(["left"], [Sample("7", [{"role": "user", "content": content}], "left")])
+    ((_, body),) = server.requests
+    assert body["media"] == [[{"type": "video", "video": ["/d/1.png", "/d/2.png"], "fps": 2}]]
 
 
 def test_batches_come_back_in_order(server):

@@ -1,0 +1,110 @@
+"""Which columns and message keys of a data set are used, kept for rewards, or ignored by its adapter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsreason.data.adapters import rename_columns
+from dsreason.data.formats.read import find_format
+from dsreason.data.order import pick_evenly
+from dsreason.data.sources import DataSource
+from dsreason.errors import DsReasonError
+
+MOST_ROWS = 100
+"""Maximum number of rows that are read for the report."""
+
+
+class TrackedRow(dict[str, Any]):
+    """A row, or a message of a row, that records which of its keys are read."""
+
+    def __init__(self, items: Mapping[str, Any], name: str, read: set[str]) -> None:
+        super().__init__({key: track(value, f"{name}{key}[].", read) for key, value in items.items()})
+        self._name, self._read = name, read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(f"{self._name}{key}")
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(f"{self._name}{key}")
+        return super().get(key, default)
+
+
+def track(value: Any, name: str, read: set[str]) -> Any:
+    """Track the messages in a list of objects; other values are not tracked."""
+    if is_message_list(value) and name.count("[]") == 1:
+        return [TrackedRow(item, name, read) for item in value]
+    return value
+
+
+def is_message_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in value)
+
+
+@dataclass
+class ColumnUse:
+    """The columns of a data set by use. A key of a message is written as `messages[].loss`."""
+
+    name: str
+    """Path of the data set, or the name of its adapter."""
+    num_rows: int = 0
+    """Number of rows read for this report."""
+    formats: Counter[str] = field(default_factory=Counter)
+    """Number of rows of each format; empty unless the adapter is `auto`."""
+    used: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
+    """Columns kept in `sample.meta`, which rewards can read."""
+    ignored: set[str] = field(default_factory=set)
+
+    def describe(self) -> str:
+        """Return the use of the columns in one line."""
+        formats = ", ".join(f"{count} rows of the format {name}" for name, count in self.formats.most_common())
+        used = sorted(column for column in self.used if "[]" not in column)
+        parts = [f"{self.name}: {formats or f'{self.num_rows} rows'}, uses {', '.join(used) or 'no column'}"]
+        parts += [f"keeps {', '.join(sorted(self.kept))} for rewards"] if self.kept else []
+        parts += [f"ignores {', '.join(sorted(self.ignored))}"] if self.ignored else []
+        return "; ".join(parts)
+
+
+def find_column_use(source: DataSource, limit: int = MOST_ROWS) -> ColumnUse:
+    """Read up to `limit` evenly spaced rows and return what the adapter does with their columns; bad rows are left out."""
+    use = ColumnUse(source.config.path or source.config.adapter)
+    for index in pick_evenly(len(source.rows), limit):
+        try:
+            row = rename_columns(source.rows[index], source.config.columns)
+        except DsReasonError:
+            continue
+        if isinstance(row, dict):
+            add_row(use, row, source)
+    use.ignored -= use.used | use.kept
+    return use
+
+
+def add_row(use: ColumnUse, row: dict[str, Any], source: DataSource) -> None:
+    read: set[str] = set()
+    try:
+        sample = source.adapter.to_sample(TrackedRow(row, "", read), source.config)
+        if source.config.adapter == "auto" and source.config.path:
+            use.formats[find_format(row).name] += 1
+    except Exception:  # noqa: BLE001 (an adapter may raise anything; the check of the rows reports it)
+        return
+    use.num_rows += 1
+    present = set(iter_keys(row))
+    kept = present & sample.meta.keys()
+    use.kept |= kept
+    use.used |= (present & read) - kept
+    columns_kept = tuple(f"{column}[]." for column in kept)
+    use.ignored |= {key for key in present - read - kept if not key.startswith(columns_kept)}
+
+
+def iter_keys(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the columns that have a value, and the keys of their messages."""
+    for column, value in row.items():
+        if value is None or value == "" or value == []:
+            continue
+        yield column
+        if is_message_list(value):
+            yield from (f"{column}[].{key}" for item in value for key, inner in item.items() if inner is not None)
