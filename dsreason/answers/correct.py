@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import get_args
 
 from dsreason.answers.parsing import parse
@@ -11,10 +12,10 @@ from dsreason.text import QuestionKind, normalize_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:
-    """Return whether the completion gives the sample's answer, graded as in `Grader`; False if the sample has no reference."""
+    """Return whether the completion gives an accepted answer, parsed and compared as in `Grader`; False without a reference."""
     reference, kind = get_reference(sample), get_question_kind(sample)
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
-    return reference is not None and is_same(answer, reference, kind, sample.options)
+    return reference is not None and is_any(answer, (reference, *sample.other_answers), kind, sample.options)
 
 
 def get_question_kind(sample: Sample) -> QuestionKind:
@@ -38,6 +39,11 @@ def get_reference(sample: Sample) -> str | None:
     last = sample.messages[-1]
     reply = get_text(last) if last["role"] == "assistant" else ""
     return reply if reply.strip() else None
+
+
+def is_any(answer: str, references: Iterable[str], kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
+    """Return whether a parsed answer equals any of the accepted answers; see `is_same`."""
+    return any(is_same(answer, reference, kind, options) for reference in references)
 
 
 def is_same(answer: str, reference: str, kind: QuestionKind, options: dict[str, str] | None = None) -> bool:

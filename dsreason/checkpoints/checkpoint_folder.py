@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
+from dsreason.checkpoints.trained_vision import TrainedVision
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
 from dsreason.files.disk import hash_end, read_small, remove, to_os_error
@@ -69,6 +70,8 @@ class TrainerState:
     adapter: SavedAdapter | None = None
     """Adapter, if the run trains one; its weights are then the only ones in the checkpoint. Exports read the others from
     `model_path`."""
+    vision: TrainedVision | None = None
+    """Vision settings of the training rows; None for text-only and world models, and in older checkpoints."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional state that a resumed run restores, as JSON values."""
 

@@ -16,11 +16,14 @@ from deepspeed import DeepSpeedEngine
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoProcessor
 
 from dsreason.checkpoints.adapter import Merge, iter_weights_with_adapters, write_adapter
 from dsreason.checkpoints.checkpoint_folder import CARD, STATE_FILE, SavedAdapter, check_content, read_checkpoint
 from dsreason.checkpoints.model_card import CardScore, build_model_card
+from dsreason.checkpoints.processor_limits import ProcessorLimits, compute_limits, write_limits
 from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors
+from dsreason.checkpoints.trained_vision import VISION_FILE, TrainedVision, read_run_vision
 from dsreason.engine.merged import iter_unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.families import get_family
@@ -52,6 +55,7 @@ def write_model_folder(
     max_shard_size: str = "4GB",
     merge: Merge | None = None,
     card: Callable[[], str] | None = None,
+    limits: ProcessorLimits | None = None,
 ) -> Path:
     """Write `tensors` as safetensors files, and copy the config, tokenizer and processor files of `source`.
 
@@ -63,6 +67,7 @@ def write_model_folder(
         dtype: precision of the weights, "bf16" or "fp32".
         merge: the merge that yields `tensors`, if the model has adapters, which are then also written separately.
         card: function that returns the text of the model card; called after all other files have been written.
+        limits: limits of training for the processor's files; None copies them unchanged.
 
     Raises:
         CheckpointError: `output` is not empty, or `source` is not a model folder.
@@ -73,6 +78,9 @@ def write_model_folder(
     with write_folder_atomically(output) as partial:
         copy_small_files(source, partial, dtype)
         add_turn_end(partial, read_model_config(source))
+        if limits is not None:
+            limits.trained.write(partial)
+            write_limits(partial, limits)
         write_weights(tensors, partial, DTYPES[dtype], max_bytes)
         if merge is not None:
             write_adapter(merge, partial)
@@ -127,9 +135,9 @@ def check_target_empty(output: Path) -> None:
 
 
 def copy_small_files(source: Path, output: Path, dtype: str) -> None:
-    """Copy all files except weights and the model card, such as the tokenizer, and set the new dtype in config.json."""
+    """Copy all files but weights, model card and vision settings, such as the tokenizer, and set the dtype in config.json."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and not WEIGHTS.fullmatch(path.name):
+        if path.is_file() and not WEIGHTS.fullmatch(path.name) and path.name != VISION_FILE:
             shutil.copyfile(path, output / path.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.setdefault("dtype", None)
@@ -200,6 +208,7 @@ def export_engine(
     run: Path | None = None,
     step: int = 0,
     adapter: SavedAdapter | None = None,
+    vision: TrainedVision | None = None,
 ) -> Path:
     """Export the policy that is being trained. Collective; rank 0 writes the files.
 
@@ -209,13 +218,14 @@ def export_engine(
         run: folder of the run, for the model card; None writes no card.
         step: step of the weights, for the model card.
         adapter: description of the adapter, which is then also written separately; None if the model has no adapter.
+        vision: vision settings of training, for the processor's files; None copies them unchanged.
     """
     weights = iter_unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
     run_on_rank_zero(lambda: check_target(source, output))
     with share_errors():
         try:
             if world.is_main:
-                merge = Merge(dtype, adapter)
+                merge, limits = Merge(dtype, adapter), find_limits(source, vision, run=None)
                 write_model_folder(
                     rename_for_export(merge.merge_weights(weights), source),
                     source,
@@ -225,7 +235,10 @@ def export_engine(
                     merge=merge if adapter else None,
                     card=None
                     if run is None
-                    else lambda: build_model_card(run, step, dtype=dtype, adapter=merge.summary),
+                    else lambda: build_model_card(
+                        run, step, dtype=dtype, adapter=merge.summary, vision=limits.describe() if limits else {}
+                    ),
+                    limits=limits,
                 )
         finally:
             # All ranks must take part in gathering every tensor; on rank 0 tensors remain only if writing has failed.
@@ -256,6 +269,7 @@ def export_checkpoint(
     run, adapter, step = checkpoint.absolute().parent.parent, saved.state.adapter, saved.state.step
     source, merge = Path(saved.state.model_path), Merge(dtype, adapter)
     check_target(source, output)
+    limits = find_limits(source, saved.state.vision, run)
     if adapter is None:
         tensors = iter_checkpoint_tensors(checkpoint, saved)
     else:
@@ -267,5 +281,21 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_size=max_shard_size,
         merge=merge if adapter else None,
-        card=lambda: build_model_card(run, step, dtype=dtype, scores=scores, adapter=merge.summary),
+        card=lambda: build_model_card(
+            run, step, dtype=dtype, scores=scores, adapter=merge.summary, vision=limits.describe() if limits else {}
+        ),
+        limits=limits,
     )
+
+
+def find_limits(source: Path, trained: TrainedVision | None, run: Path | None) -> ProcessorLimits | None:
+    """Return the limits of training for the processor of `source`; None if the settings of training are unknown.
+
+    Without `trained` settings, as in older checkpoints, those of the `run` apply.
+    """
+    family = get_family(read_model_config(source).model_type).vision
+    if family is None:
+        return None
+    if trained is None and run is not None:
+        trained = read_run_vision(run)
+    return None if trained is None else compute_limits(AutoProcessor.from_pretrained(source), trained, family)

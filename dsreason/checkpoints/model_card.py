@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -46,12 +47,13 @@ def build_model_card(
     task: str = TASK,
     kind: str = "vision-language model",
     adapter: str = "",
+    vision: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Build the text of the README.md for an export of the weights after `step`.
 
     The content comes from `config.json` and `metrics.jsonl` in the folder `run`; without these files the card is short. It
     lists base models and data sets that are on the Hub. If the base model is itself an export by dsreason, their names come
-    from the card of that export. `adapter` describes the adapter that was merged into the weights.
+    from the card of that export. `adapter` describes the adapter that was merged into the weights. `vision` has additional rows.
     """
     record = read_run_record(run)
     config = record.get("config", {})
@@ -77,6 +79,7 @@ def build_model_card(
         STEPS: str(step),
         "weights": dtype,
         **({"adapter": adapter} if adapter else {}),
+        **vision,
         "versions": ", ".join(f"{name} {text}" for name, text in record.get("versions", {}).items())
         or f"dsreason {dsreason.__version__}",
     }

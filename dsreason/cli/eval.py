@@ -351,11 +351,12 @@ def run(config: EvalConfig) -> None:
         from dsreason.cli.score import print_reports
         from dsreason.evaluation.report.report import write_reports
         from dsreason.evaluation.run import evaluate as run_evaluation
-        from dsreason.evaluation.settings import describe_vision_difference
+        from dsreason.evaluation.vision import apply_choice, choose_evaluation_vision
 
-    if (note := describe_vision_difference(config)) and launch.is_first_rank():
-        print_message(f"note: {note}", err=True)
-    folder, throughput = run_evaluation(config)
+    vision = choose_evaluation_vision(config)
+    if launch.is_first_rank():
+        print_message(vision.describe(), err=True)
+    folder, throughput = run_evaluation(apply_choice(config, vision), vision.to_json())
     if launch.is_first_rank():
         print_message(str(throughput), err=True)
         print_reports(write_reports(folder, None))

@@ -46,18 +46,23 @@ def infer(
     reasoning: Annotated[
         bool, typer.Option("--reasoning", help="Ask for <think>…</think> <answer>…</answer> in the system message.")
     ] = False,
-    fps: Annotated[float | None, typer.Option(help="Frames per second to sample from a video; default: 4.")] = None,
+    fps: Annotated[
+        float | None, typer.Option(help="Frames per second to sample from a video; default: as in training, or else 4.")
+    ] = None,
     nframes: Annotated[
         int | None, typer.Option(min=1, help="Number of frames to sample from a video, instead of --fps.")
     ] = None,
-    max_pixels: Annotated[int | None, typer.Option(min=1, help="Maximum number of pixels per image or frame.")] = None,
+    max_pixels: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of pixels per image or frame; default: as in training.")
+    ] = None,
     total_pixels: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
-            help="Maximum number of pixels per video; two frames count as one. A token covers 784 or 1024 pixels.",
+            help="Maximum number of pixels per video; two frames count as one. A token covers 784 or 1024 pixels. Default: as "
+            "in training, or else 6422528.",
         ),
-    ] = 6_422_528,
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum length of an answer in tokens, including reasoning.")
     ] = 4096,
@@ -147,15 +152,15 @@ def choose_prompt(video: bool) -> str:
 
 
 def build_frame_settings(
-    fps: float | None, nframes: int | None, max_pixels: int | None, total_pixels: int
+    fps: float | None, nframes: int | None, max_pixels: int | None, total_pixels: int | None
 ) -> dict[str, float]:
-    """Build the sampling keys of a media item; `fps` defaults to 4 if `nframes` is not set, either."""
+    """Build the vision settings that the options set."""
     if fps is not None and nframes is not None:
         raise ConfigError(f"--fps ({fps:g}) and --nframes ({nframes}) are mutually exclusive; remove one")
     if fps is not None and not 0 < fps <= 1000:
         raise ConfigError(f"--fps ({fps:g}) must be greater than 0 and at most 1000")
-    vision = {"fps": 4.0 if nframes is None and fps is None else fps, "nframes": nframes, "max_pixels": max_pixels}
-    return {key: value for key, value in vision.items() if value is not None} | {"total_pixels": total_pixels}
+    vision = {"fps": fps, "nframes": nframes, "max_pixels": max_pixels, "total_pixels": total_pixels}
+    return {key: value for key, value in vision.items() if value is not None}
 
 
 def write_json(answering: StreamedAnswer, stdout: TextIO) -> None:

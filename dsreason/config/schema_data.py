@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -45,6 +45,21 @@ class VisionConfig(Section):
         self.check_order("min_pixels", "max_pixels")
         self.check_order("video_start", "video_end")
         return self
+
+    def override(self, defaults: VisionConfig) -> dict[str, Any]:
+        """Return the keys that are set here or in `defaults`. `fps` or `nframes` set here replaces both of `defaults`."""
+        own, base = (vision.model_dump(exclude_none=True) for vision in (self, defaults))
+        if {"fps", "nframes"} & own.keys():
+            base = {key: value for key, value in base.items() if key not in ("fps", "nframes")}
+        return base | own
+
+    def fill(self, defaults: VisionConfig) -> VisionConfig:
+        """Return these settings with unset keys from `defaults`, except for bounds that contradict one that is set here."""
+        settings = self.override(defaults)
+        for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("video_start", "video_end")):
+            if settings.keys() >= {low, high} and settings[low] > settings[high]:
+                del settings[low if getattr(self, low) is None else high]
+        return VisionConfig.model_validate(settings)
 
 
 class SourceConfig(Section):

@@ -106,8 +106,12 @@ class ServerConfig(Section):
     max_retries: int = Field(5, ge=0)
     """Maximum number of retries of a failed request. The delay doubles each time, unless the server requests another one."""
     video: Literal["file", "frames"] = "file"
-    """Form in which a clip is sent: as a video file, or as its frames. vLLM must be started with
-    `--trust-request-mm-kwargs` to accept videos."""
+    """Form in which a clip is sent: as a video (vLLM only, which must be started with `--trust-request-mm-kwargs`), or as
+    images of its frames. Both show the frames that training would show; vLLM's own choice differs."""
+    folder: str | None = None
+    """Folder on this machine with the model that the server has; its vision settings are the default of `[vision]`, and frames
+    get the sizes of training. Unset: the folder that the server reports, if it exists here. Without one, frames get the sizes of
+    Qwen2.5-VL."""
 
     @field_validator("url")
     @classmethod
@@ -153,8 +157,9 @@ class EvaluationConfig(Section):
     """Accepted but ignored: saved answers are always kept, unless `overwrite` is set."""
     overwrite: bool = False
     """Delete the results of an earlier evaluation of the same model, answer type and data set before starting."""
-    fps: float = Field(DEFAULT_FPS, gt=0)
-    """Frames per second to sample from a video if `[vision]` sets neither `fps` nor `nframes`."""
+    fps: float | None = Field(DEFAULT_FPS, gt=0)
+    """Frames per second to sample from a video if `[vision]` sets neither `fps` nor `nframes`. The default applies only to
+    models that do not have the vision settings of their training. Null: as in training without `fps`."""
     seed: int = Field(1, ge=0)
     """Random seed for sampling."""
     limit: int | None = Field(None, ge=1)
@@ -263,7 +268,7 @@ class EvalConfig(Section):
     def check_vision(self) -> Self:
         for source in self.sources:
             try:
-                self.merge_vision(source.vision)
+                VisionConfig.model_validate(source.vision.override(self.vision))
             except ValidationError as error:
                 reason = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"vision of source {source.dataset}, combined with [vision]: {reason}") from None
@@ -288,14 +293,13 @@ class EvalConfig(Section):
 
     def merge_vision(self, source: VisionConfig | None = None) -> VisionConfig:
         """Merge `[vision]` with a source's settings, which take precedence; use `evaluation.fps` if neither sets the frames."""
-        source_values = (source or VisionConfig()).model_dump(exclude_none=True)
-        common = self.vision.model_dump(exclude_none=True)
-        if {"fps", "nframes"} & source_values.keys():
-            common = {key: value for key, value in common.items() if key not in ("fps", "nframes")}
-        settings = common | source_values
-        if not {"fps", "nframes"} & settings.keys():
-            settings["fps"] = self.evaluation.fps
-        return VisionConfig.model_validate(settings)
+        merged = (source or VisionConfig()).fill(self.vision)
+        return merged if merged.nframes is not None else merged.fill(VisionConfig(fps=self.evaluation.fps))
+
+    def set_vision(self) -> VisionConfig:
+        """Return the settings for all data sets that the user has set: `[vision]` and, if it is set, `evaluation.fps`."""
+        has_rate = "fps" in self.evaluation.model_fields_set and self.vision.nframes is None
+        return self.vision.fill(VisionConfig(fps=self.evaluation.fps)) if has_rate else self.vision
 
     def workers(self, num_cores: int) -> int:
         return min(self.evaluation.num_processes or num_cores, num_cores)

@@ -19,16 +19,21 @@ from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
 from dsreason.checkpoints.shards import DTYPES
+from dsreason.checkpoints.trained_vision import read_trained_vision
 from dsreason.config.schema import ModelConfig
+from dsreason.config.schema_data import VisionConfig
+from dsreason.config.schema_eval import DEFAULT_FPS
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import list_media_paths
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.rows import JsonLinesRows
+from dsreason.data.sources import select_vision_settings
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, run_weights
 from dsreason.evaluation.timestamps import TimestampEncoder, compute_frame_times
+from dsreason.evaluation.vision import choose_vision
 from dsreason.files.cache import get_cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
@@ -46,6 +51,8 @@ from dsreason.rollout.vllm_arguments import VLLMSettings
 MANY_PROMPTS = 8
 """Number of prompts above which `auto` selects vLLM on a GPU, because it then saves more time than its startup takes."""
 MOST_PROMPT_BYTES = 16 * 1024**2
+DEFAULTS = VisionConfig(fps=DEFAULT_FPS, total_pixels=6_422_528)
+"""Vision settings for models without those of a training, as in cosmos-reason1."""
 
 Asked = tuple[EncodedPrompt, Sampling]
 Draw = Callable[[Iterator[Asked]], Iterator[tuple[EncodedPrompt, Iterator[int]]]]
@@ -65,7 +72,7 @@ class InferSettings:
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)
-    """Values of `fps`, `nframes`, `max_pixels` and `total_pixels` for every media item."""
+    """Keys of `[data.vision]` for every media item; unset keys are those of the model's training, or else `DEFAULTS`."""
     system: str = ""
     """System message; empty: the default of the chat template."""
     reasoning: bool = False
@@ -85,6 +92,8 @@ class StreamedAnswer:
     """An answer that is being generated: iterate over its text to the end, then call `result`."""
 
     model: str
+    vision: dict[str, float]
+    """Vision settings that were used."""
     prompt: EncodedPrompt
     drawn: Iterator[int]
     stop_ids: Sequence[int]
@@ -112,6 +121,7 @@ class StreamedAnswer:
         parsed = parse(text, "reasoning", kind="open")
         return {
             "model": self.model,
+            "vision": self.vision,
             "media": describe_media(self.prompt),
             "prompt": self.prompt.sample.meta["prompt"],
             "prompt_tokens": len(self.prompt.encoded),
@@ -139,6 +149,10 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         probe_video(path)
     with ExitStack() as stack:
         folder = find_model(settings, stack, say)
+        user = VisionConfig.model_validate(settings.vision)
+        vision = choose_vision(user, read_trained_vision(folder), settings.model, DEFAULTS)
+        say(vision.describe())
+        settings = replace(settings, vision=vision.settings.model_dump(exclude_none=True))
         dtype = DTYPES.get(settings.dtype) or read_model_config(folder).dtype or torch.float32
         encoder, longest = prompt_encoder(settings, folder, dtype)
         samples = [sample_of(settings, number, prompt) for number, prompt in enumerate(prompts)]
@@ -155,7 +169,7 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
             for number, (sample, room) in enumerate(zip(samples, rooms, strict=True))
         )
         for encoded, ids in draw_ids(wanted_engine):
-            yield StreamedAnswer(settings.model, encoded, ids, stop_ids, tokenizer)
+            yield StreamedAnswer(settings.model, settings.vision, encoded, ids, stop_ids, tokenizer)
 
 
 # ---------------------------------------------------------------- model
@@ -267,11 +281,8 @@ def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[s
 def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
     """Build the sample of a prompt: images, then videos, then the text."""
     media = [("image", path) for path in settings.images] + [("video", path) for path in settings.videos]
-    shown_keys = {"image": ("max_pixels",), "video": tuple(settings.vision)}
-    parts = [
-        {"type": kind, kind: path, **{key: settings.vision[key] for key in shown_keys[kind] if key in settings.vision}}
-        for kind, path in media
-    ]
+    vision = VisionConfig.model_validate(settings.vision)
+    parts = [{"type": kind, kind: path, **select_vision_settings({}, vision, kind)} for kind, path in media]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
     system = settings.system
     if settings.reasoning:

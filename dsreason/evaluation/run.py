@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from dsreason.answers.parsing import Parser, parse
 from dsreason.answers.types import AnswerType, Parsed
@@ -60,11 +62,11 @@ class Throughput:
         )
 
 
-def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
+def evaluate(config: EvalConfig, vision: Mapping[str, Any] = MappingProxyType({})) -> tuple[Path, Throughput]:
     """Answer and grade all questions of the configuration. Collective.
 
     Stored answers are kept, so that an interrupted evaluation continues where it stopped; questions that ended in an error
-    are asked again. No other evaluation may use the folder of the results at the same time.
+    are asked again. No other evaluation may use the folder of the results at the same time. `vision` is stored in `run.json`.
 
     Returns:
         The folder of the results, `<results_dir>/<model>/<answer_type>`, and the throughput.
@@ -87,7 +89,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
     with (
         Grader(config.evaluation) as grader,  # first, so that its errors are raised before the slow start of the engine
         FolderLock(on_lost=report_and_exit) as lock,
-        open_answering(config, lambda model: open_results(config, questions, model, lock)) as answering,
+        open_answering(config, lambda model: open_results(config, questions, model, lock, vision)) as answering,
     ):
         folder = run_folder(config, answering.model["name"])
         evaluation = Evaluation(config, folder, grader, answering)
@@ -104,12 +106,18 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
     return folder, Throughput(sum(a for a, *_ in parts), sum(b for _, b, _ in parts), max(c for *_, c in parts))
 
 
-def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[str, str], lock: FolderLock) -> None:
+def open_results(
+    config: EvalConfig,
+    questions: Sequence[Question],
+    model: dict[str, str],
+    lock: FolderLock,
+    vision: Mapping[str, Any],
+) -> None:
     """Lock and prepare the folder of the results; see `open_run_folder` and `check_asked`."""
     folder = run_folder(config, model["name"])
     make_folder(folder, "results_dir")
     lock.take(folder)
-    open_run_folder(folder, config, model)
+    open_run_folder(folder, config, model, vision)
     check_asked(folder, config, questions)
 
 
@@ -284,6 +292,7 @@ class Evaluation:
             error=reply.error,
             scores=grade.scores,
             graded_by=grade.graded_by,
+            other_answers=question.accepted[1:],
         )
 
 
@@ -324,7 +333,7 @@ def check_same(question: Question, stored: Result, file: Path) -> None:
     texts = [get_text(message) for message in question.sample.messages]
     for fact, old, new in (
         ("prompt", stored.prompt, texts),
-        ("answer", stored.correct_answer, question.answer),
+        ("answer", " | ".join(stored.accepted), " | ".join(question.accepted)),
         ("options", stored.options, question.options),
         ("kind", stored.kind, question.kind),
         ("media", stored.media, list_media_paths(question.sample.messages)),

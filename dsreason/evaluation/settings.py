@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dsreason.config.load import dump_config
-from dsreason.config.output import find_run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.report.results import (
@@ -39,25 +40,6 @@ def run_folder(config: EvalConfig, model_name: str) -> Path:
     return Path(config.results_dir).expanduser() / make_safe_name(model_name) / config.evaluation.answer_type
 
 
-def describe_vision_difference(config: EvalConfig) -> str | None:
-    """Return a note if the vision settings differ from those with which dsreason trained the model; else None."""
-    trained = read_trained_vision(Path(str(config.model.path)).expanduser())
-    vision = config.merge_vision().model_dump(exclude_none=True)
-    if trained is None or trained == vision:
-        return None
-    trained_values = f"data.vision {trained}" if trained else "the defaults of data.vision"
-    return f"the model was trained with {trained_values}, but is evaluated with vision {vision}"
-
-
-def read_trained_vision(model: Path) -> dict[str, Any] | None:
-    """Return `data.vision` of the run to which a folder belongs (`<run>`, `<run>/export/…`, `<run>/checkpoints/…`); else None."""
-    for folder in (model, *list(model.absolute().parents)[:2]):
-        if record := find_run_record(folder):
-            vision = record["config"].get("data", {}).get("vision")
-            return None if vision is None else {key: value for key, value in vision.items() if value is not None}
-    return None
-
-
 def collect_settings(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     """Collect the settings that affect the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
@@ -86,11 +68,15 @@ def locate_scorer(scorer: str) -> Path:
     return Path(scorer.partition(":")[0]).expanduser()
 
 
-def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> None:
+def open_run_folder(
+    folder: Path, config: EvalConfig, model: dict[str, str], vision: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Check that results in the folder have the same settings, and write `run.json`.
 
     With `evaluation.overwrite`, the old results of this evaluation's data sets do not count and are deleted, but only if
     the settings agree with any results of other data sets. Questions without an answer do not count as results.
+
+    `vision` is the record of where the vision settings come from.
 
     Raises:
         ConfigError: settings differ; the message lists them with both values.
@@ -108,7 +94,8 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
         settings = check_same_settings(read_json(file), settings, folder)
     for old in replaced:
         delete(old)
-    record = {"settings": settings, "versions": read_versions(), "git": read_git_state(), "config": dump_config(config)}
+    facts = {"versions": read_versions(), "git": read_git_state(), "vision": dict(vision)}
+    record = {"settings": settings, **facts, "config": dump_config(config)}
     write_text(file, json.dumps(record, indent=2) + "\n")
 
 

@@ -34,6 +34,11 @@ class Question:
     problem: str | None = None
     """Reason why the question cannot be asked, such as a missing clip; it then counts as unanswered. None: no problem."""
 
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """All accepted answers: `answer`, and those that the row adds to it."""
+        return (self.answer, *filter(str.strip, self.sample.other_answers))
+
 
 @dataclass(frozen=True)
 class Result:
@@ -74,3 +79,9 @@ class Result:
     """Scores by name: `bleu`, `rougeL` and others for free texts, and the score of a user's scorer."""
     graded_by: str = KIND
     """Rule that determined `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""
+    other_answers: tuple[str, ...] = ()
+    """Accepted answers in addition to `correct_answer`."""
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        return (self.correct_answer, *self.other_answers)

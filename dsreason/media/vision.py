@@ -131,11 +131,16 @@ def sample_evenly(start: int, end: int, count: int) -> tuple[int, ...]:
 
 
 def compute_image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
-    """Return the (height, width) to which an image is resized; the part's `min_pixels` and `max_pixels` override `limits`."""
+    """Return the (height, width) to which an image is resized; see `compute_image_bounds`."""
+    min_pixels, max_pixels = compute_image_bounds(part, limits)
+    return fit_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+
+
+def compute_image_bounds(part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
+    """Return the bounds on an image's pixels; the part's `min_pixels` and `max_pixels` override `limits`."""
     settings = _read_settings(part)
     min_pixels = settings.get("min_pixels", min(limits.min_pixels, settings.get("max_pixels", limits.min_pixels)))
-    max_pixels = settings.get("max_pixels", max(limits.max_pixels, min_pixels))
-    return fit_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+    return min_pixels, settings.get("max_pixels", max(limits.max_pixels, min_pixels))
 
 
 def choose_image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
@@ -144,6 +149,13 @@ def choose_image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
     if trained is None or own.max_pixels < trained.image[1] * cell:
         return own
     return PixelLimits(own.factor, *(tokens * cell for tokens in trained.image))
+
+
+def compute_frame_count_bounds(settings: Mapping[str, Any], family: Vision, temporal_patch: int) -> tuple[int, int]:
+    """Return the bounds on the number of frames that are sampled at a rate, as multiples of `temporal_patch`."""
+    low: float = settings.get("min_frames", min(family.min_frames, settings.get("max_frames", family.min_frames)))
+    high: float = settings.get("max_frames", max(family.max_frames, low))
+    return math.ceil(low / temporal_patch) * temporal_patch, math.floor(high / temporal_patch) * temporal_patch
 
 
 class FrameBounds(NamedTuple):
@@ -280,10 +292,7 @@ def _count_frames_at_rate(
     info: VideoInfo, settings: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
 ) -> int:
     fps: float = settings.get("fps", info.fps if info.is_frames else family.fps)
-    low: float = settings.get("min_frames", min(family.min_frames, settings.get("max_frames", family.min_frames)))
-    high: float = settings.get("max_frames", max(family.max_frames, low))
-    low = math.ceil(low / temporal_patch) * temporal_patch
-    high = math.floor(high / temporal_patch) * temporal_patch
+    low, high = compute_frame_count_bounds(settings, family, temporal_patch)
     count = min(max(available / info.fps * fps, low), high, available)
     if info.is_frames and count > available - 1e-6:
         return math.ceil(available / temporal_patch) * temporal_patch

@@ -86,6 +86,7 @@ def test_json_is_one_object_and_nothing_else(media: tuple[str, str], capsys: pyt
     document = json.loads(out)
     assert list(document) == [
         "model",
+        "vision",
         "media",
         "prompt",
         "prompt_tokens",
@@ -96,6 +97,8 @@ def test_json_is_one_object_and_nothing_else(media: tuple[str, str], capsys: pyt
         "completion_tokens",
         "seconds",
     ]
+    assert document["vision"] == {"fps": 2.0, "total_pixels": 6_422_528}
+    assert "vision settings: fps = 2 (set by you); total_pixels = 6422528 (default; " in err
     assert [medium["path"] for medium in document["media"]] == list(media)
     assert [medium["kind"] for medium in document["media"]] == ["image", "video"]
     assert document["prompt"] == "Where?"

@@ -141,13 +141,15 @@ def local(tiny_qwen2_5_vl: Path, samples: dict[str, Sample]) -> dict[str, tuple[
     return result
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["unknown model", "known model"])
 def test_server_prompt_lengths_match_local_engine(
-    server: Server, samples: dict[str, Sample], local: dict[str, tuple[int, str]]
+    server: Server, samples: dict[str, Sample], local: dict[str, tuple[int, str]], is_known: bool
 ) -> None:
     requested = answerer(server)
+    encoder = requested.encoder if is_known else None
     lengths = {}
     for name, sample in samples.items():
-        messages, fields = build_request(sample, "file")
+        messages, fields = build_request(sample, "file", encoder)
         asking = {"model": requested.model, "messages": messages, "max_tokens": 1, **fields}
         response = httpx2.post(f"{requested.url}/chat/completions", json=asking, timeout=300, trust_env=False)
         lengths[name] = response.raise_for_status().json()["usage"]["prompt_tokens"]

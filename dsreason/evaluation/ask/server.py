@@ -10,19 +10,24 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import torch
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from dsreason.config.schema_eval import ServerConfig
-from dsreason.errors import ConfigError, DataError, DsReasonError
+from dsreason.data.chat import Encoder
+from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
 from dsreason.evaluation.ask.asking import QuestionRequest, Reply
 from dsreason.evaluation.ask.server_messages import build_request
 from dsreason.evaluation.types import Question
 from dsreason.files import http
+from dsreason.models.load import read_model_config
+from dsreason.models.processors.loading import open_encoder
 from dsreason.problems import describe_first_problem, find_nearest, join_first
 from dsreason.rollout.protocol import Sampling
 from dsreason.screen import to_one_line
@@ -83,7 +88,8 @@ class ServerAnswerer:
         if config.url is None:
             raise ValueError("server.url is not set")
         self.config, self.url, self.key = config, complete_url(config.url), read_key(config.api_key_env)
-        self.listed = self._list_models()
+        self.folders = self._list_models()
+        self.listed = list(self.folders)
         self.model = config.model or self._get_only_model()
         if not is_name(self.model):
             raise self._make_error(
@@ -95,6 +101,7 @@ class ServerAnswerer:
         yield from batches
 
     def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
+        _ = self.encoder  # opened before the threads need it
         waiting = deque(requests)
         done: SimpleQueue[tuple[QuestionRequest, Reply | Exception]] = SimpleQueue()
 
@@ -126,7 +133,7 @@ class ServerAnswerer:
     def _ask(self, request: QuestionRequest) -> Reply:
         started = time.perf_counter()
         try:
-            messages, fields = build_request(request.question.sample, self.config.video)
+            messages, fields = build_request(request.question.sample, self.config.video, self.encoder)
             body = {"model": self.model, "messages": messages, **build_sampling_fields(request), **fields}
             response = self._request("POST", "/chat/completions", json.dumps(body).encode())
             if not response.is_success:
@@ -183,17 +190,41 @@ class ServerAnswerer:
             time.sleep(pause)
         raise AssertionError("unreachable")
 
-    def _list_models(self) -> list[str]:
-        """Return the names of the server's models; empty if the server does not list them."""
+    @property
+    def folder(self) -> Path | None:
+        """The local folder of the server's model: `server.folder`, or the one that the server reports if it exists here."""
+        named = self.config.folder or self.folders.get(self.model)
+        folder = Path(named or "").expanduser()
+        if named is not None and (folder / "config.json").is_file() and is_supported(folder):
+            return folder
+        if self.config.folder is not None:
+            raise ConfigError(
+                f"server.folder {self.config.folder}: is not the folder of a supported model (working folder: {Path.cwd()}); "
+                "correct or remove it"
+            )
+        return None
+
+    @cached_property
+    def encoder(self) -> Encoder | None:
+        """The encoder of the server's model, which plans the sizes of its media; None if the model is unknown or text-only."""
+        if self.folder is None:
+            return None
+        encoder = open_encoder(
+            self.folder, dtype=torch.float32, max_length=MOST_TOKENS, max_length_key="the server's limit"
+        )
+        return encoder if encoder.sees else None
+
+    def _list_models(self) -> dict[str, str | None]:
+        """Return the server's models, with the folders that vLLM reports; empty if the server does not list them."""
         try:
             response = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
             if response.status in (401, 403):
                 raise self._make_refusal(response)
             if not response.is_success and response.status != 404:
                 raise self._make_error(f"the server responds with {self._quote(response)}")
-            return [model.id for model in ModelList.model_validate_json(response.content).data]
+            return {model.id: model.root for model in ModelList.model_validate_json(response.content).data}
         except ValidationError:  # some servers only support chat
-            return []
+            return {}
         except http.BadAnswer as error:
             raise self._make_error(f"the server's list of models cannot be read: {error}") from None
         except http.NoAnswer as error:
@@ -257,6 +288,7 @@ class ServerAnswerer:
 
 class ListedModel(BaseModel):
     id: str
+    root: str | None = None
 
 
 class ModelList(BaseModel):
@@ -266,6 +298,14 @@ class ModelList(BaseModel):
 def complete_url(url: str) -> str:
     """Return the URL of the API, with `/v1` appended if it has no path."""
     return url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
+
+
+def is_supported(folder: Path) -> bool:
+    try:
+        read_model_config(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def is_name(model: str) -> bool:

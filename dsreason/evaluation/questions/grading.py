@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from dsreason.answers.correct import is_same
+from dsreason.answers.correct import is_any
 from dsreason.answers.parsing import parse
 from dsreason.answers.types import Parsed
 from dsreason.config.schema_eval import EvaluationConfig
@@ -58,9 +58,9 @@ class Grader:
       - multiple_choice: it names the same option as the reference, by letter or text;
       - yes_no, open, free_text: it equals the reference, except for case, white space and a final full stop;
       - ordinal: it is the same number (`3` equals `3.0`).
-    An unparsed answer is never correct. Free texts also get the scores `bleu` (0 to 100), `rouge1`, `rouge2` and `rougeL`
-    (0 to 1) and, if `similarity_model` is set, `similarity` (-1 to 1); see the module `similarity`. All are 0 if the answer
-    could not be parsed.
+    If a row has several accepted answers, one of them is enough. An unparsed answer is never correct. Free texts also get the
+    scores `bleu` (0 to 100), `rouge1`, `rouge2` and `rougeL` (0 to 1) and, if `similarity_model` is set, `similarity` (-1 to 1),
+    all against the first accepted answer; see the module `similarity`. All are 0 if the answer could not be parsed.
 
     `scorer` is a reward, `fn(completion, sample)`; see `dsreason.rewards.functions.find_reward`. It gets the complete
     response and the `scorer_options`, and its value is stored as a score under its short name. If `scorer_threshold` is set,
@@ -96,9 +96,9 @@ class Grader:
         kind, options, compat = question.kind, question.options, self.parser == "compat"
         parsed = parse(text, self.answer_type, self.parser, kind=kind, options=options)
         if compat:
-            is_correct = parsed.answer.lower() == question.answer.lower()
+            is_correct = parsed.answer.lower() in [accepted.lower() for accepted in question.accepted]
         else:
-            is_correct = is_same(parsed.answer, question.answer, kind, options)
+            is_correct = is_any(parsed.answer, question.accepted, kind, options)
         scores: dict[str, float] = {}
         if kind == "free_text" and not compat:
             reference = split_response(question.answer).answer

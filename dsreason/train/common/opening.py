@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from dsreason.checkpoints.checkpoint_folder import SavedAdapter, TrainerState
 from dsreason.checkpoints.export import export_engine
 from dsreason.checkpoints.model_card import is_hub_name
+from dsreason.checkpoints.trained_vision import collect_trained_vision
 from dsreason.config.schema import RunConfig
 from dsreason.config.schema_grpo import OffloadMode
 from dsreason.data.chat import Encoder
@@ -116,9 +117,13 @@ def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
     """Load the checkpoint to continue from, and return the state that the run starts with; see `start_state`."""
     config, model_path = job.config, job.model_path
     adapter = describe_adapter(engine, config, model_path) if config.lora.rank else None
-    return start_state(
+    state = start_state(
         engine, job.checkpoint, config, model_path, job.world, with_frozen=adapter is None, adapter=adapter
     )
+    if get_family(engine.module.model.config.model_type).vision is None:
+        return state
+    sources = [(source.path or source.adapter, source.vision) for source in config.data.list_sources()]
+    return replace(state, vision=collect_trained_vision(sources))
 
 
 def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Path) -> SavedAdapter:
@@ -179,6 +184,7 @@ def start_policy_run(
             run=job.output_dir,
             step=current.step,
             adapter=current.adapter,
+            vision=current.vision,
         )
 
     run = start_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,24 @@ def is_right(kind, text, answer, options=None, **settings):
 )
 def test_multiple_choice_is_right_when_options_match(text, answer, right):
     assert is_right("multiple_choice", text, answer, OPTIONS) is right
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "right"),
+    [
+        ("default", "B", True),
+        ("default", "<answer>nyc.</answer>", True),
+        ("default", "York", False),
+        ("default", "", False),
+        ("compat", "<answer>B</answer>", True),
+        ("compat", "<answer>C</answer>", False),
+        ("compat", "", False),
+    ],
+)
+def test_any_accepted_answer_is_right(parser, text, right):
+    question = asks("open", "A")
+    question = replace(question, sample=replace(question.sample, other_answers=("b", "NYC", " ", "")))
+    assert grader_for("reasoning", parser=parser).grade(question, text).is_correct is right
 
 
 @pytest.mark.parametrize(

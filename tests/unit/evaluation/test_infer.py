@@ -99,13 +99,10 @@ def test_infer_is_rejected_under_a_launcher(monkeypatch) -> None:
         call("--model=tiny:qwen2_5_vl", "--image=a.png", "--prompt=?")
 
 
-def test_frames_default_to_4_per_second() -> None:
-    assert cli.build_frame_settings(None, None, None, 900) == {"fps": 4.0, "total_pixels": 900}
+def test_only_set_options_become_frame_settings() -> None:
+    assert cli.build_frame_settings(None, None, None, None) == {}
     assert cli.build_frame_settings(None, 8, 500, 900) == {"nframes": 8, "max_pixels": 500, "total_pixels": 900}
     assert cli.build_frame_settings(1.5, None, None, 900) == {"fps": 1.5, "total_pixels": 900}
-
-
-# ---------------------------------------------------------------- prompts
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,9 @@ def test_image_is_resized_when_settings_require_it(stand_in: StandIn, tmp_path: 
     assert Image.open(io.BytesIO(content)).size == (280, 140)
 
 
-@pytest.mark.parametrize(("settings", "count"), [({"fps": 5}, 6), ({"nframes": 8}, 8)])
+@pytest.mark.parametrize(
+    ("settings", "count"), [({"fps": 5}, 6), ({"nframes": 8}, 8), ({"nframes": 2, "max_pixels": 128 * 28**2}, 2)]
+)
 def test_clip_is_sent_with_its_frame_count(
     stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], count: int
 ) -> None:
@@ -190,7 +192,7 @@ def test_clip_is_sent_with_its_frame_count(
     part = sent["messages"][0]["content"][0]
     assert part["type"] == "video_url"
     assert decoded(part) == ("video/mp4", clip.read_bytes())
-    reading = {"num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
+    reading = {"video_backend": "qwen3_vl", "num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
     assert sent["media_io_kwargs"] == {"video": reading}
     assert "mm_processor_kwargs" not in sent  # vLLM refuses it, unless it was started to trust requests
 
@@ -200,7 +202,6 @@ def test_clip_is_sent_with_its_frame_count(
     [
         ({"nframes": 12}, list(range(12)), 12),
         ({"nframes": 4, "video_start": 0.2}, [2, 5, 8, 11], 10),
-        ({"nframes": 2, "max_pixels": 128 * 28**2}, [0, 11], 12),
     ],
 )
 def test_unusual_frames_are_sent_as_jpeg_video(
@@ -222,6 +223,36 @@ def test_unusual_frames_are_sent_as_jpeg_video(
         "duration": 1.2,
         "do_sample_frames": False,
     }
+
+
+def test_vllm_shows_frames_of_training_in_a_file(stand_in: StandIn, tmp_path: Path) -> None:
+    video = pytest.importorskip("vllm.multimodal.video")
+    clip = write_video(tmp_path / "v.mp4", 150)
+    ask(answerer(stand_in.url), media_sample({"type": "video", "video": str(clip), "nframes": 4}))
+    reading = stand_in.requests[0]["media_io_kwargs"]["video"]
+    _, content = decoded(stand_in.requests[0]["messages"][0]["content"][0])
+    frames, metadata = video.VIDEO_LOADER_REGISTRY.load(reading.pop("video_backend")).load_bytes(content, **reading)
+    # (150 - 1) / 3 = 49.67, 99.33; vLLM's loader for Qwen2.5-VL shows 0, 37, 75 and 112.
+    assert metadata["frames_indices"] == [0, 50, 99, 149]
+    assert [read_number(frame) for frame in frames] == [0, 50, 99, 149]
+
+
+@pytest.mark.parametrize(("family", "factor"), [("qwen2_5_vl", 28), ("qwen3_vl", 32)])
+def test_frames_are_sent_in_sizes_of_known_model(
+    stand_in: StandIn, tmp_path: Path, family: str, factor: int, request: pytest.FixtureRequest
+) -> None:
+    stand_in.models = {"data": [{"id": "mine", "root": str(request.getfixturevalue(f"tiny_{family}"))}]}
+    clip = write_video(tmp_path / "v.mp4", frames=np.zeros((12, 250, 330, 3), np.uint8))
+    Image.new("RGB", (330, 250)).save(tmp_path / "i.png")
+    parts = [{"type": "image", "image": str(tmp_path / "i.png")}, {"type": "video", "video": str(clip), "nframes": 2}]
+    ask(answerer(stand_in.url), media_sample(*parts))
+    [sent] = stand_in.requests
+    image, video, _ = sent["messages"][0]["content"]
+    rounded = round(330 / factor) * factor, round(250 / factor) * factor
+    assert Image.open(io.BytesIO(decoded(image)[1])).size == rounded
+    frames = video["video_url"]["url"].partition(",")[2].split(",")
+    assert [Image.open(io.BytesIO(base64.b64decode(frame))).size for frame in frames] == [rounded] * 2
+    assert sent["mm_processor_kwargs"] == {"do_resize": False}
 
 
 @pytest.mark.parametrize(

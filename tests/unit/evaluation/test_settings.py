@@ -1,4 +1,4 @@
-"""The settings of the evaluation in a folder, and how the model was trained."""
+"""The settings of the evaluation in a folder."""
 
 import json
 from dataclasses import asdict
@@ -10,7 +10,7 @@ import pytest
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.evaluation.report.results import write_text
-from dsreason.evaluation.settings import describe_vision_difference, open_run_folder, read_trained_vision
+from dsreason.evaluation.settings import open_run_folder
 from dsreason.models.folder import compute_fingerprint
 from tests.unit.evaluation.made_results import made
 
@@ -142,22 +142,3 @@ def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     assert len(result) == 4
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert compute_fingerprint(tmp_path) not in result
-
-
-@pytest.mark.parametrize("inside", ["", "export/final", "checkpoints/step_2"])
-def test_trained_vision_is_read_from_the_run(tmp_path: Path, inside: str) -> None:
-    record = {"config": {"data": {"vision": {"nframes": 2, "fps": None}}}, "deepspeed": {}}
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    model = tmp_path / inside
-    model.mkdir(parents=True, exist_ok=True)
-    if inside:
-        (model / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    assert read_trained_vision(model) == {"nframes": 2}
-    note = describe_vision_difference(config(model={"path": str(model)}))
-    assert note is not None and "{'nframes': 2}" in note and "{'fps': 4.0}" in note
-    assert describe_vision_difference(config(model={"path": str(model)}, vision={"nframes": 2})) is None
-
-
-def test_another_model_has_no_such_settings(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    assert read_trained_vision(tmp_path) is None

@@ -1,0 +1,102 @@
+"""The choice of vision settings: those that the user sets, then those with which dsreason trained the model, then defaults."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsreason.checkpoints.checkpoint_folder import read_checkpoint
+from dsreason.checkpoints.trained_vision import TrainedVision, format_settings, read_run_vision, read_trained_vision
+from dsreason.config.schema_data import VisionConfig
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.evaluation.ask.answerers import resolve_model_folder
+from dsreason.evaluation.ask.models import is_checkpoint, run_weights
+from dsreason.evaluation.ask.server import ServerAnswerer
+
+
+@dataclass(frozen=True)
+class VisionChoice:
+    """The vision settings of an evaluation, and where they come from."""
+
+    settings: VisionConfig
+    user: VisionConfig
+    """Settings that the user has set."""
+    trained: TrainedVision | None
+    """Settings of the model's training; None if they are unknown."""
+    origin: str
+    """Path of the model, for messages."""
+
+    def describe(self) -> str:
+        """Describe the settings in one line."""
+        own = self.user.model_dump(exclude_none=True)
+        kept = {key: value for key, value in self.settings.model_dump(exclude_none=True).items() if key not in own}
+        parts = [f"{format_settings(own)} (set by you)"] if own else []
+        if self.trained is None:
+            unknown = f"{self.origin} has no vision settings of a training" if self.origin else "the model is unknown"
+            parts.append(f"{format_settings(kept)} (default; {unknown})" if kept else unknown)
+            return f"vision settings: {'; '.join(parts)}"
+        if kept or not own:
+            parts.append(f"{format_settings(kept) or 'defaults'} (as in training, {self.origin})")
+        replaced = {
+            key: value for key, value in self.trained.settings.items() if kept.get(key) != value != own.get(key)
+        }
+        if replaced:
+            parts.append(f"training used {format_settings(replaced)} instead ({self.origin})")
+        if self.trained.differing:
+            parts.append(f"training used other settings for {', '.join(self.trained.differing)}")
+        return f"vision settings: {'; '.join(parts)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record for the results."""
+        return {
+            "used": self.settings.model_dump(exclude_none=True),
+            "set": self.user.model_dump(exclude_none=True),
+            "trained": None if self.trained is None else self.trained.settings,
+            "model": self.origin,
+        }
+
+
+def choose_vision(
+    user: VisionConfig, trained: TrainedVision | None, origin: str, defaults: VisionConfig
+) -> VisionChoice:
+    """Fill the user's settings with those of training or, if these are unknown, with `defaults`."""
+    base = defaults if trained is None else trained.to_config()
+    return VisionChoice(user.fill(base), user, trained, origin)
+
+
+def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
+    """Choose the settings for all data sets, for which the model is downloaded if it is not on this machine.
+
+    Raises:
+        DsReasonError: the model or the server does not exist.
+    """
+    user, defaults = config.set_vision(), VisionConfig(fps=config.evaluation.fps)
+    if config.server.url is not None:
+        with closing(ServerAnswerer(config.server)) as answerer:
+            folder = answerer.folder
+        trained = None if folder is None else read_trained_vision(folder)
+        return choose_vision(user, trained, str(folder or ""), defaults)
+    own_weights = run_weights(str(config.model.path))
+    origin = str(own_weights or config.model.path)
+    if own_weights is not None and is_checkpoint(own_weights):
+        return choose_vision(user, find_checkpoint_vision(own_weights), origin, defaults)
+    folder = resolve_model_folder(config, own_weights)
+    return choose_vision(user, read_trained_vision(folder), origin, defaults)
+
+
+def find_checkpoint_vision(checkpoint: Path) -> TrainedVision | None:
+    """Return the settings in a checkpoint or, for older ones, in the record of its run; None if they are unknown."""
+    trained = read_checkpoint(checkpoint).state.vision
+    return read_run_vision(checkpoint.absolute().parent.parent) if trained is None else trained
+
+
+def apply_choice(config: EvalConfig, choice: VisionChoice) -> EvalConfig:
+    """Return the configuration with the settings of training; without these, its own defaults apply."""
+    if choice.trained is None:
+        return config
+    changes: dict[str, Any] = {"vision": choice.settings}
+    if choice.settings.fps is None and choice.settings.nframes is None:  # training without a rate has its own default
+        changes["evaluation"] = config.evaluation.model_copy(update={"fps": None})
+    return config.model_copy(update=changes)
