@@ -89,7 +89,7 @@ def test_user_reward_must_accept_its_options(own):
     ],
 )
 def test_a_reference_that_can_be_met_passes(reward, answer, options):
-    check_answer([reward], Sample("7", [], answer=answer, options=options))
+    check_answer([reward], {}, Sample("7", [], answer=answer, options=options))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_reference_that_can_be_met_passes(reward, answer, options):
 )
 def test_a_reference_that_never_can_is_refused(reward, answer, options, text):
     with pytest.raises(DataError, match=text):
-        check_answer(["format", reward], Sample("7", [], answer=answer, options=options))
+        check_answer(["format", reward], {}, Sample("7", [], answer=answer, options=options))
 
 
 def test_rows_are_checked_only_for_builtin_rewards(own):
