@@ -126,11 +126,11 @@ class Scorer:
         for number, ((name, _), trait) in enumerate(zip(self._local, self._pool.traits, strict=True)):
             rows = [i for i, sample in enumerate(samples) if applies(self._only, name, sample)]
             if trait.is_batched:
-                for sample_id, group in groupby(rows, lambda i: samples[i].id):
+                for _, group in groupby(rows, lambda i: (samples[i].id, samples[i].messages)):
                     batch = list(group)
                     ids = None if completion_ids is None else [completion_ids[i] for i in batch]
                     arguments: tuple[Any, ...] = ([completions[i] for i in batch], [samples[i] for i in batch], ids)
-                    calls.append(RewardCall(number, arguments, f'sample "{sample_id}"'))
+                    calls.append(RewardCall(number, arguments, f'sample "{samples[batch[0]].id}"'))
                     targets.append(batch)
                 continue
             for i in rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,6 +81,7 @@ def try_rewards(
         print_message("overlong is left out, because it needs the tokens of a sampled completion", err=True)
     training, _ = open_datasets(run.data)
     samples = [training[index] for index in range(min(rows, len(training)))]
+    samples = [replace(sample, id=sample.id or f"row {number}") for number, sample in enumerate(samples, 1)]
     attempts = list_attempts(samples, completion, completions)
     with Scorer(select_functions(run.reward, names, workers=run.reward.workers)) as scorer:
         scores, extra = scorer.score_by_function(
