@@ -11,10 +11,11 @@ from dsreason.text import QuestionKind, normalize_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:
-    """Return whether the completion gives the sample's answer, parsed and compared as in `Grader`; False without a reference."""
+    """Return whether the completion gives an accepted answer, parsed and compared as in `Grader`; False without a reference."""
     reference, kind = get_reference(sample), get_question_kind(sample)
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
-    return reference is not None and is_same(answer, reference, kind, sample.options)
+    accepted = () if reference is None else (reference, *sample.other_answers)
+    return any(is_same(answer, text, kind, sample.options) for text in accepted)
 
 
 def get_question_kind(sample: Sample) -> QuestionKind:

@@ -37,10 +37,10 @@ class Sample:
     """Complete conversation with the rejected answer in preference rows; `messages` has the preferred one. None otherwise."""
     other_answers: tuple[str, ...] = ()
     """Accepted answers in addition to `answer`."""
-    has_text_prompt: bool = False
-    """Whether the row's prompt is a text instead of messages; rewards of TRL then get completions as texts."""
     tools: list[dict[str, Any]] | None = None
     """Descriptions of the functions that the model may call, for the chat template. None: no tools."""
+    has_text_prompt: bool = False
+    """Whether the row's prompt is a text instead of messages; rewards of TRL then get completions as texts."""
 
 
 @dataclass(frozen=True)

@@ -123,14 +123,16 @@ def _find_only_function(module: ModuleType, name: str) -> Any:
 
     In a module without public functions, classes whose instances can be called count as functions.
     """
-    members = {
+    members: dict[str, Any] = {
         key: value
         for key, value in vars(module).items()
         if not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
     }
-    public_functions = {key: value for key, value in members.items() if inspect.isfunction(value)} or {
-        key: value for key, value in members.items() if inspect.isclass(value) and "__call__" in vars(value)
-    }
+    public_functions: dict[str, Any] = {key: value for key, value in members.items() if inspect.isfunction(value)}
+    if not public_functions:
+        public_functions = {
+            key: value for key, value in members.items() if inspect.isclass(value) and "__call__" in vars(value)
+        }
     for default in ("reward", "compute_score"):  # the second is verl's
         if default in public_functions:
             return public_functions[default]

@@ -85,7 +85,7 @@ def wrap(function: Any, options: Mapping[str, Any], name: str, *, passes_text: b
         )
 
     def build_arguments(*arguments: Any) -> dict[str, Any]:
-        built = build(*arguments) | options
+        built = {**build(*arguments), **options}
         if absent := [key for key in list_required(parameters) if key not in built]:
             raise DataError(
                 f"the function needs {absent[0]}, which this row does not have; it has {', '.join(sorted(built)) or 'nothing'}"
