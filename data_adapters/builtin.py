@@ -29,11 +29,11 @@ def rows(data: Any) -> list[Row]:
     folder = (Path(data.path).expanduser().absolute() if data.path else get_builtin_folder()) / data.split
     if Path(data.path).is_file():
         raise DataError(
-            f"{data.path}: data.adapter is builtin, which reads only folders of the built-in task; to read your own rows, set "
-            'data.adapter, such as "jsonl"'
+            f'{data.path}: data.adapter is "builtin", which reads only folders of the built-in task; to read your own '
+            'rows, set another adapter, such as data.adapter = "jsonl"'
         )
     if not (folder / "conversations.json").is_file():
-        raise DataError(f"{folder}: not a split of the built-in task; set data.split to train or validation")
+        raise DataError(f"{folder}: is not a split of the built-in task; set data.split to train or validation")
     rows_of_split = json.loads((folder / "conversations.json").read_text())
     for name in ("questions.jsonl", "choices.jsonl"):
         rows_of_split += [json.loads(line) for line in (folder / name).read_text().splitlines()]
@@ -42,7 +42,8 @@ def rows(data: Any) -> list[Row]:
             row[kind] = str(folder / row[kind])
     rows_of_split.sort(key=lambda row: row["id"])
     if data.subset and data.subset not in SUBSETS:
-        raise DataError(f"data.subset ({data.subset!r}): the built-in task has only {' and '.join(map(repr, SUBSETS))}")
+        subsets = ", ".join(map(repr, SUBSETS))
+        raise DataError(f"data.subset must be one of {subsets} for the built-in task; got {data.subset!r}")
     return SUBSETS[data.subset](rows_of_split) if data.subset else rows_of_split
 
 

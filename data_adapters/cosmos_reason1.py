@@ -37,13 +37,15 @@ SUFFIXES = {"video": (".mp4", ".mov", ".mkv", ".webm", ".avi"), "image": (".jpg"
 
 def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if "qa_pairs" in row and "conversations" not in row:
-        raise DataError("field 'qa_pairs': this row is a question; set data.adapter = \"cosmos_reason1_rl\"")
+        raise DataError(
+            "the row has the field 'qa_pairs' instead of 'conversations'; set data.adapter = \"cosmos_reason1_rl\""
+        )
     clip = find_clip(text_field(row, "video"), data)
     turns = read_messages(row["conversations"], "conversations")
     messages: list[Message] = [{**turn, "content": join_parts(turn["content"])} for turn in turns]
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
-        raise DataError("field 'conversations': no user turn to show the video in; add one")
+        raise DataError("field 'conversations' has no user turn to show the video in; add one")
     answer = get_last_reply(messages)
     first["content"] = [{"type": "video", "video": str(clip)}, {"type": "text", "text": first["content"]}]
     return Sample(str(row.get("id", row["video"])), messages, answer=answer)
@@ -60,14 +62,15 @@ def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
         for folder in clips.folders:
             if not Path(video).is_absolute() and not is_inside(folder.absolute() / video, folder.absolute()):
                 raise DataError(
-                    f"field {kind!r}: {video} leads out of {folder}; use a path below it or an absolute one"
+                    f"field {kind!r}: {video} points outside {folder}; use a path inside it or an absolute path"
                 )
             if (folder / video).is_file():
                 return (folder / video).absolute()
         matches = clips.by_name.get((kind, get_clip_name(video, subset)), [])
         if len(matches) > 1:
             raise DataError(
-                f"field {kind!r}: {video} may be {matches[0]} or {matches[1]}; give its path below {clips.folders[0]}"
+                f"field {kind!r}: {video} matches both {matches[0]} and {matches[1]}; specify its path relative to "
+                f"{clips.folders[0]}"
             )
         if matches:
             return matches[0]

@@ -21,7 +21,7 @@ import numpy as np
 
 from data_adapters.cosmos_reason1 import find_clip
 from dsreason.config.schema import SourceConfig
-from dsreason.data.options import option_lines, options_field, own_letter
+from dsreason.data.options import format_options, options_field, own_letter
 from dsreason.data.rows import NamedRows, get_optional_text, read_rows, text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -38,11 +38,11 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     file = find_clip(text_field(row, kind), data, kind)
     choice = row["qa_pairs"]
     if not isinstance(choice, dict):
-        raise DataError(f"field 'qa_pairs' is {choice!r:.100}; it must have question, index2ans and answer")
+        raise DataError(f"field 'qa_pairs' must be an object with question, index2ans and answer; got {choice!r:.100}")
     options = options_field(choice.get("index2ans"), "qa_pairs.index2ans")
     answer_field = "correct_answer" if choice.get("correct_answer") else "answer"
     answer = (get_optional_text(choice, answer_field) or "").strip() or None
-    lines = [text_field(choice, "question"), *option_lines(options)]
+    lines = [text_field(choice, "question"), *format_options(options)]
     if options is not None:
         if answer is not None:
             answer = find_letter(answer, options)
@@ -57,7 +57,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
 def find_letter(answer: str, options: dict[str, str]) -> str:
     letter = own_letter(answer, options)
     if letter is None:
-        raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
+        raise DataError(f"field 'qa_pairs.answer' must be one of {', '.join(options)}; got {answer!r}")
     return letter
 
 

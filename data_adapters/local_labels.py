@@ -34,7 +34,8 @@ def rows(data: SourceConfig) -> list[dict[str, Any]]:
     for name in ("videos", "metas"):
         if not (folder / name).is_dir():
             raise DataError(
-                f"{folder / name}: no such folder; the adapter local_labels needs videos/ and metas/ in data.path"
+                f"{folder / name}: no such folder; the adapter local_labels needs the folders videos/ and metas/ in "
+                "data.path"
             )
     labels = {label.name.removesuffix(LABEL): label for label in (folder / "metas").glob(f"*{LABEL}")}
     files_by_id: dict[str, dict[str, Any]] = {name: {"label": str(label.absolute())} for name, label in labels.items()}
@@ -52,8 +53,8 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
     matches = [video for video in videos if extract_id(video.name, pattern)]
     if videos and not matches:
         raise DataError(
-            f"{folder}: data.video_pattern ({pattern!r}) matches none of the {len(videos)} videos there, such as "
-            f"{videos[0].name}; correct it"
+            f"{folder}: data.video_pattern ({pattern!r}) matches none of the {len(videos)} videos in this folder, such "
+            f"as {videos[0].name}; correct the pattern"
         )
     return matches
 
@@ -79,11 +80,11 @@ def get_video_id(name: str, labels: Collection[str], pattern: str | None) -> str
 
 def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if "label" not in row:
-        advice = "if its camera has a dot in its name, set data.video_pattern"
+        advice = "if the camera's name contains a dot, set data.video_pattern"
         if data.video_pattern:
-            advice = f"by data.video_pattern ({data.video_pattern!r}) its id is {row['id']!r}"
+            advice = f"data.video_pattern ({data.video_pattern!r}) yields the id {row['id']!r}"
             if row["id"].endswith("."):
-                advice += f"; set {data.video_pattern.replace('*', '*.', 1)!r}"
+                advice += f"; set it to {data.video_pattern.replace('*', '*.', 1)!r}"
         raise DataError(f"{row['videos'][0]} has no label metas/{row['id']}{LABEL}; {advice}")
     label = Path(row["label"])
     pattern = data.video_pattern or "*.*"
@@ -93,8 +94,8 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         endings = [name.removeprefix(row["id"]) for name in names]
         example = next((f', such as "*{ending}"' for ending in endings if CAMERA.fullmatch(ending)), "")
         raise DataError(
-            f"{label.name} has {len(videos)} videos ({', '.join(names)}), but only one can be shown; choose a camera: set "
-            f"data.video_pattern{example}"
+            f"{label.name} has {len(videos)} videos ({', '.join(names)}), but only one can be shown; choose a camera "
+            f"with data.video_pattern{example}"
         )
     label_object = read_label(label)
     # JSON rather than Python syntax, so that any program can parse the model's answers
@@ -108,4 +109,4 @@ def read_label(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
+        raise DataError(f"{path}: cannot be read as JSON: {error}") from error

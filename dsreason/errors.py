@@ -50,6 +50,12 @@ class Stopped(DsReasonError):
     label = ""
 
 
+class NothingLearned(DsReasonError):
+    """The end of a run that cannot learn from its rows and rewards, so that a restart would not help."""
+
+    exit_code = 3
+
+
 class StorageError(DsReasonError):
     """A storage request (to S3 or the Hub) that was refused or got no response; the message names the URL and the response.
 

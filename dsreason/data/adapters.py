@@ -45,7 +45,7 @@ class Adapter:
             raise
         except Exception as error:
             raise DataError(
-                f"adapter {self.name}: rows(data) of {data.path} failed: {type(error).__name__}: {error}"
+                f"adapter {self.name}: rows(data) failed for {data.path}: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(rows, Sized):
             raise DataError(
@@ -73,12 +73,15 @@ def find_adapter(name: str) -> Adapter:
         ConfigError: the adapter does not exist, cannot be imported, or has no `to_sample`.
     """
     target, shipped = name.partition(":")[0], list_shipped_adapters()
-    advice = f"Shipped: {', '.join(shipped)}. Your own: package.module, package.module:attr or a path to a .py file"
+    advice = f"Shipped: {', '.join(shipped)}. Your own: package.module, package.module:attr or the path of a .py file"
     adapter = find_code(
         f"data_adapters.{name}" if target in shipped else name, f'data.adapter "{name}"', shipped, advice
     )
     if "to_sample" not in dir(adapter):
-        raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
+        raise ConfigError(
+            f'data.adapter "{name}": has no function to_sample(row, data); add it, or append :attr to choose an object '
+            "that has it"
+        )
     return Adapter(name, _accept_data(adapter.to_sample), adapter.rows if "rows" in dir(adapter) else read_rows)
 
 
@@ -120,10 +123,13 @@ def parse_splits(split: str | Sequence[str]) -> list[Split]:
     for expression in (part.replace(" ", "") for text in expressions for part in text.split("+")):
         match = _SPLIT.fullmatch(expression)
         if match is None:
-            raise ConfigError(f'data.split ("{expression}") is not a split; write train, train[:100] or train[10%:20%]')
+            raise ConfigError(
+                f'data.split ("{expression}") is not a valid split; use a form such as train, train[:100] or '
+                "train[10%:20%]"
+            )
         bounds = match.group(2), match.group(3)
         if any(b is not None and b.endswith("%") and abs(int(b[:-1])) > 100 for b in bounds):
-            raise ConfigError(f'data.split ("{expression}") goes beyond 100%')
+            raise ConfigError(f'data.split ("{expression}"): percentages must be at most 100%')
         splits.append(Split(match.group(1), *bounds))
     return splits
 

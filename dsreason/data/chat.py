@@ -126,8 +126,8 @@ class Encoder:
         start, end = len(prompt_ids), max(i for i, trained in enumerate(mask) if trained) + 1
         if ids[:start] != prompt_ids or end <= start:
             raise DataError(
-                f"sample {conversation.id!r}: the chat template does not begin the conversation with its prompt; change the "
-                "template"
+                f"sample {conversation.id!r}: the chat template renders a conversation that does not start with its "
+                "prompt; change the template"
             )
         return ids[start:end], mask[start:end]
 
@@ -150,8 +150,8 @@ class Encoder:
             return sample
         if media_files := list_media_paths(sample.messages):
             raise DataError(
-                f"sample {sample.id!r} shows {media_files[0]}, but {self.family.name} reads text only; use a vision-language "
-                "model, or rows without images and videos"
+                f"sample {sample.id!r} contains {media_files[0]}, but {self.family.name} accepts only text; use a "
+                "vision-language model, or rows without images and videos"
             )
         return replace(sample, messages=[{**message, "content": join_text(message)} for message in sample.messages])
 
@@ -194,8 +194,8 @@ class Encoder:
                     raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
         if (tokens := sum(medium.grid[0] * self._count_group_tokens(medium) for medium in planned)) > MAX_MEDIA_TOKENS:
             raise SampleTooLong(
-                f"sample {sample.id!r} has {tokens} tokens of images and videos, more than any model accepts "
-                f"({MAX_MEDIA_TOKENS}); use fewer frames or pixels"
+                f"sample {sample.id!r} has {tokens} tokens of images and videos, but the maximum is "
+                f"{MAX_MEDIA_TOKENS}; use fewer frames or pixels"
             )
         return planned
 
@@ -271,7 +271,8 @@ class Encoder:
                     medium = next(remaining, None)
                     if medium is None or medium.kind != kind_by_token[token]:
                         raise DataError(
-                            f"sample {sample.id!r}: the chat template does not show the media in the sample's order"
+                            f"sample {sample.id!r}: the chat template does not render the media in the sample's order; "
+                            "change the template"
                         )
                     expanded = self._expand_placeholder(medium)
                     ids += expanded
@@ -280,7 +281,10 @@ class Encoder:
                     ids.append(token)
                     mask.append(trained)
         if next(remaining, None) is not None:
-            raise DataError(f"sample {sample.id!r}: the chat template omits some of its {len(planned)} media")
+            raise DataError(
+                f"sample {sample.id!r}: the chat template omits some of the {len(planned)} media items; change the "
+                "template"
+            )
         return ids, mask
 
     def _expand_placeholder(self, medium: PlannedMedium) -> list[int]:
@@ -303,8 +307,9 @@ class Encoder:
         """Raise SampleTooLong if `length` exceeds `max_length`."""
         if length > self.max_length:
             raise SampleTooLong(
-                f"sample {sample.id!r} has {length} tokens, more than {self.max_length_key} ({self.max_length}); "
-                'raise it, use fewer frames or pixels, or leave such samples out with model.on_too_long = "skip"'
+                f"sample {sample.id!r} has {length} tokens, but the maximum is {self.max_length} "
+                f"({self.max_length_key}); "
+                'raise it, use fewer frames or pixels, or skip such samples with model.on_too_long = "skip"'
             )
 
     # ------------------------------------------------------------ tensors
@@ -324,7 +329,8 @@ class Encoder:
             grids = [list(medium.grid) for medium in planned if medium.kind == kind]
             if grids and mm_kwargs[key].tolist() != grids:
                 raise DataError(
-                    f"sample {sample.id!r}: the processor made {key} {mm_kwargs[key].tolist()}, not {grids}"
+                    f"sample {sample.id!r}: the processor returned {key} {mm_kwargs[key].tolist()}, but {grids} was "
+                    "expected"
                 )
         input_ids = torch.tensor(ids, dtype=torch.int64)
         types = torch.zeros_like(input_ids)

@@ -66,7 +66,7 @@ def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[Weighted
         return dataset.weighted_parts
     by_label = balance_labels(dataset.weighted_parts, read_labels(dataset, data))
     labels = count_labels(by_label)
-    log.info("data.balance: %d labels, %d rows per label and epoch", len(labels), next(iter(labels.values())).per_epoch)
+    log.info("data.balance: %d labels, each with %d rows per epoch", len(labels), next(iter(labels.values())).per_epoch)
     rare = [
         f"{name!r} ({label.rows} rows, each {label.per_epoch / label.rows:.0f} times)"
         for name, label in labels.items()
@@ -74,7 +74,9 @@ def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[Weighted
     ]
     if rare:
         log.warning(
-            "data.balance: some labels repeat few rows many times per epoch; add rows of them: %s", join_first(rare)
+            "data.balance: some labels have so few rows that each is repeated many times per epoch; add rows with "
+            "these labels: %s",
+            join_first(rare),
         )
     return [part for parts in by_label.values() for part in parts]
 
@@ -150,10 +152,10 @@ def read_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
             labels.append(first.setdefault(normalise_label(label), label))
     summaries = [f"{count} rows, such as {examples[reason]}: {reason}" for reason, count in reasons.most_common()]
     if not first:
-        raise DataError(f"data.balance ({data.balance}): no row has such a label: {join_first(summaries)}")
+        raise DataError(f"data.balance ({data.balance}): no row has a usable label: {join_first(summaries)}")
     if summaries:
         log.warning(
-            "data.balance (%s): %d rows have no label and are left out:\n  %s",
+            "data.balance (%s): %d rows have no label and are skipped:\n  %s",
             data.balance,
             reasons.total(),
             join_first(summaries, separator="\n  "),
@@ -176,15 +178,15 @@ def get_label(sample: Sample, field: str) -> str:
         answer = get_answer_label(sample)
         if answer is None:
             raise DataError(
-                f"the row has no answer of at most {SHORT_ANSWER} characters that could be a label; "
-                "name another field of the rows"
+                f"the row has no one-line answer of at most {SHORT_ANSWER} characters to use as a label; "
+                "choose another field of the rows"
             )
         return answer
     value = get_value(sample.meta, field)
     if not isinstance(value, str | int | float) or value == "":
         raise DataError(
-            f"sample.meta has no text or number as {field}; name a field that has one "
-            f"(available: {', '.join(list_fields(sample.meta)) or 'none'}), or answer"
+            f"sample.meta has no string or number named {field}; choose answer, or a field that has one "
+            f"(available: {', '.join(list_fields(sample.meta)) or 'none'})"
         )
     return str(value)
 

@@ -50,7 +50,7 @@ class StepBatches:
     work: Work
     """Work of this rank's micro-batches, for the FLOPs estimate."""
     num_tokens: int
-    """Number of trained tokens over all ranks and micro-batches; at least 1, because the loss is divided by it."""
+    """Number of trained tokens over all ranks and micro-batches; 0 if all rows of the step were skipped."""
     num_input_tokens: int
     """Number of tokens over all ranks, without padding."""
     num_samples: int
@@ -161,8 +161,6 @@ class StepLoader:
                 raise DataError(other.error)
         shares = [other for other, _, _ in ranks]
         shares = take_group_values(shares, [other.skipped for other in shares], self.ranks_per_row)
-        # If all rows of a step are skipped, there is no trained token and the gradient is zero.
-        num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
             step=step,
             micro_batches=align_batches(
@@ -173,7 +171,7 @@ class StepLoader:
                 part=PartOf(self.rank % self.ranks_per_row, self.ranks_per_row),
             ),
             work=share.work,
-            num_tokens=num_tokens,
+            num_tokens=sum(other.num_tokens for other in shares),
             num_input_tokens=sum(other.num_input_tokens for other in shares),
             num_samples=sum(other.num_samples for other in shares),
             skipped=[text for other in shares for text in other.skipped],
@@ -210,8 +208,8 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
             first_skipped, rank_skipped = ("; ".join(skipped[number]) or "nothing" for number in (first, rank))
             raise DataError(
                 f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) but read "
-                f"different data: rank {first} leaves out {first_skipped}, rank {rank} {rank_skipped}; check whether the files "
-                "are changing or are not always readable"
+                f"different data: rank {first} skips {first_skipped}, but rank {rank} skips {rank_skipped}; make sure "
+                "that the files do not change and can always be read"
             )
     return list(values[::ranks_per_row])
 
@@ -325,8 +323,8 @@ def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> 
                 if not has_started:
                     process.kill()
             raise DsReasonError(
-                f"a data worker has not started within {START_SECONDS:g} s and was killed; Python before 3.11.8 sometimes causes "
-                f"this (yours is {python_version()}): start again with --resume auto, or use a newer Python"
+                f"a data worker did not start within {START_SECONDS:g} s and was killed; Python versions before 3.11.8 "
+                f"sometimes cause this (yours is {python_version()}): restart with --resume auto, or use a newer Python"
             )
 
 

@@ -26,13 +26,13 @@ def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
         raise DataError(f"{name}: the list is empty")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise DataError(f"{name}[{i}]: role must be one of {', '.join(ROLES)}, in {message!r:.200}")
+            raise DataError(f"{name}[{i}]: role must be one of {', '.join(ROLES)}; got {message!r:.200}")
         if not isinstance(message.get("content"), str | list):
             raise DataError(
-                f"{name}[{i}].content: must be a string or a list of parts, not {message.get('content')!r:.200}"
+                f"{name}[{i}].content must be a string or a list of parts; got {message.get('content')!r:.200}"
             )
         if message["role"] == "system" and i > 0:
-            raise DataError(f"{name}[{i}]: a system message must be the first message")
+            raise DataError(f"{name}[{i}]: a system message must come first")
         for part in message["content"] if isinstance(message["content"], list) else ():
             check_part(part)
 
@@ -41,7 +41,7 @@ def check_part(part: Any) -> None:
     """Raise DataError if a part is not text, an image or a video."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", *TOKEN_TYPES):
-        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
+        raise DataError(f"the type of a part must be text, image or video; got {kind!r} in {part!r:.200}")
     if kind == "text":
         check_text(part.get("text"))
 
@@ -49,12 +49,13 @@ def check_part(part: Any) -> None:
 def check_text(text: Any) -> None:
     """Raise DataError if a text cannot be tokenized or contains the model's control tokens."""
     if not isinstance(text, str):
-        raise DataError(f"text {text!r:.200} is not a string")
+        raise DataError(f"the text of a part must be a string; got {text!r:.200}")
     check_characters(text)
     for token in list_control_tokens():
         if token in text:
             raise DataError(
-                f"the text contains the model's special token {token}, which only media parts and turns may add: {text!r:.200}"
+                f"the text contains the model's special token {token}, which is reserved for media parts and turns; "
+                f"remove it from {text!r:.200}"
             )
 
 

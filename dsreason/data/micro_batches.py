@@ -29,7 +29,7 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
     for sample in samples:
         if count_with_parent(sample) > budget:
             raise DataError(
-                f"sample {sample.id!r} has {count_with_parent(sample)} tokens, more than {key} ({budget}); "
+                f"sample {sample.id!r} has {count_with_parent(sample)} tokens, but the maximum is {budget} ({key}); "
                 f"raise {key}, or lower model.max_length and set model.on_too_long"
             )
     return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)

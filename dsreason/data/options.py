@@ -65,24 +65,28 @@ LONGEST = 1000
 
 
 def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Return the options by letter, with numbers converted to strings; None if there are none. Raise DataError for other types.
+    """Return the options by letter, with numbers converted to strings; None if it has none. Raise DataError otherwise.
 
     None values are dropped: Arrow adds them so that all rows have the same letters.
     """
     if given is None:
         return None
     if not isinstance(given, dict) or not all(isinstance(text, str | int | float | None) for text in given.values()):
-        raise DataError(f"field {field!r} is {given!r:.100}; it must have a string for each letter")
+        raise DataError(f"field {field!r} must map each letter to a string; got {given!r:.100}")
     return {letter: str(text) for letter, text in given.items() if text is not None} or None
 
 
-def option_lines(options: Mapping[str, str] | None) -> list[str]:
+def format_options(options: Mapping[str, str] | None) -> list[str]:
     """Format the options as a question shows them, one per line: `(A) left`."""
     return [f"({letter}) {text}" for letter, text in (options or {}).items()]
 
 
+option_lines = format_options
+"""Earlier name of `format_options`, which users' adapters may import."""
+
+
 def own_letter(answer: str, options: Iterable[str]) -> str | None:
-    """Return the option letter that equals the answer, ignoring case; None if there is none."""
+    """Return the option letter that equals the answer, ignoring case; None if no letter does."""
     return next((letter for letter in options if letter.lower() == answer.lower()), None)
 
 

@@ -64,8 +64,8 @@ class StepOrder:
         self.rows_per_epoch = sum(part.per_epoch for part in parts)
         if self.rows_per_epoch < batch_size:
             raise DataError(
-                f"the training data has {self.rows_per_epoch} rows, fewer than one global batch "
-                f"({batch_size}: {batch_key}), so there would not be a single step; lower it or add data"
+                f"the training data has {self.rows_per_epoch} rows, but one global batch needs {batch_size} "
+                f"({batch_key}), so not a single step is possible; lower {batch_key} or add data"
             )
         steps = epochs * self.rows_per_epoch // batch_size
         self.num_steps = steps if max_steps is None else min(steps, max_steps)

@@ -22,7 +22,7 @@ def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
     """
     if part.total == 1:
         return batch
-    assert batch.segments, "only packed rows are computed by several ranks together"
+    assert batch.segments, "only packed rows can be split among ranks"
     missing = -batch.input_ids.shape[1] % part.total
     if missing:
         batch = append_segments(batch, [make_padding_sample(pad_id, missing)])

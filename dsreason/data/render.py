@@ -45,7 +45,9 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
     turns = _find_assistant_turns(messages)
     trained = [number for number in turns if sample.messages[number].get("trained", True)]
     if not turns:
-        raise DataError(f"sample {sample.id!r}: no assistant message and no answer, so there is nothing to train on")
+        raise DataError(
+            f"sample {sample.id!r} has neither an assistant message nor an answer, so it has nothing to train on"
+        )
     if not trained:
         raise DataError(
             f'sample {sample.id!r}: every reply has "loss": false or is part of the prompt, so nothing is trained'
@@ -63,7 +65,7 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
         if not rendered.startswith(ends, span[1]):
             raise DataError(
                 f"sample {sample.id!r}, message {number}: the chat template must end the assistant's turn with "
-                f"{' or '.join(map(repr, ends))}, but ends it with {rendered[span[1] : span[1] + 20]!r}; correct the template"
+                f"{' or '.join(map(repr, ends))}, but continues with {rendered[span[1] : span[1] + 20]!r}; change the template"
             )
         spans.append((span, number in trained))
     return _tokenize_segments(processor, rendered, spans)
@@ -133,11 +135,13 @@ def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: s
             "template has tool calls, or write the call into the text of the message"
         )
     content = message["content"]
-    difference = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
+    difference = (
+        repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "different text before this turn"
+    )
     return (
         f"{location}: the chat template changes the conversation (some drop the reasoning "
-        f"of earlier turns): the assistant's text begins with {content[:80]!r}, but the template shows {difference}; split "
-        "the conversation so that this is its last turn, or change the template"
+        f"of earlier turns): the assistant's text begins with {content[:80]!r}, but the template renders {difference}; "
+        "split the conversation so that this is its last turn, or change the template"
     )
 
 
@@ -150,7 +154,7 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"sample {sample.id!r}: the chat template rejects the roles {roles}: {error}") from error
     except Exception as error:  # the template is a program that comes with the model
-        raise DataError(f"sample {sample.id!r}: the chat template fails: {type(error).__name__}: {error}") from error
+        raise DataError(f"sample {sample.id!r}: the chat template failed: {type(error).__name__}: {error}") from error
     for tool in sample.tools or ():
         if (name := str(tool["function"].get("name"))) not in text:
             raise DataError(
@@ -169,7 +173,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
     Raise DataError if a message cannot be used.
     """
     if not sample.messages or sample.messages[0]["role"] == "assistant":
-        raise DataError(f"sample {sample.id!r}: the first message must be the user's (or the system's)")
+        raise DataError(f"sample {sample.id!r}: the first message must be from the user or the system")
     template_tokens = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
     reserved = template_tokens | {tokens.image, tokens.video, processor.tokenizer.eos_token}
     cleaned = []
@@ -180,7 +184,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
         try:
             check_characters(text)
         except DataError as error:
-            raise DataError(f"{location}: {error}; correct it") from None
+            raise DataError(f"{location}: {error}; remove it") from None
         for token in reserved:
             if token in text:
                 raise DataError(f"{location}: the text contains the model's special token {token!r}; remove it")
@@ -196,7 +200,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
 def _join_assistant_text(location: str, content: str | list[dict[str, Any]], *, may_be_empty: bool) -> str:
     if isinstance(content, list):
         if any(part["type"] != "text" for part in content):
-            raise DataError(f"{location}: an assistant message may hold text only, no image or video")
+            raise DataError(f"{location}: an assistant message may contain only text; remove its images and videos")
         content = "".join(part["text"] for part in content)
     if not content.strip() and not may_be_empty:
         raise DataError(f"{location}: the assistant's text is empty")

@@ -17,7 +17,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from dsreason.config.schema_data import SourceConfig
-from dsreason.data.options import option_lines as option_lines  # adapters import these names from here
+from dsreason.data.options import format_options as format_options  # adapters import these names from here
+from dsreason.data.options import option_lines as option_lines
 from dsreason.data.options import options_field as options_field
 from dsreason.data.options import own_letter as own_letter
 from dsreason.errors import ConfigError, DataError
@@ -79,8 +80,8 @@ class ListRows(NamedRows):
 def _check_list_size(path: Path, size: int) -> None:
     if size > MAX_LIST_BYTES:
         raise DataError(
-            f"{path}: has {size} bytes, but a JSON list is read at once and may have at most {MAX_LIST_BYTES}; write one row "
-            "per line, as .jsonl"
+            f"{path}: has {size} bytes, but a JSON list is read into memory and may have at most {MAX_LIST_BYTES}; "
+            "write one row per line to a .jsonl file"
         )
 
 
@@ -97,9 +98,9 @@ class JsonListRows(NamedRows):
         try:
             rows = json.loads(path.read_bytes().decode("utf-8-sig"))
         except UNREADABLE as error:
-            raise DataError(f"{path}: not JSON ({describe_parse_error(error)}); correct the file") from error
+            raise DataError(f"{path}: is not valid JSON ({describe_parse_error(error)}); correct the file") from error
         if not isinstance(rows, list):
-            raise DataError(f"{path}: expected a JSON list of rows, or one row per line; found {type(rows).__name__}")
+            raise DataError(f"{path}: must contain a JSON list of rows, or one row per line; got {type(rows).__name__}")
         texts = [json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass") for row in rows]
         self.ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         self.block = b"".join(texts)
@@ -116,8 +117,8 @@ def _iter_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
         if len(line) > MAX_LINE_BYTES:
             raise DataError(
-                f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; write one row per line, and large media to "
-                "separate files"
+                f"{path}, line {number}: exceeds the maximum length of {MAX_LINE_BYTES >> 20} MiB; write one row per "
+                "line, and large media to separate files"
             )
         yield line
 
@@ -148,7 +149,8 @@ class JsonLinesRows(NamedRows):
             return json.loads(line.decode("utf-8-sig"))
         except UNREADABLE as error:
             raise DataError(
-                f"{self.path}, line {self.lines[index]}: not a JSON object ({describe_parse_error(error)}); correct the line"
+                f"{self.path}, line {self.lines[index]}: is not valid JSON ({describe_parse_error(error)}); correct "
+                "the line"
             ) from error
 
     def describe_location(self, index: int) -> str:
@@ -198,7 +200,9 @@ class SelectedRows(NamedRows):
 def read_rows(data: SourceConfig) -> NamedRows:
     """Read the rows of one split at `data.path`: a file or folder (local or in S3), or a data set on the Hub."""
     if not data.path:
-        raise ConfigError(f"data.path is empty; the adapter {data.adapter} needs a file, a folder or a hub name")
+        raise ConfigError(
+            f"data.path is empty; set it to the file, folder or Hub data set for the adapter {data.adapter}"
+        )
     path = _fetch(data.path) if is_s3(data.path) else Path(data.path).expanduser()
     if path.is_file():
         if data.split != path.stem:
@@ -209,7 +213,7 @@ def read_rows(data: SourceConfig) -> NamedRows:
     if path.exists():
         raise DataError(f"data.path: {path.absolute()} {describe_missing_file(path)}")
     if not _is_hub_name(data.path):
-        raise DataError(f"data.path: no file or folder {path.absolute()}")
+        raise DataError(f"data.path: no such file or folder: {path.absolute()}")
     check_hub_configs(data.path, data.revision)
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
 
@@ -229,7 +233,7 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
     """Return the string in a field of a row. Raise KeyError if the field is missing, and DataError if it is not a string."""
     text = row[field]
     if not isinstance(text, str):
-        raise DataError(f"field {field!r} is {text!r:.100}; it must be a string")
+        raise DataError(f"field {field!r} must be a string; got {text!r:.100}")
     return text
 
 
@@ -251,7 +255,7 @@ def to_list(value: Any) -> list[Any]:
 def only_train(data: SourceConfig, what: str) -> None:
     """Raise DataError if `data.split` is not "train"; for data without splits."""
     if data.split != "train":
-        raise DataError(f'{what} has no splits, so data.split must be "train" (it is "{data.split}")')
+        raise DataError(f'{what} has no splits, so data.split must be "train"; got "{data.split}"')
 
 
 def _is_hub_name(path: str) -> bool:
@@ -269,7 +273,7 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> NamedRows:
         return _load_table(TABLE_BUILDERS[suffix], name, whole_split, files, options)
     if suffix not in JSON_SUFFIXES:
         suffixes = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
-        raise DataError(f"{paths[0]}: files with the suffix {suffix!r} are not supported ({suffixes} are)")
+        raise DataError(f"{paths[0]}: the suffix must be one of {suffixes}; got {suffix!r}")
     parts = [_read_json(path) for path in paths]
     return parts[0] if len(parts) == 1 else SelectedRows([(part, range(len(part))) for part in parts])
 
@@ -335,7 +339,7 @@ def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
             only_train(data, f"{folder}: this data set")
         return TableRows(saved, str(folder))
     if data.split not in saved:
-        raise DataError(f'{folder}: no split "{data.split}"; it has {", ".join(saved)}')
+        raise DataError(f'{folder}: has no split "{data.split}"; set data.split to one of {", ".join(saved)}')
     return TableRows(saved[data.split], f"{folder} ({data.split})")
 
 
@@ -355,8 +359,9 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         if files and split == "train" and not any(split_words & words[f] for f in files):
             return files
         if files:
-            raise DataError(f'{folder}: no file for split "{split}" among {", ".join(f.name for f in files[:8])}')
-    raise DataError(f"{folder}: no JSON, JSON lines, Parquet, Arrow or CSV file in this folder; check data.path")
+            names = ", ".join(f.name for f in files[:8])
+            raise DataError(f'{folder}: has no file for split "{split}" among {names}; change data.split')
+    raise DataError(f"{folder}: contains no JSON, JSON lines, Parquet, Arrow or CSV file; check data.path")
 
 
 def _load_table(
@@ -377,7 +382,7 @@ def _load_table(
             kind = type(builder).__module__.rpartition(".")[2]
             if kind not in FOLDER_BUILDERS:
                 raise DataError(
-                    f"{name}: files of kind {kind} are not supported; convert them to JSON lines or Parquet"
+                    f"{name}: files of type {kind} are not supported; convert them to JSON lines or Parquet"
                 )
             data_files = builder.config.data_files
         if data_files is not None and kind in TEXT_BUILDERS:

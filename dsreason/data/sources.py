@@ -97,11 +97,12 @@ class DataSource:
             ) from error
         if not isinstance(sample, Sample):
             raise DataError(
-                f"{location}: adapter {self.adapter.name} must return a Sample, it returned {sample!r:.100}"
+                f"{location}: adapter {self.adapter.name} must return a Sample, but returned {sample!r:.100}"
             )
         if is_nested_deeper(sample.meta):
             raise DataError(
-                f"{location}: its fields are nested deeper than {MOST_LEVELS} levels; leave out what no reward needs"
+                f"{location}: the row's fields are nested more than {MOST_LEVELS} levels deep; remove those that no "
+                "reward needs"
             )
         return sample
 
@@ -150,7 +151,7 @@ class SampleDataset(Sequence[Sample]):
 
     def _find(self, index: int) -> tuple[DataSource, int]:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
         part = int(np.searchsorted(self.starts, self.rows[index], side="right")) - 1
         return self.sources[part], int(self.rows[index] - self.starts[part])
 
@@ -165,10 +166,11 @@ def rename_columns(row: Any, columns: dict[str, str]) -> Any:
         return row
     if not isinstance(row, dict):
         raise DataError(
-            f"data.columns names {', '.join(columns.values())}, but the row is {row!r:.100}; use rows with fields"
+            f"data.columns names {', '.join(columns.values())}, but the row has no columns: {row!r:.100}; use rows "
+            "that are objects"
         )
     if missing := [column for column in columns.values() if column not in row]:
-        raise DataError(f"data.columns names {missing[0]!r}, but the row has {', '.join(map(str, row))}")
+        raise DataError(f"data.columns names {missing[0]!r}, but the row has only {', '.join(map(str, row))}")
     unmapped = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
     return unmapped | {field: row[column] for field, column in columns.items()}
 
@@ -185,7 +187,7 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
     share, num_rows = config.validation, len(training)
     held_out = max(1, round(share * num_rows)) if 0 < share < 1 else int(share)
     if held_out >= num_rows:
-        raise DataError(f"data.validation ({share}) leaves nothing of the {num_rows} rows to train on; lower it")
+        raise DataError(f"data.validation ({share}) leaves none of the {num_rows} rows for training; lower it")
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(training))
     return training.select(np.sort(order[held_out:])), training.select(np.sort(order[:held_out]))
 
@@ -242,7 +244,7 @@ def check_options(options: object) -> None:
         return
     texts = [*options.keys(), *options.values()] if isinstance(options, dict) else [None]
     if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"options: must have a string for each letter, not {options!r:.200}")
+        raise DataError(f"options must map each letter to a string; got {options!r:.200}")
 
 
 def get_first_path(messages: Sequence[Message]) -> str:
@@ -282,13 +284,13 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
     if from_table:
         raw = raw.get("path")
     if not isinstance(raw, str) or not raw:
-        raise DataError(f"{kind}: needs the path of a file, not {raw!r:.200}")
+        raise DataError(f"{kind} must be the path of a file; got {raw!r:.200}")
     if is_s3(raw):
         return read_address(raw)
     if "://" in raw and not raw.startswith("file://"):
         raise DataError(
-            f"{kind}: {mask_credentials(raw)} is a URL; only local files and s3:// URIs are supported, "
-            "download it first"
+            f"{kind}: {mask_credentials(raw)} is a URL, but only local files and s3:// URIs are supported; "
+            "download the file first"
         )
     path = Path(raw.removeprefix("file://"))
     if isinstance(media_root, S3Address):
@@ -298,11 +300,11 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
         path = media_root / path
         if not is_inside(path, media_root):
             hint = (
-                "; it exists relative to the working folder, which paths are not joined to"
+                " (it exists relative to the working folder, but paths are not resolved against that)"
                 if os.path.isfile(raw)
                 else ""
             )
-            raise DataError(f"{kind}: {raw} leads out of {media_root}{hint}; use absolute paths")
+            raise DataError(f"{kind}: {raw} points outside {media_root}{hint}; use absolute paths")
     return path
 
 
@@ -311,7 +313,7 @@ def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Addres
     for part in list_media_parts(messages):
         path = part[part["type"]]
         if not is_s3(path) and not os.path.isfile(path):  # Path.is_file raises if a path is too long
-            return f"{part['type']}: no file {path[:300]}{describe_joined_twice(path, media_root)}"
+            return f"{part['type']}: no such file: {path[:300]}{describe_joined_twice(path, media_root)}"
     return None
 
 
@@ -323,8 +325,8 @@ def describe_joined_twice(path: str, media_root: Path | S3Address) -> str:
     if not os.path.isfile(relative_path):
         return ""
     return (
-        f"; the file {relative_path[:300]} exists in the working folder, but relative paths are joined to {media_root}: "
-        'set data.media_path = ".", or let the adapter return absolute paths'
+        f"; the file {relative_path[:300]} exists in the working folder, but relative paths are resolved against "
+        f'{media_root}: set data.media_path = ".", or return absolute paths from the adapter'
     )
 
 
@@ -350,8 +352,8 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
         if not any(Path(path).is_relative_to(allowed) for allowed in allowed_folders):  # links may lead anywhere
             raise DataError(
-                f"{kind}: {part[kind]} is outside of {media_root}; set data.media_path, or data.allow_absolute_paths = true "
-                "if you trust the author of these rows"
+                f"{kind}: {part[kind]} is outside {media_root}; set data.media_path, or data.allow_absolute_paths = "
+                "true if you trust the author of these rows"
             )
 
 

@@ -21,7 +21,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dsreason.errors import DISK_ERRORS, ConfigError, DataError, DsReasonError, SaveError, Stopped
+from dsreason.errors import DISK_ERRORS, ConfigError, DataError, DsReasonError, NothingLearned, SaveError, Stopped
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import to_os_error
 from dsreason.media.time_limit import read_last_words
@@ -45,7 +45,7 @@ TIME_LIMIT_EXIT_CODE = 124
 """Exit code of ranks that the watchdog ended, and of the command that started them."""
 PEER_EXIT_CODE = 123
 """Exit code of ranks that ended because another rank failed."""
-FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
+FINAL_EXIT_CODES = (ConfigError.exit_code, NothingLearned.exit_code, Stopped.exit_code)
 """Exit codes after which ranks are not restarted."""
 AGENT_PATIENCE = 30
 """Seconds after SIGTERM at which torch's agent kills a rank that is still running."""

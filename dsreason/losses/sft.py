@@ -11,8 +11,8 @@ def compute_sft_loss(logprobs: Tensor, *, num_tokens: int) -> Tensor:
     Args:
         logprobs: `[N]` log-probabilities of this micro-batch's trained tokens.
         num_tokens: number of trained tokens in the global batch (all ranks, all micro-batches), so that the shares of all
-            micro-batches add up to the mean over the global batch, regardless of how the batch is divided.
+            micro-batches add up to the mean over the global batch, regardless of how the batch is divided. With 0, the loss is 0.
 
     Example: log-probabilities [-1, -3] with 4 tokens in the global batch give (1 + 3) / 4 = 1.
     """
-    return -logprobs.sum() / num_tokens
+    return -logprobs.sum() / max(num_tokens, 1)

@@ -44,7 +44,7 @@ def find_local_file(path: str | Path) -> Path:
     if not file.is_file():
         raise DataError(f"{file}: is not a file")
     if not os.access(file, os.R_OK):
-        raise DataError(f"{file}: no permission to read it")
+        raise DataError(f"{file}: cannot be read: permission denied")
     if file.stat().st_size == 0:
         raise DataError(f"{file}: the file is empty (0 bytes)")
     return file

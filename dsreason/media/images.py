@@ -80,12 +80,14 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
         ):
             image.filename = str(file)  # lets Pillow memory-map raw pixels
             if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
-                raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
+                raise DataError(
+                    f"{file}: has {image.width}x{image.height} = {pixels} pixels, but the maximum is {MAX_IMAGE_PIXELS}"
+                )
             yield image
     except DsReasonError:
         raise
     except Exception as error:  # Pillow's decoders may raise any error for damaged bytes
-        raise DataError(f"{file}: not a usable image: {str(error) or type(error).__name__}") from error
+        raise DataError(f"{file}: is not a usable image: {str(error) or type(error).__name__}") from error
 
 
 def _check_scans(file: Path, image: Image.Image) -> None:
@@ -93,8 +95,8 @@ def _check_scans(file: Path, image: Image.Image) -> None:
         for scans in _count_scans(file):
             if scans * image.width * image.height > MAX_SCANNED_PIXELS:
                 raise DataError(
-                    f"{file}: more than {scans - 1} scans of {image.width}x{image.height} pixels exceed the limit of "
-                    f"{MAX_SCANNED_PIXELS:.1e} pixels in total; save it as an ordinary JPEG"
+                    f"{file}: has more than {scans - 1} scans of {image.width}x{image.height} pixels, but the maximum "
+                    f"is {MAX_SCANNED_PIXELS:.1e} pixels in total; save it as a non-progressive JPEG"
                 )
 
 

@@ -66,7 +66,7 @@ def find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int,
     if "video_end" in settings:
         end = min(math.floor(min(settings["video_end"], seconds) * info.fps), last)
     if start >= end and settings.keys() & {"video_start", "video_end"}:
-        raise DataError(f"refuses frames {start} to {end}")
+        raise DataError(f"rejects the frame range {start} to {end}")
     return start, end
 
 
@@ -80,14 +80,14 @@ def count_frames(settings: Mapping[str, Any], available: int, fps: float) -> int
         count = available / fps * settings.get("fps", FPS)
         count = math.floor(min(max(count, low), high, available) / PAIR) * PAIR
     if not PAIR <= count <= available:
-        raise DataError(f"refuses {count} frames of {available}")
+        raise DataError(f"rejects {count} of {available} frames")
     return count
 
 
 def fit_size(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
     """Return (height, width) as multiples of `factor`, with `low` to `high` pixels in total."""
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
-        raise DataError(f"refuses the aspect ratio {ratio:.0f}")
+        raise DataError(f"rejects the aspect ratio {ratio:.0f}")
     sides = [max(factor, round(side / factor) * factor) for side in (height, width)]
     if sides[0] * sides[1] > high:
         shrink = math.sqrt(height * width / high)
@@ -96,5 +96,5 @@ def fit_size(height: int, width: int, factor: int, low: float, high: float) -> t
         grow = math.sqrt(low / (height * width))
         sides = [math.ceil(side * grow / factor) * factor for side in (height, width)]
     if not all(sides):
-        raise DataError(f"refuses to resize {width}x{height} to {sides[1]}x{sides[0]}")
+        raise DataError(f"rejects resizing {width}x{height} to {sides[1]}x{sides[0]}")
     return sides[0], sides[1]

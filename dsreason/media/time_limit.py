@@ -57,14 +57,14 @@ class Limit:
 
     def error(self) -> DataError:
         return DataError(
-            f"{self.file}: reading it took {self.seconds - self.left():.3g} s of processor time, more than {self.seconds:.3g} s, "
-            f"the limit of a file of {self.size} bytes; save it again in an ordinary form, or set "
-            f"{TIME_VARIABLE} higher"
+            f"{self.file}: reading it took {self.seconds - self.left():.3g} s of CPU time, but the limit for a file of "
+            f"{self.size} bytes is {self.seconds:.3g} s; save it in a common format, or raise {TIME_VARIABLE}"
         )
 
     def build_memory_error(self, most: int) -> DataError:
         return DataError(
-            f"{self.file}: reading it took more than {most >> 20} MiB of memory; save it again in an ordinary form"
+            f"{self.file}: reading it took more than {most >> 20} MiB of memory, which is the limit; save it in a "
+            "common format"
         )
 
 
@@ -109,7 +109,7 @@ def get_size_on_disk(file: Path) -> int:
 def compute_seconds(size: float) -> float:
     seconds_text = os.environ.get(TIME_VARIABLE)
     if seconds_text is not None and not seconds_text.isdecimal():
-        raise ConfigError(f"{TIME_VARIABLE}={seconds_text}: must be a whole number of seconds")
+        raise ConfigError(f"{TIME_VARIABLE} must be a whole number of seconds; got {seconds_text!r}")
     return (SECONDS if seconds_text is None else float(seconds_text)) + SECONDS_PER_MEGABYTE * size / 1e6
 
 

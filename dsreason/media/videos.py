@@ -64,7 +64,9 @@ def _probe_cached(file: Path, modified: int, size: int) -> VideoInfo:
             fps = _compute_frame_rate(stream, times)
             container.seek(0)
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
-            raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
+            raise DataError(
+                f"{file}: has {num_frames} video frames; the number must be between 1 and {MAX_VIDEO_FRAMES}"
+            )
         if fps <= 0:
             raise DataError(f"{file}: the frame rate cannot be determined from the header or the {num_frames} frames")
         stream.codec_context.thread_count = 1  # starting threads takes longer than decoding one frame
@@ -92,7 +94,7 @@ def load_video(
     """
     file = find_local_file(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
-        raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
+        raise ValueError(f"frame indices must be ascending and not negative; got {list(indices)}")
     wanted_indices = sorted(set(indices))
     if decoder == "torchcodec":
         with _bound_video_time(file):
@@ -135,10 +137,10 @@ def convert_ffmpeg_errors(file: Path) -> Iterator[None]:
         yield
     except av.ArgumentError as error:
         raise DataError(
-            f"{file}: not a usable video: damaged, or in none of the containers {', '.join(VIDEO_FORMATS)}"
+            f"{file}: is not a usable video: it is damaged, or not in one of the containers {', '.join(VIDEO_FORMATS)}"
         ) from error
     except av.FFmpegError as error:
-        raise DataError(f"{file}: not a usable video: {error.strerror}") from error
+        raise DataError(f"{file}: is not a usable video: {error.strerror}") from error
 
 
 @contextmanager
@@ -151,16 +153,19 @@ def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         av.open(str(file.absolute()), metadata_errors="ignore", options=allowed) as container,
     ):
         if not container.streams.video:
-            raise DataError(f"{file}: holds no video stream (container {container.format.name})")
+            raise DataError(f"{file}: has no video stream (container {container.format.name})")
         if container.format.name.endswith("_pipe") or container.format.name == "image2":
-            raise DataError(f"{file}: is an image ({container.format.name}), not a video; give it as an image")
+            raise DataError(f"{file}: is an image ({container.format.name}), not a video; pass it as an image")
         stream = container.streams.video[0]
         if stream.codec_context is None:
-            raise DataError(f"{file}: no decoder for its video stream; convert it, to H.264 for example")
+            raise DataError(f"{file}: no decoder is available for its video stream; convert it, for example to H.264")
         if stream.frames > MAX_VIDEO_FRAMES:
-            raise DataError(f"{file}: claims {stream.frames} frames; at most {MAX_VIDEO_FRAMES} are accepted")
+            raise DataError(f"{file}: claims to have {stream.frames} frames, but the maximum is {MAX_VIDEO_FRAMES}")
         if stream.width * stream.height > MAX_IMAGE_PIXELS:
-            raise DataError(f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels")
+            raise DataError(
+                f"{file}: has frames of {stream.width}x{stream.height} pixels, but the maximum is {MAX_IMAGE_PIXELS} "
+                "pixels"
+            )
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a later frame may be larger
         stream.thread_type = "AUTO"
         stream.codec_context.thread_count = count_codec_threads()
@@ -191,7 +196,9 @@ def _is_header_exact(file: Path, size: int, stream: VideoStream) -> bool:
         num_shown += not entry.is_discard
         end = max(end, entry.pos + entry.size)
     if end > size:
-        raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
+        raise DataError(
+            f"{file}: the file is truncated: its index reaches byte {end}, but the file ends at byte {size}"
+        )
     return num_shown == stream.frames == len(stream.index_entries)
 
 
@@ -246,7 +253,8 @@ def iter_frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFra
             if index >= wanted[-1]:
                 return
     raise DataError(
-        f"{file}: frame {wanted[-1]} is wanted but only {index + 1} can be decoded; the file is damaged or truncated"
+        f"{file}: frame {wanted[-1]} is needed, but only {index + 1} frames can be decoded; the file is damaged or "
+        "truncated"
     )
 
 
@@ -302,8 +310,8 @@ def _bound_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame
         decoded += frame.width * frame.height
         if decoded > most:
             raise DataError(
-                f"{file}: {decoded:.1e} pixels would be decoded, more than {most:.1e}, the limit of a file of {size} bytes; save "
-                "it with smaller frames or more key frames"
+                f"{file}: {decoded:.1e} pixels would be decoded, but the limit for a file of {size} bytes is "
+                f"{most:.1e}; save it with smaller frames or more key frames"
             )
         yield frame
 
@@ -335,8 +343,8 @@ def open_with_torchcodec(source: str | bytes) -> Any:
         if isinstance(error, RuntimeError) and "libtorchcodec" not in str(error):
             raise
         raise ConfigError(
-            f'data.video_decoder ("torchcodec"): it cannot be used ({str(error).strip().splitlines()[0]}); install torchcodec '
-            'and FFmpeg, or set "pyav"'
+            f'data.video_decoder = "torchcodec" cannot be used ({str(error).strip().splitlines()[0]}); install '
+            'torchcodec and FFmpeg, or set data.video_decoder = "pyav"'
         ) from error
 
 
@@ -344,5 +352,5 @@ def _load_torchcodec_frames(file: Path, indices: list[int], size: tuple[int, int
     try:
         frames = open_with_torchcodec(str(file)).get_frames_at(indices=indices).data.numpy()
     except (RuntimeError, ValueError, IndexError) as error:
-        raise DataError(f"{file}: not a usable video: {error}") from error
+        raise DataError(f"{file}: is not a usable video: {error}") from error
     return list(frames if size is None else resize_frames(frames, size))

@@ -175,7 +175,9 @@ def fit_size(height: int, width: int, *, factor: int, min_pixels: float, max_pix
     `max_pixels`.
     """
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
-        raise DataError(f"{width}x{height} pixels: aspect ratio {ratio:.0f} is greater than {MAX_ASPECT_RATIO}")
+        raise DataError(
+            f"the aspect ratio of {width}x{height} pixels is {ratio:.0f}, but the maximum is {MAX_ASPECT_RATIO}"
+        )
     new_height = max(factor, round(height / factor) * factor)
     new_width = max(factor, round(width / factor) * factor)
     if new_height * new_width > max_pixels:
@@ -195,11 +197,13 @@ def _read_settings(part: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         most = MAX_IMAGE_PIXELS if key == "min_pixels" else MAX_SETTING
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DataError(f"{key} is {value!r:.100}; it must be a number")
+            raise DataError(f"{key} must be a number; got {value!r:.100}")
         if not 0 <= value <= most or (value == 0 and key != "video_start"):
-            raise DataError(f"{key} is {value!r:.100}; it must be greater than 0 and at most {most}")
+            raise DataError(f"{key} must be greater than 0 and at most {most}; got {value!r:.100}")
     if "fps" in settings and "nframes" in settings:
-        raise DataError(f"fps ({settings['fps']}) and nframes ({settings['nframes']}) exclude each other; remove one")
+        raise DataError(
+            f"fps ({settings['fps']}) and nframes ({settings['nframes']}) are mutually exclusive; remove one"
+        )
     for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels")):
         if low in settings and high in settings and settings[low] > settings[high]:
             raise DataError(f"{low} ({settings[low]}) is greater than {high} ({settings[high]})")
@@ -210,9 +214,9 @@ def _find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int
     """Return the first and last frame between `video_start` and `video_end`, clipped to the end of the video."""
     start_time, end_time = settings.get("video_start"), settings.get("video_end")
     if start_time is not None and end_time is not None and start_time >= end_time:
-        raise DataError(f"video_start ({start_time} s) is not before video_end ({end_time} s)")
+        raise DataError(f"video_start ({start_time} s) must be before video_end ({end_time} s)")
     if start_time is not None and start_time >= info.duration:
-        raise DataError(f"video_start ({start_time} s) lies beyond the end of the video ({info.duration:g} s)")
+        raise DataError(f"video_start ({start_time} s) must be before the end of the video ({info.duration:g} s)")
     # The tolerance of 1e-6 frames is for rounding: 0.28 s x 25 fps is 7.000000000000001 in floating point.
     start = 0 if start_time is None else math.ceil(start_time * info.fps - 1e-6)
     end = info.num_frames - 1 if end_time is None else min(math.floor(end_time * info.fps + 1e-6), info.num_frames - 1)
@@ -228,7 +232,7 @@ def _count_requested_frames(nframes: float, available: int, temporal_patch: int)
     count = max(temporal_patch, round(nframes / temporal_patch) * temporal_patch)
     if nframes > available:
         raise DataError(
-            f"nframes is {nframes}, but the video (or its chosen range) has {available} frames; request fewer"
+            f"nframes is {nframes}, but the video (or its chosen range) has only {available} frames; lower nframes"
         )
     return min(count, max(temporal_patch, available // temporal_patch * temporal_patch))
 

@@ -272,7 +272,7 @@ class Pool:
         if score is None:
             raise RewardError(f"{self._describe_timeout(worker, calls[call])} (see its stack above)")
         log.warning("%s; its score is %g", self._describe_timeout(worker, calls[call]), score)
-        results[call] = messages.ScoredCall(call, score, {}, self._get_trait(worker).time_limit)
+        results[call] = messages.ScoredCall(call, score, {"timeouts": 1.0}, self._get_trait(worker).time_limit)
         if other_pending:
             jobs.appendleft(other_pending)
         self._workers[self._workers.index(worker)] = RewardWorker(self._start)

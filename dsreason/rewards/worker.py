@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
@@ -164,6 +164,8 @@ def _run(job: WorkerTask, function: Function, start: Start, runner: asyncio.Runn
             if inspect.isawaitable(result):
                 result = runner.run(_wait(result))
             answer = _check_result(call, result, arguments, start.kind, time.perf_counter() - started)
+            if isinstance(answer, ScoredCall) and trait.score_on_timeout is not None:
+                answer = replace(answer, metrics={"timeouts": 0.0} | answer.metrics)
         except BaseException as error:  # noqa: BLE001  user code may call sys.exit; the trainer raises the error
             answer = Failed(call, describe_error(error))
         send(answer)

@@ -113,7 +113,7 @@ def file_as_folder() -> None:
         (
             lambda: None,
             ["--set", "train.max_tokens_per_micro_batch=9"],
-            ["rows.jsonl", "max_tokens_per_micro_batch (9)"],
+            ["rows.jsonl", "9 (train.max_tokens_per_micro_batch)"],
         ),
         (lambda: None, ["--resume", "."], ["--resume .", "no complete checkpoint"]),
         (deepspeed_value, ["--ds-config", "mine.json"], ["mine.json", "offload_optimizer.device", "cpuu"]),

@@ -62,7 +62,13 @@ generate = false
 every = 2
 keep = -1
 """
-REWARDS = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion), {'seen': 1}\n"
+REWARDS = """
+def vowels(completion, sample):
+    return sum(letter in 'aeiou' for letter in completion), {'seen': 1}
+
+def same(completion, sample):
+    return 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +210,25 @@ def test_frozen_vision_tower_stays_unchanged(folder: Path, tiny_qwen3_vl: Path) 
 def test_run_stops_when_no_completion_is_trainable(folder: Path) -> None:
     options = ("--set", "grpo.overlong_filter=true", "--set", "rollout.max_completion_length=1")
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "cut", "--nproc", 1, *options, cwd=folder)
-    assert ended.returncode == 1
-    assert "10 consecutive rollouts had no completion to train on" in ended.stderr
+    assert ended.returncode == 3
+    assert "10 consecutive rollouts had no completion to train on\n" in ended.stderr
+    assert "completions (10 rollouts) were cut off at rollout.max_completion_length (1)" in ended.stderr
     assert not [line for line in metrics(folder / "cut") if "train/loss" in line]
+
+
+def test_run_with_constant_reward_says_so(folder: Path) -> None:
+    options = ("--set", "grpo.preset=dr_grpo", "--set", 'reward.functions={"rewards.py:same"=1.0}', "--max-restarts", 1)
+    ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "same", "--nproc", 2, *options, cwd=folder)
+    assert ended.returncode == 3
+    verdict = "nothing was learned in the 4 steps, so the model is no better than at the start"
+    groups = sum(line["rollout/groups_without_signal"] for line in metrics(folder / "same") if line["step"] in (1, 3))
+    cause = (
+        f"grpo: in {groups:g} of {groups:g} groups (2 rollouts) all completions scored the same, so nothing was learned"
+    )
+    assert f"error: {verdict}\n  {cause}" in ended.stderr
+    assert f"warning: {verdict}\nwarning: {cause}" in ended.stdout
+    assert "restart 1" not in ended.stderr
+    assert (folder / "same" / "export" / "final" / "model.safetensors").is_file()
 
 
 def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:

@@ -18,7 +18,7 @@ from dsreason.data.types import Sample
 NAMES = {
     "dsreason": ["__version__"],
     "dsreason.data.types": ["Sample", "Message"],
-    "dsreason.data.options": ["option_lines", "options_field", "own_letter", "with_options"],
+    "dsreason.data.options": ["format_options", "option_lines", "options_field", "own_letter", "with_options"],
     "dsreason.data.rows": ["option_lines", "options_field", "only_train", "own_letter", "read_rows", "text_field"],
     "dsreason.config.schema": ["SourceConfig", "SFTConfig"],
     "dsreason.config.schema_dpo": ["DPOConfig"],

@@ -8,7 +8,7 @@ from typing import Any
 from dsreason.data.options import find_option_letter
 from dsreason.errors import DataError
 
-COLUMNS = ("answer", "solution", "ground_truth")
+COLUMNS = ("answer", "answers", "solution", "ground_truth")
 """Columns with the reference answer, in the order of precedence."""
 
 

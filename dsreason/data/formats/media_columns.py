@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -15,8 +15,11 @@ COLUMNS: dict[str, MediaKind] = {"image": "image", "images": "image", "video": "
 """Column → kind of media."""
 TIME_COLUMNS = ("fps", "timestamps")
 """Columns with the frame rate, or the seconds, of videos that are given as frames."""
-TAG = re.compile(r"\n?<(image|video)>\n?")
-"""A tag in a text; a line break next to it belongs to the tag."""
+TAG = re.compile(
+    r"\n?(?:<\|?(?P<kind>image|video)(?:[ _]?(?P<number>\d+))?\|?>|<(?P<name>img|vid)>(?P<file>[^<>\n]+)</(?P=name)>)\n?"
+)
+"""A tag in a text: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`. A line break next to it belongs to the tag."""
+NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image", "vid": "video"}
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".h264", ".hevc")
 
@@ -31,11 +34,6 @@ class RowMedia:
     """Names of the cameras, one per media item, images first; empty if the columns have none."""
 
     def take(self, kind: MediaKind) -> dict[str, Any]:
-        if not self.waiting[kind]:
-            raise DataError(
-                f"the messages show more {kind}s than the row has; add one to the column '{kind}s', or remove the <{kind}> tag "
-                f"or the part of type {kind}"
-            )
         return self.waiting[kind].pop(0)
 
 
@@ -53,7 +51,7 @@ def collect_media(row: Mapping[str, Any]) -> RowMedia:
         media.columns.add(column)
         media.labels += labels
         for item in items:
-            part: dict[str, Any] = {"type": kind, kind: item}
+            part = to_media_part(item, kind)
             if kind == "video" and has_frames(item):
                 times = {name: row[name] for name in TIME_COLUMNS if row.get(name) is not None}
                 media.columns |= times.keys()
@@ -73,11 +71,22 @@ def find_columns(row: Mapping[str, Any]) -> dict[str, MediaKind]:
     return columns
 
 
+def to_media_part(item: Any, kind: MediaKind) -> dict[str, Any]:
+    """Return an item of a column as a part; an item may be a part itself, such as `{"type": "image", "image": "a.png"}`."""
+    if isinstance(item, dict) and not is_file(item):
+        if kind not in item:
+            raise DataError(
+                f"an item of the column '{kind}s' must have the key {kind!r}, but has {', '.join(map(str, item))}"
+            )
+        return {**item, "type": kind}
+    return {"type": kind, kind: item}
+
+
 def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
     """Split a column into its media items and the names of their cameras."""
     if not value:
         return [], []
-    if isinstance(value, dict) and not is_file(value):
+    if isinstance(value, dict) and not is_file(value) and kind not in value:
         cameras = {name: item for name, item in value.items() if item}
         return list(cameras.values()), list(cameras)
     if not isinstance(value, list):
@@ -133,6 +142,7 @@ def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[M
     num_media = {kind: len(items) for kind, items in media.waiting.items()}
     num_slots = count_slots(messages)
     if not any(num_slots.values()):
+        messages = [fill_message(message, media, {}) for message in messages]  # tags that name their file
         if is_shown(messages, media):
             return messages, media.columns
         return put_first(messages, label_parts(media)), media.columns
@@ -147,7 +157,31 @@ def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[M
                 f"the messages have {num_slots[kind]} <{kind}> tags or empty parts, but the row has {count} {kind}s; use one tag "
                 f"per {kind}, or no tag at all to show all media first"
             )
-    return [fill_message(message, media) for message in messages], media.columns
+    numbered = {kind: list(parts) for kind, parts in media.waiting.items()}
+    return [fill_message(message, media, numbered) for message in messages], media.columns
+
+
+def check_shown(unused: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Raise DataError if an unused column has media of a kind that no message shows."""
+    kinds = {part["type"] for message in messages for part in list_parts(message)}
+    for column, value in unused.items():
+        for item in value if isinstance(value, list) else [value]:
+            kind = guess_kind(item)
+            if kind is not None and kind not in kinds:
+                raise DataError(
+                    f"the column {column!r} seems to have a media file, {item!r:.100}, but no message shows an item of its kind; "
+                    f'set data.columns = {{{kind} = "{column}"}}, or remove the column'
+                )
+
+
+def guess_kind(value: Any) -> MediaKind | None:
+    """Return the kind of media that a text names by its suffix or as a data URI; None if it names none."""
+    if not isinstance(value, str) or len(value.split()) > 1:
+        return None
+    if value.startswith(("data:image/", "data:video/")):
+        return NAMES[value[5:10]]
+    suffix = PurePosixPath(value).suffix.lower()
+    return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None
 
 
 def is_shown(messages: Sequence[Message], media: RowMedia) -> bool:
@@ -174,17 +208,31 @@ def list_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def count_slots(messages: Sequence[Message]) -> dict[MediaKind, int]:
-    """Count the tags and the media parts without a file, by kind."""
+    """Count the media that tags and parts without a file show, by kind; tags with the same number show the same item."""
     counts: dict[MediaKind, int] = dict.fromkeys(TOKEN_TYPES, 0)
+    numbers: dict[MediaKind, set[int]] = {kind: set() for kind in TOKEN_TYPES}
     for message in messages:
-        for part in to_parts(message) if message["role"] in ("user", "tool") else list_parts(message):
-            kind = part["type"]
-            if kind != "text":
-                counts[kind] += kind not in part
-            elif message["role"] in ("user", "tool"):
-                for tag in TAG.findall(part["text"]):
-                    counts[tag] += 1
+        for part in list_parts(message):
+            if is_empty(part):
+                counts[part["type"]] += 1
+        for tag in iter_tags(message):
+            if tag["number"]:
+                numbers[NAMES[tag["kind"]]].add(int(tag["number"]))
+            elif tag["kind"]:
+                counts[NAMES[tag["kind"]]] += 1
+    for kind, shown in numbers.items():
+        if shown and (counts[kind] or shown != set(range(1, len(shown) + 1))):
+            raise DataError(f"the <{kind}> tags must either all have numbers, from 1 on, or none; got {sorted(shown)}")
+        counts[kind] += len(shown)
     return counts
+
+
+def iter_tags(message: Message) -> Iterator[re.Match[str]]:
+    """Yield the tags in the text of a user or tool message. In other messages they are text."""
+    if message["role"] in ("user", "tool"):
+        for part in to_parts(message):
+            if part["type"] == "text":
+                yield from TAG.finditer(part["text"])
 
 
 def to_parts(message: Message) -> list[dict[str, Any]]:
@@ -192,29 +240,39 @@ def to_parts(message: Message) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def fill_message(message: Message, media: RowMedia) -> Message:
-    if message["role"] not in ("user", "tool"):
-        parts = [media.take(part["type"]) if is_empty(part) else part for part in list_parts(message)]
-        return {**message, "content": parts} if parts else message
-    parts = [piece for part in to_parts(message) for piece in split_at_tags(part, media)]
-    if isinstance(message["content"], str) and all(part["type"] == "text" for part in parts):
+def fill_message(message: Message, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> Message:
+    """Replace the tags and the parts without a file by media; `numbered` has all media, for tags with a number."""
+    if not any(is_empty(part) for part in list_parts(message)) and not any(iter_tags(message)):
         return message
-    return {**message, "content": parts}
+    filled: list[dict[str, Any]] = []
+    for part in to_parts(message):
+        if is_empty(part):
+            filled.append({**part, **media.take(part["type"])})
+        elif part["type"] != "text" or message["role"] not in ("user", "tool"):
+            filled.append(part)
+        else:
+            filled += split_at_tags(part["text"], media, numbered)
+    return {**message, "content": filled}
 
 
 def is_empty(part: Mapping[str, Any]) -> bool:
     return part["type"] in TOKEN_TYPES and part["type"] not in part
 
 
-def split_at_tags(part: dict[str, Any], media: RowMedia) -> list[dict[str, Any]]:
-    """Split a text part at its tags, and replace each tag with the next media item."""
-    if is_empty(part):
-        return [{**part, **media.take(part["type"])}]
-    if part["type"] != "text" or not TAG.search(part["text"]):
-        return [part]
-    pieces = TAG.split(part["text"])  # text, kind, text, kind, …, text
-    parts = [media.take(piece) if i % 2 else {"type": "text", "text": piece} for i, piece in enumerate(pieces)]  # type: ignore[arg-type]
-    return [piece for piece in parts if piece.get("text") != ""]
+def split_at_tags(text: str, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Split a text at its tags, and replace each tag with its media item."""
+    parts: list[dict[str, Any]] = []
+    start = 0
+    for tag in TAG.finditer(text):
+        parts.append({"type": "text", "text": text[start : tag.start()]})
+        start = tag.end()
+        kind = NAMES[tag["kind"] or tag["name"]]
+        if tag["file"]:
+            parts.append({"type": kind, kind: tag["file"]})
+        else:
+            parts.append(numbered[kind][int(tag["number"]) - 1] if tag["number"] else media.take(kind))
+    parts.append({"type": "text", "text": text[start:]})
+    return [part for part in parts if part.get("text") != ""]
 
 
 def label_parts(media: RowMedia) -> list[dict[str, Any]]:

@@ -17,12 +17,16 @@ Row = Mapping[str, Any]
 LISTS = ("messages", "conversations", "conversation")
 """Columns with a list of messages."""
 QUESTIONS = ("question", "problem")
+SYSTEMS = ("system", "system_prompt", "system_message")
+COMPLETIONS = ("completion", "response", "output")
 REFUSED = {
     "audio": "audio is not supported",
     "audios": "audio is not supported",
     "objects": "boxes of objects are not inserted into the text; write them into the messages",
     "kto_tag": "unpaired preferences are not supported; make pairs with chosen and rejected",
     "t2w_windows": "captions of clips train a world model's generator; use `dsreason world`",
+    "chat_template_kwargs": "settings of the chat template per row are not supported; remove them",
+    "loss_scale": "weights of the loss per row are not supported; remove the column",
 }
 """Columns that change the meaning of a row for other tools and that no format reads, with the reason."""
 
@@ -41,6 +45,14 @@ CONVERSATION_COLUMNS = {
     "history",
     "choices",
     "options",
+    "context",
+    "passage",
+    "hint",
+    "functions",
+    "dialog",
+    "dialogue",
+    "turns",
+    *SYSTEMS,
     *media_columns.COLUMNS,
 }
 """Columns with a part of the conversation in some format."""
@@ -106,18 +118,23 @@ def read_question(row: Row) -> Conversation:
     answers.check_number_of_option(row.get("answer"), options)
     question = "\n".join([read_text(row, column), *option_lines(options)])
     columns = {column, "options" if "options" in row else "choices"} if options else {column}
-    return Conversation([{"role": "user", "content": question}], columns, options=options)
+    messages: list[Message] = [{"role": "user", "content": question}]
+    if not has(row, "answer") and (reply := find_column(row, COMPLETIONS)):
+        messages.append({"role": "assistant", "content": read_text(row, reply)})
+        columns.add(reply)
+    return Conversation(messages, columns, options=options)
 
 
 def read_instruction(row: Row) -> Conversation:
     """Read `instruction`, `input` and `output` (alpaca), or `query` and `response` (ms-swift), after the turns of `history`."""
-    names = [name for name in ("instruction", "query", "input") if (row.get(name) or "").strip()]
+    requests = ("instruction", "query", "context", "input")
+    names = [name for name in requests if get_optional_text(row, name) is not None]
     if not names:
-        raise DataError("the fields 'instruction', 'query' and 'input' are all empty; one must have the question")
+        raise DataError(f"the fields {', '.join(requests)} are all empty; one must have the question")
     request: Message = {"role": "user", "content": "\n".join(read_text(row, name) for name in names)}
     messages = [*read_history(row.get("history")), request]
-    columns = {"instruction", "query", "input", "history"}
-    reply = find_column(row, ("output", "response"))
+    columns = {*requests, "history"}
+    reply = find_column(row, COMPLETIONS[1:])
     if reply is not None:
         messages.append({"role": "assistant", "content": read_text(row, reply)})
         columns.add(reply)
@@ -136,12 +153,12 @@ def read_history(history: Any) -> list[Message]:
 
 
 def read_prompt(row: Row) -> Conversation:
-    """Read TRL's `prompt` and `completion`, or a prompt without one, as in verl's rows. Only the completion is trained."""
+    """Read `prompt` and `completion` (or `response`) of TRL, or verl's prompt without a reply. Only the completion is trained."""
     messages = [mark_untrained(message) for message in preferences.to_messages(row["prompt"], "prompt", "user")]
     columns = {"prompt"}
-    if has(row, "completion"):
-        messages += preferences.to_messages(row["completion"], "completion", "assistant")
-        columns.add("completion")
+    if reply := find_column(row, COMPLETIONS):
+        messages += preferences.to_messages(row[reply], reply, "assistant")
+        columns.add(reply)
         if isinstance(row.get("label"), bool):
             raise DataError(
                 "field 'label' marks an unpaired preference, which is not supported; make pairs of chosen and rejected"
@@ -171,7 +188,7 @@ def mark_untrained(message: Message) -> Message:
 def read_text(row: Row, column: str) -> str:
     text = row[column]
     if not isinstance(text, str):
-        raise DataError(f"field {column!r} must be a text, but is {text!r:.100}")
+        raise DataError(f"field {column!r} must be a string; got {text!r:.100}")
     return text
 
 
@@ -234,6 +251,11 @@ def read_row(row: Any, name: str | None = None) -> Sample:
             f"the columns {', '.join(map(str, row))} do not make a row of the format {form.name} ({form.description}); rename "
             'them with data.columns, or set data.adapter = "auto"'
         )
+    for column in ("loss", "train", "weight"):
+        if row.get(column) not in (None, 1):
+            raise DataError(
+                f"field {column!r} is {row[column]!r:.100}, but weights per row are not supported; remove the row or the column"
+            )
     conversation = form.read(row)
     add_system(conversation, row)
     messages, columns = media_columns.place_media(conversation.messages, row)
@@ -243,16 +265,12 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     accepted, answer_column = answers.read_answers(row)
     if accepted and messages and messages[-1]["role"] != "assistant":
         messages = [*messages, {"role": "assistant", "content": accepted[0]}]
-    used = (
-        conversation.columns
-        | columns
-        | {"id", "system", "tools"}
-        | ({answer_column} if answer_column == "answer" else set())
-    )
+    used = conversation.columns | columns | {"id", "tools"} | ({answer_column} if answer_column == "answer" else set())
     unused = {column: value for column, value in row.items() if column not in used}
     meta = {column: value for column, value in unused.items() if value or column not in CONVERSATION_COLUMNS}
     if name is None:
         check_unused(meta, conversation)
+        media_columns.check_shown(meta, messages)
     return Sample(
         id=str(row.get("id", "")),
         messages=messages,
@@ -267,15 +285,16 @@ def read_row(row: Any, name: str | None = None) -> Sample:
 
 
 def add_system(conversation: Conversation, row: Row) -> None:
-    """Insert the column `system` as the first message, unless the conversation starts with the same system message.
+    """Insert the column `system` (or `system_prompt`) as the first message, unless the conversation starts with the same one.
 
     Raises:
         DataError: the conversation starts with another system message.
     """
-    text = get_optional_text(row, "system")
-    conversation.columns.add("system")
-    if text is None:
+    column = next((column for column in SYSTEMS if get_optional_text(row, column) is not None), None)
+    if column is None:
         return
+    text = read_text(row, column)
+    conversation.columns.add(column)
     for messages in (conversation.messages, conversation.rejected):
         if messages is None:
             continue
@@ -283,7 +302,7 @@ def add_system(conversation: Conversation, row: Row) -> None:
             messages.insert(0, {"role": "system", "content": text})
         elif join_parts(messages[0]["content"]).strip() != text.strip():
             raise DataError(
-                f"the column 'system' ({text!r:.100}) and the system message of the conversation differ; remove one of them"
+                f"the column {column!r} ({text!r:.100}) and the system message of the conversation differ; remove one of them"
             )
 
 

@@ -32,6 +32,8 @@ TRAINED_KEYS = ("loss", "train", "trained", "weight")
 """Keys of a message that say whether its reply is trained."""
 PART_KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 """Types of media parts → kind of media."""
+MEDIA_KEYS = ("image", "images", "video", "videos")
+"""Keys of a message that has media beside its text."""
 SOURCE_KEYS = ("url", "path", "base64")
 """Other keys under which a media part may have its file."""
 
@@ -70,19 +72,25 @@ def is_call_only(message: Message) -> bool:
 
 
 def read_message(turn: Mapping[str, Any], location: str) -> Message:
-    raw_role = turn.get("role", turn.get("from"))
+    raw_role = first_value(turn, "role", "from")
     role = ROLES.get(raw_role) if isinstance(raw_role, str) else None
+    if turn.get("audio"):
+        raise DataError(f"{location}: audio is not supported; remove the message's audio")
     if role is None:
         nearest = find_nearest(str(raw_role), ROLES)
         hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise DataError(f"{location}: the role must be one of {', '.join(ROLES)}, but is {raw_role!r:.100}{hint}")
-    content = read_content(turn.get("content", turn.get("value")), location)
-    calls = read_calls(content if raw_role in CALL_ROLES else turn.get("tool_calls"), location)
+    content = read_content(first_value(turn, "content", "value"), location)
+    calls = read_calls(
+        content if raw_role in CALL_ROLES else first_value(turn, "tool_calls", "function_call"), location
+    )
     if raw_role in CALL_ROLES or (content is None and calls):
         content = ""
     if content is None:
         raise DataError(f"{location} has no content; add a text or a list of parts")
-    if reasoning := turn.get("reasoning_content"):
+    if media := [part for column in MEDIA_KEYS for part in read_media(turn, column, location)]:
+        content = [*media, *([{"type": "text", "text": content}] if isinstance(content, str) else content)]
+    if reasoning := first_value(turn, "reasoning_content", "reasoning", "thinking"):
         content = f"<think>\n{reasoning}\n</think>\n\n{join_parts(content)}"
     message: Message = {"role": role, "content": content}
     if calls:
@@ -93,6 +101,19 @@ def read_message(turn: Mapping[str, Any], location: str) -> Message:
     if role == "assistant" and not read_trained(turn, location):
         message["trained"] = False
     return message
+
+
+def first_value(turn: Mapping[str, Any], *keys: str) -> Any:
+    """Return the first value that is not None; Arrow gives all messages of a table the same keys."""
+    return next((value for key in keys if (value := turn.get(key)) is not None), None)
+
+
+def read_media(turn: Mapping[str, Any], column: str, location: str) -> list[dict[str, Any]]:
+    """Return the media that a message has beside its text, as Ollama's messages have them, as parts."""
+    value = turn.get(column)
+    kind = column.removesuffix("s")
+    items = value if isinstance(value, list) else [value] if value else []
+    return [read_part({"type": kind, kind: item}, location) for item in items]
 
 
 def read_trained(turn: Mapping[str, Any], location: str) -> bool:

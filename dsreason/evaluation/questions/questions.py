@@ -26,7 +26,7 @@ from dsreason.data.messages import check_text, get_text, list_media_parts, promp
 from dsreason.data.options import (
     find_option_letter,
     find_options_in_question,
-    option_lines,
+    format_options,
     options_field,
     own_letter,
     with_options,
@@ -171,7 +171,7 @@ def make_benchmark_sample(
     sample = check_answer(with_options(Sample(video_id, asked, str(answer).strip(), options, meta)))
     kind = check_kind(sample)
     check_reference(sample, kind)
-    lines = [question, *option_lines(options)]
+    lines = [question, *format_options(options)]
     lines += [REQUESTS[kind]] if kind in REQUESTS else []
     text = "\n".join(lines)
     check_text(text)

@@ -34,12 +34,13 @@ def list_needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = 
     """List the clip names (without `.mp4`) in the `video` fields of the annotation files, by default all JSON files in `folder`.
 
     Raises:
-        DataError: there are no annotations, or a name does not follow the rule of the data set.
+        DataError: no annotation file exists, or a name does not follow the rule of the data set.
     """
     files = list(annotations) or sorted(file for file in folder.glob("*") if file.suffix.lower() in JSON_SUFFIXES)
     if not files:
         raise DataError(
-            f"{folder}: no annotation file (.json, .jsonl); get it with dsreason data fetch, or name it with --annotations"
+            f"{folder}: has no annotation file (.json, .jsonl); download it with dsreason data fetch, or pass it with "
+            "--annotations"
         )
     names: dict[str, None] = {}
     problems = []
@@ -52,7 +53,7 @@ def list_needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = 
                 problems.append(f"{rows.describe_location(index)}: {error}")
     if problems:
         shown_problems = join_first(problems, 10, separator="\n  ")
-        raise DataError(f"{len(problems)} rows do not name a clip of {dataset}:\n  {shown_problems}")
+        raise DataError(f"{len(problems)} rows do not name a valid clip of {dataset}:\n  {shown_problems}")
     return list(names)
 
 
@@ -60,7 +61,7 @@ def clip_name(row: Any, dataset: str) -> str:
     """Return the name of a row's clip: `{"video": "clips/a.mp4"}` → `a`."""
     video = row.get("video") if isinstance(row, dict) else None
     if not isinstance(video, str) or not video:
-        raise DataError(f"field 'video': needs the path of a clip, is {video!r:.100}")
+        raise DataError(f"field 'video' must be the path of a clip; got {video!r:.100}")
     name = video.removeprefix("clips/").removesuffix(".mp4")
     check_name(name, dataset)
     return name

@@ -44,9 +44,9 @@ BRIDGE = re.compile(
 )
 
 FORMS = {
-    "agibot": "task-episode-view-start-end.mp4, as 574-809829-head_color-440-699-1.mp4",
-    "holoassist": "recording_coarse_N_fine_M.mp4, as R005-7July-DSLR_coarse_2_fine_41.mp4",
-    "bridgev2": "folder.episode.totalframeNNN.clipframeMMM.mp4, as kitchen-train.12.totalframe058.clipframe018.mp4",
+    "agibot": "task-episode-view-start-end.mp4, such as 574-809829-head_color-440-699-1.mp4",
+    "holoassist": "recording_coarse_N_fine_M.mp4, such as R005-7July-DSLR_coarse_2_fine_41.mp4",
+    "bridgev2": "folder.episode.totalframeNNN.clipframeMMM.mp4, such as k-train.12.totalframe058.clipframe018.mp4",
 }
 
 
@@ -96,14 +96,14 @@ def choose_rule(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
     """
     if not raw.is_dir():
         raise ConfigError(
-            f"--raw {raw}: no such folder; give the folder with the raw videos of {dataset}, or get them with "
+            f"--raw {raw}: no such folder; pass the folder with the raw videos of {dataset}, or download them with "
             f"dsreason data fetch --raw --dataset {dataset}"
         )
     if dataset == "holoassist":
         actions = read_actions(events or find_actions(raw))
-        return lambda name: cut_holoassist(check_name(name, dataset), raw, actions)
-    cut = {"agibot": cut_agibot, "bridgev2": cut_bridge}[dataset]
-    return lambda name: cut(check_name(name, dataset), raw)
+        return lambda name: find_holoassist_cut(check_name(name, dataset), raw, actions)
+    find_cut = {"agibot": find_agibot_cut, "bridgev2": find_bridge_cut}[dataset]
+    return lambda name: find_cut(check_name(name, dataset), raw)
 
 
 def check_name(name: str, dataset: str) -> re.Match[str]:
@@ -115,13 +115,13 @@ def check_name(name: str, dataset: str) -> re.Match[str]:
     pattern = {"agibot": AGIBOT, "holoassist": HOLOASSIST, "bridgev2": BRIDGE}[dataset]
     match = pattern.fullmatch(name)
     if match is None:
-        raise DataError(f"{name}: is not the name of a clip of {dataset}; the rule is {FORMS[dataset]}")
+        raise DataError(f"{name}: is not the name of a clip of {dataset}; names have the form {FORMS[dataset]}")
     if any(character in name for character in "/\\\0") or name.startswith((".", "-")) or ".." in name:
-        raise DataError(f"{name}: could lead out of the folder of the raw videos")
+        raise DataError(f"{name}: could point outside the folder of the raw videos")
     return match
 
 
-def cut_agibot(match: re.Match[str], raw: Path) -> Cut:
+def find_agibot_cut(match: re.Match[str], raw: Path) -> Cut:
     task, episode, view = match["task"], match["episode"], match["view"]
     episodes = [raw / "observations" / task / episode, raw / task / episode]
     places = [
@@ -133,7 +133,7 @@ def cut_agibot(match: re.Match[str], raw: Path) -> Cut:
     return Cut(find_first_file(list_videos(places)), int(match["start"]), int(match["end"]), "frames")
 
 
-def cut_bridge(match: re.Match[str], raw: Path) -> Cut:
+def find_bridge_cut(match: re.Match[str], raw: Path) -> Cut:
     folder, episode, total, end = match["folder"], match["episode"], int(match["total"]), int(match["clip"])
     places = list(dict.fromkeys(raw / name for name in (folder.replace("-", "/"), folder, folder.replace(".", "/"))))
     names = [episode, f"traj{episode}"]
@@ -143,17 +143,19 @@ def cut_bridge(match: re.Match[str], raw: Path) -> Cut:
     candidates += list_videos(place / name for place in places for name in names)
     cut = Cut(find_first_file(candidates), 0, end, "frames", total)
     if end > total:
-        raise DataError(f"clipframe ({end}) is beyond totalframe ({total})")
+        raise DataError(f"clipframe is {end}, but totalframe is only {total}")
     return cut
 
 
-def cut_holoassist(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
+def find_holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
     recording, fine = match["recording"], int(match["fine"])
     source = find_holoassist_video(recording, raw)
     if recording not in actions:
         raise DataError(f"the recording {recording} has no annotated actions")
     if fine not in actions[recording]:
-        raise DataError(f"{recording} has {len(actions[recording])} fine actions, none with the id {fine}")
+        raise DataError(
+            f"the recording {recording} has {len(actions[recording])} fine-grained actions, but none with the id {fine}"
+        )
     return Cut(source, *actions[recording][fine], "seconds")
 
 
@@ -174,7 +176,7 @@ def list_videos(places: Iterable[Path]) -> list[Path]:
 def find_first_file(candidates: Sequence[Path]) -> Path:
     existing_path = next((path for path in candidates if path.exists()), None)
     if existing_path is None:
-        raise MissingRaw(f"no raw video, such as {candidates[0]}")
+        raise MissingRaw(f"its raw video was not found at any of {len(candidates)} paths, such as {candidates[0]}")
     return existing_path
 
 
@@ -184,7 +186,9 @@ def find_first_file(candidates: Sequence[Path]) -> Path:
 def find_actions(raw: Path) -> Path:
     annotation_files = sorted([*raw.glob("data-annotation*.json"), *raw.parent.glob("data-annotation*.json")])
     if not annotation_files:
-        raise ConfigError(f"--raw {raw}: no data-annotation*.json in it or beside it; give it with --events")
+        raise ConfigError(
+            f"--raw {raw}: neither this folder nor its parent has a data-annotation*.json; pass the file with --events"
+        )
     return annotation_files[-1]
 
 
@@ -194,7 +198,7 @@ def read_actions(file: Path) -> Actions:
         return {entry["video_name"]: collect_fine_actions(entry.get("events") or []) for entry in recordings}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{file}: is not an annotation of HoloAssist ({type(error).__name__}: {error}); expected a list of "
+            f"{file}: is not an annotation file of HoloAssist ({type(error).__name__}: {error}); it must be a list of "
             '{"video_name", "events": [{"label", "id", "start", "end"}]}'
         ) from error
 

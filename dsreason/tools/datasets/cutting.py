@@ -51,7 +51,7 @@ def cut_clip(cut: Cut, target: Path) -> None:
         ConfigError: PyAV has no H.264 encoder.
     """
     if ENCODER not in av.codecs_available:
-        raise ConfigError(f"PyAV was built without {ENCODER}; install the wheel from the package index")
+        raise ConfigError(f"PyAV was built without {ENCODER}; install the wheel of av from PyPI")
     try:
         with open_draft(target) as draft:
             if cut.source.is_dir():
@@ -103,10 +103,11 @@ def list_frames_of_cut(cut: Cut, video: Timing) -> range:
     elif video.times and video.time_base:
         start, end = find_frames_between(video.times, video.time_base, cut.start, cut.end)
     else:
-        raise DataError(f"{cut.source}: its frames have no times, so that seconds cannot be cut out of it")
+        raise DataError(f"{cut.source}: its frames have no time stamps, so a range in seconds cannot be cut")
     if end > video.count or start == end:
         raise DataError(
-            f"{cut.source}: has {video.count} frames; {cut.start:g} to {cut.end:g} {cut.unit} do not lie within them"
+            f"{cut.source}: has {video.count} frames, but they do not cover the range {cut.start:g} to {cut.end:g} "
+            f"{cut.unit}"
         )
     return range(start, end)
 
@@ -129,7 +130,9 @@ def find_frames_between(times: list[int], time_base: Fraction, start: float, end
 def check_total(cut: Cut, count: int) -> None:
     # BridgeData V2 has one more image than actions, and the name may contain either number.
     if cut.total is not None and abs(count - cut.total) > 1:
-        raise DataError(f"{cut.source}: has {count} frames, the clip's name says {cut.total}: not the same episode")
+        raise DataError(
+            f"{cut.source}: has {count} frames, but the clip's name says {cut.total}; this is another episode"
+        )
 
 
 # ---------------------------------------------------------------- decoding
@@ -148,7 +151,7 @@ def iter_image_frames(cut: Cut) -> Iterator[VideoFrame]:
     files = sorted((f for f in cut.source.iterdir() if f.suffix.lower() in IMAGES), key=parse_image_number)
     check_total(cut, len(files))
     if cut.end > len(files):
-        raise DataError(f"{cut.source}: has {len(files)} images; the clip needs {cut.end:g}")
+        raise DataError(f"{cut.source}: has {len(files)} images, but the clip needs {cut.end:g}")
     for number, file in enumerate(files[int(cut.start) : int(cut.end)]):
         frame = VideoFrame.from_image(load_image(file))
         frame.pts, frame.time_base, frame.duration = number, Fraction(1, IMAGE_FPS), 1
@@ -190,5 +193,5 @@ def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
 def time_of(frame: VideoFrame) -> tuple[int, Fraction]:
     """Return the frame's time stamp and its unit in seconds."""
     if frame.pts is None or frame.time_base is None:
-        raise DataError("a frame has no time, so that the clip cannot keep it; convert the raw video first")
+        raise DataError("a frame has no time stamp, which the clip must keep; convert the raw video first")
     return frame.pts, frame.time_base

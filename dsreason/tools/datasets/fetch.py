@@ -111,9 +111,9 @@ def fetch(plan: FetchPlan) -> None:
     free = shutil.disk_usage(find_existing(plan.folder)).free
     if plan.disk_bytes + SPARE_BYTES > free:
         raise DataError(
-            f"{plan.folder}: {plan.repo} needs {format_bytes(plan.disk_bytes)} of disk here, "
+            f"{plan.folder}: {plan.repo} needs {format_bytes(plan.disk_bytes)} of disk space, but only "
             f"{format_bytes(free)} are free; "
-            "choose another --data-dir, or fewer files with --dataset and --file"
+            "choose another --data-dir, or select fewer files with --dataset and --file"
         )
     with (
         track(f"fetching {plan.repo}", plan.num_bytes, "bytes") as advance,
@@ -165,12 +165,12 @@ def choose(
             suggestion = find_nearest(pattern, [file.path for file in files])
             raise DataError(
                 f"--file {pattern}: matches none of the {len(files)} files of {repo}"
-                + (f"; did you mean {suggestion}?" if suggestion else "; list them with --dry-run and without --file")
+                + (f"; did you mean {suggestion}?" if suggestion else "; to list them, use --dry-run without --file")
             )
     if patterns:
         files = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)]
     if not files:
-        raise DataError(f"{repo}: holds no files")
+        raise DataError(f"{repo}: contains no files")
     return files
 
 
@@ -212,11 +212,13 @@ def unpack_clips(archive: Path, clips: Path, name: str) -> None:
             extract(archive, Path(scratch))
         except DataError as error:
             archive.unlink()
-            raise DataError(f"{name}: {error}; it was removed, fetch it again") from error
+            raise DataError(f"{name}: {error}; the archive was removed, so run the same command again") from error
         members = [file for file in Path(scratch).rglob("*") if file.is_file() and not file.name.startswith(".")]
         by_name = {file.name: file for file in members}
         if len(by_name) < len(members):
-            raise DataError(f"{name}: holds {len(members)} files with {len(by_name)} names; unpack it yourself")
+            raise DataError(
+                f"{name}: contains {len(members)} files, but only {len(by_name)} distinct names; unpack it manually"
+            )
         clips.mkdir(exist_ok=True)
         for member in members:
             os.replace(member, clips / member.name)

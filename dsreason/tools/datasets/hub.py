@@ -69,7 +69,7 @@ def list_files(repo: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
 def make_remote_file(entry: RepoFile) -> RemoteFile:
     path = PurePosixPath(entry.path)
     if path.is_absolute() or ".." in path.parts:
-        raise DataError(f"the Hub lists a file {entry.path!r}, which leads out of its folder; nothing was fetched")
+        raise DataError(f"the Hub lists the file {entry.path!r}, which is outside its folder; nothing was downloaded")
     sha256 = entry.lfs.sha256 if entry.lfs else None
     return RemoteFile(entry.path, entry.size, sha256 or entry.blob_id, sha256)
 
@@ -106,12 +106,12 @@ def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
         DataError: the size or the SHA-256 differs.
     """
     size = partial.stat().st_size
-    problem = f"received {size} bytes, the Hub lists {file.size}" if size != file.size else None
+    problem = f"received {size} bytes, but the Hub lists {file.size}" if size != file.size else None
     if problem is None and file.sha256 and (digest := compute_sha256(partial)) != file.sha256:
-        problem = f"the content's SHA-256 is {digest}, the Hub lists {file.sha256}"
+        problem = f"the content's SHA-256 is {digest}, but the Hub lists {file.sha256}"
     if problem is not None:
         partial.unlink()
-        raise DataError(f"{repo}: {file.path}: {problem}; it was removed, fetch it again")
+        raise DataError(f"{repo}: {file.path}: {problem}; the file was removed, so run the same command again")
 
 
 def stream(url: str, partial: Path, start: int, most: int, advance: Advance) -> None:
@@ -165,7 +165,9 @@ def iter_pieces(response: Any, most: int) -> Iterator[bytes]:
         pace.count(len(piece))
         most -= len(piece)
         if most < 0:
-            raise DataError(f"{response.request.url}: the server sends more than was asked for; nothing more is read")
+            raise DataError(
+                f"{response.request.url}: the server sends more bytes than requested; the download was stopped"
+            )
         yield piece
 
 

@@ -54,4 +54,4 @@ def find_other_frame(ours: Shown, theirs: Shown) -> str:
     if len(ours.indices) != len(theirs.indices) or ours.indices == theirs.indices:
         return ""
     own_index, other = next(pair for pair in zip(ours.indices, theirs.indices, strict=True) if pair[0] != pair[1])
-    return f" (frame {own_index} here, {other} there)"
+    return f" (frame {own_index} in dsreason, {other} in qwen-vl-utils)"

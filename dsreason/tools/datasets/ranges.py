@@ -120,7 +120,7 @@ def fetch_part(source: ServedFile, start: int, size: int, partial: Path, advance
         else:
             if get_size(partial) < size:
                 raise DataError(
-                    f"{source.url}: ends after {start + get_size(partial)} bytes, {start + size} are expected"
+                    f"{source.url}: ends after {start + get_size(partial)} bytes, but {start + size} were expected"
                 )
 
 
@@ -190,7 +190,7 @@ class RangedFile(io.RawIOBase):
             self.arrived += len(self.left)
             self.left = next(self.pieces, b"")
             if not self.left:
-                raise DataError(f"{self.source.url}: ends after {self.arrived} bytes, {self.length} are expected")
+                raise DataError(f"{self.source.url}: ends after {self.arrived} bytes, but {self.length} were expected")
         piece = self.left[gap : gap + most]
         self.arrived, self.left = self.arrived + gap + len(piece), self.left[gap + len(piece) :]
         return piece
@@ -203,5 +203,5 @@ class RangedFile(io.RawIOBase):
 def describe_failure(source: ServedFile, error: HTTPError) -> str:
     """Describe the failure without a URL that the server may have redirected to."""
     if isinstance(error, HfHubHTTPError):
-        return f"{source.url}: the server answers {error.response.status_code}"
+        return f"{source.url}: the server responds with status {error.response.status_code}"
     return f"{source.url}: {get_first_line(str(error)) or type(error).__name__}"

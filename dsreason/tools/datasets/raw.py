@@ -37,8 +37,8 @@ from dsreason.tools.datasets.clip_rules import (
     HOLOASSIST_VIDEOS,
     MissingRaw,
     check_name,
-    cut_agibot,
-    cut_bridge,
+    find_agibot_cut,
+    find_bridge_cut,
     find_holoassist_video,
 )
 from dsreason.tools.datasets.hub import get_size, list_files
@@ -54,12 +54,12 @@ ORIGINS = {
 """Origin by data set: a repository on the Hub or the URL of a folder, as in cosmos-reason1's `process_raw_data.py`."""
 HOLOASSIST_TAR, HOLOASSIST_ACTIONS = "video_pitch_shifted.tar", "data-annotation-trainval-v1_1.json"
 BY_HAND = {
-    "agibot": "accept the terms on {hub}/datasets/{origin}, set HF_TOKEN, and unpack observations/<task>/*.tar of it into "
-    "{folder}/observations/<task>",
-    "holoassist": f"get {HOLOASSIST_TAR} and {HOLOASSIST_ACTIONS} from https://holoassist.github.io, put the second into "
-    "{folder} and unpack the first into {folder}/videos",
-    "bridgev2": "get the data set bridge_dataset (TFDS) from https://rail-berkeley.github.io/bridgedata, and write image_0 of "
-    "the episodes to {folder}/<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …",
+    "agibot": "accept the terms on {hub}/datasets/{origin}, set HF_TOKEN, download observations/<task>/*.tar, and "
+    "unpack them into {folder}/observations/<task>",
+    "holoassist": f"download {HOLOASSIST_TAR} and {HOLOASSIST_ACTIONS} from https://holoassist.github.io, put the "
+    "second into {folder}, and unpack the first into {folder}/videos",
+    "bridgev2": "download the data set bridge_dataset (TFDS) from https://rail-berkeley.github.io/bridgedata, and "
+    "write image_0 of the episodes to {folder}/<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …",
 }
 BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES = (
     "episode_metadata/file_path",
@@ -96,11 +96,11 @@ class RawPlan:
 def check_origin(dataset: str, origin: str) -> None:
     """Raise ConfigError if `--raw-from` is not a source of raw videos."""
     if dataset not in ORIGINS:
-        problem = f"{dataset} is not cut from raw videos; give it with {', '.join(ORIGINS)}"
+        problem = f"{dataset} is not cut from raw videos; use --raw-from only with {', '.join(ORIGINS)}"
     elif dataset == "agibot" and re.fullmatch(r"[\w.-]+/[\w.-]+", origin) is None:
-        problem = f"{dataset} comes from a data set of the Hub; write owner/name, as in {ORIGINS[dataset]}"
+        problem = f"{dataset} comes from a data set on the Hub; specify it as owner/name, such as {ORIGINS[dataset]}"
     elif dataset != "agibot" and not origin.startswith(("http://", "https://")):
-        problem = f"{dataset} comes from a server; write the address of a folder, as in {ORIGINS[dataset]}"
+        problem = f"{dataset} comes from a web server; specify the URL of a folder, such as {ORIGINS[dataset]}"
     else:
         return
     raise ConfigError(f"--raw-from {hide_secrets(origin)}: {problem}")
@@ -132,8 +132,8 @@ def name_raw(dataset: str, name: str) -> str:
 def has_raw(dataset: str, name: str, folder: Path) -> bool:
     match = check_name(name, dataset)
     find: dict[str, Callable[[], object]] = {
-        "agibot": lambda: cut_agibot(match, folder),
-        "bridgev2": lambda: cut_bridge(match, folder),
+        "agibot": lambda: find_agibot_cut(match, folder),
+        "bridgev2": lambda: find_bridge_cut(match, folder),
         "holoassist": lambda: find_holoassist_video(match["recording"], folder),
     }
     try:
@@ -159,7 +159,7 @@ def fetch_raw(plan: RawPlan) -> list[str]:
         fetched = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
     shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
     return [
-        f"{clip}: its raw video {video} is not in {plan.place}"
+        f"{clip}: its raw video {video} was not found in {plan.place}"
         for video, clips in plan.videos.items()
         if video not in fetched
         for clip in clips
@@ -171,11 +171,11 @@ def convert_raw_errors(plan: RawPlan) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{plan.dataset}: {error}. By hand: {plan.by_hand}") from error
+        raise DataError(f"{plan.dataset}: {error}. To get the videos manually: {plan.by_hand}") from error
     except OSError as error:
         raise DataError(
-            f"{plan.dataset}: {error.filename or plan.folder}: cannot be written ({error.strerror or error}); correct that, "
-            "and run the same command again: it continues"
+            f"{plan.dataset}: {error.filename or plan.folder}: cannot be written ({error.strerror or error}); fix "
+            "this, and run the same command again to continue"
         ) from error
 
 
@@ -184,10 +184,10 @@ def convert_server_errors(source: ServedFile) -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
-        advice = "; run the same command again: it continues" if is_transient(error) else ""
+        advice = "; run the same command again to continue" if is_transient(error) else ""
         raise DataError(f"{describe_failure(source, error)}{advice}") from error
     except TimeoutError as error:
-        raise DataError(f"{source.url}: {error}; run the same command again: it continues") from None
+        raise DataError(f"{source.url}: {error}; run the same command again to continue") from None
 
 
 # ---------------------------------------------------------------- tars
@@ -280,7 +280,8 @@ def check_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(find_existing(folder)).free
     if size + SPARE_BYTES > free:
         raise DataError(
-            f"{folder}: {size / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free; choose another --data-dir"
+            f"{folder}: {size / 1e9:.1f} GB are needed, but only {free / 1e9:.1f} GB are free; choose another "
+            "--data-dir"
         )
 
 
@@ -327,7 +328,7 @@ def shard_names(plan: RawPlan, split: str) -> list[str]:
             if split_facts["name"] == split
         ]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{source.url}: does not say how many shards the split {split} has ({error})") from error
+        raise DataError(f"{source.url}: does not list the shards of the split {split} ({error})") from error
     return [f"bridge_dataset-{split}.tfrecord-{number:05d}-of-{count:05d}" for number in range(count)]
 
 
@@ -349,7 +350,9 @@ def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], 
                 write_frames(example[BRIDGE_IMAGES], plan.folder / Path(*video.rsplit(".", 1)) / "images0")
                 fetched.add(video)
     except (KeyError, IndexError) as error:
-        raise DataError(f"{source.url}: an episode has no {error}; it is not the data set bridge_dataset") from error
+        raise DataError(
+            f"{source.url}: an episode has no {error}, so this is not the data set bridge_dataset"
+        ) from error
     finally:
         file.unlink()  # also if it is damaged, so that it is downloaded again
     return inside, fetched
@@ -361,7 +364,7 @@ def name_bridge_video(path: bytes | int, episode: bytes | int) -> str:
         str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value) for value in (path, episode)
     )
     if BRIDGE_ROOT not in text:
-        raise DataError(f"an episode's file_path is {text:.200}, in which no {BRIDGE_ROOT} leads to its folder")
+        raise DataError(f"an episode's file_path is {text:.200}, but it must contain {BRIDGE_ROOT}")
     folder = text.rpartition(BRIDGE_ROOT)[2].removesuffix("/out.npy")
     return f"{folder.replace('/', '-')}.{number}"
 

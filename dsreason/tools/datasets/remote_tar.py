@@ -37,7 +37,7 @@ class Index:
 
 
 def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
-    """Find for each key the member, the offset of its content, and its size; keys without a member are left out.
+    """Find for each key the member, the offset of its content, and its size; keys without a member are omitted.
 
     Args:
         wanted: possible end of a member's path → key; one member per key is enough.
@@ -55,7 +55,7 @@ def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -
             try:
                 look_on(file, index, wanted, missing)
             except tarfile.TarError as error:
-                raise DataError(f"{source.url} is not a tar, or is damaged ({error})") from error
+                raise DataError(f"{source.url}: is not a tar archive, or is damaged ({error})") from error
             finally:
                 write_file(index_file, json.dumps(asdict(index)))
     return select_members(index, wanted)
@@ -64,7 +64,7 @@ def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -
 def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: set[str]) -> None:
     """Read headers from the end of the index on, until no key is missing or the tar ends."""
     name = file.source.url.rpartition("/")[2]
-    with track(f"looking into {name}", file.length - index.offset, "bytes") as advance:
+    with track(f"searching {name}", file.length - index.offset, "bytes") as advance:
         buffered = io.BufferedReader(file)
         buffered.seek(index.offset)
         with tarfile.open(fileobj=buffered, mode="r:", tarinfo=TarMember) as tar:

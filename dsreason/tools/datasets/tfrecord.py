@@ -21,7 +21,7 @@ Feature = list[bytes] | list[int]
 
 
 def read_examples(file: Path, names: Sequence[str]) -> Iterator[dict[str, Feature]]:
-    """Yield the named features of each record, as lists of bytes or of integers; features that a record lacks are left out.
+    """Yield the named features of each record, as lists of bytes or integers; missing features are omitted.
 
     Raises:
         DataError: the file is not a TFRecord file, or is damaged.
@@ -34,13 +34,13 @@ def read_examples(file: Path, names: Sequence[str]) -> Iterator[dict[str, Featur
             try:
                 (length,) = struct.unpack("<Q", header[:8])
                 if length > MAX_RECORD:
-                    raise ValueError(f"a record of {length} bytes")
+                    raise ValueError(f"its header claims {length} bytes; at most {MAX_RECORD} are allowed")
                 content = records.read(length)
                 if len(content) < length or len(records.read(4)) < 4:
-                    raise ValueError("the file ends inside it")
+                    raise ValueError("the file ends within the record")
                 yield {name_of_key[name]: values for name, values in iter_features(content) if name in name_of_key}
             except (ValueError, IndexError, struct.error) as error:
-                raise DataError(f"{file}, record {number}: is no TFRecord of examples ({error})") from error
+                raise DataError(f"{file}, record {number}: is not a TFRecord of tf.train.Example ({error})") from error
 
 
 def iter_features(example: bytes) -> Iterator[tuple[bytes, Feature]]:
@@ -91,9 +91,9 @@ def iter_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
         elif kind in (FIXED64, FIXED32):
             size = 8 if kind == FIXED64 else 4
         else:
-            raise ValueError(f"a field of the unknown kind {kind}")
+            raise ValueError(f"a field has the unknown wire type {kind}")
         if place + size > len(message):
-            raise ValueError("a field that is longer than its message")
+            raise ValueError("a field is longer than its message")
         yield key >> 3, message[place : place + size]
         place += size
 
@@ -109,4 +109,4 @@ def read_varint(message: bytes, place: int) -> tuple[int, int]:
             return number, place
         shift += 7
         if shift > 63:
-            raise ValueError("a number of more than 64 bits")
+            raise ValueError("a number has more than 64 bits")

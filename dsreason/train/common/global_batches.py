@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from dsreason.config.schema import SFTConfig
@@ -17,11 +18,56 @@ from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.train.common.arithmetic import Arithmetic
 from dsreason.train.common.job import J
+from dsreason.train.common.learning import LearningWatch
 from dsreason.train.common.run import TrainingRun, Validate
 
 log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=StepBatches)
+
+MANY = 0.5
+"""Share of skipped rows from which a warning is given."""
+ADVICE = (
+    "the log names each row and the reason after `skipped:`; for rows that are too long, raise model.max_length or lower "
+    "data.vision.fps or data.vision.max_pixels; correct or remove the others"
+)
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows of one or more steps, over all ranks."""
+
+    steps: int
+    empty_steps: int
+    """Number of steps without a trained token."""
+    rows: int
+    skipped: int
+
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(
+            self.steps + other.steps,
+            self.empty_steps + other.empty_steps,
+            self.rows + other.rows,
+            self.skipped + other.skipped,
+        )
+
+
+def count_rows(batches: StepBatches) -> RowCounts:
+    """Count the rows of a step."""
+    skipped = len(batches.skipped)
+    return RowCounts(1, int(batches.num_tokens == 0), batches.num_samples + skipped, skipped)
+
+
+def find_row_problems(counts: RowCounts) -> dict[str, str]:
+    """Return a message for steps without a trained token, and one for many skipped rows, by kind."""
+    problems, steps = {}, f"{counts.steps} step{'s' * (counts.steps > 1)}"
+    if counts.empty_steps:
+        problems["empty"] = (
+            f"rows: {counts.empty_steps} of {steps} had no trained token, because all their rows were skipped; {ADVICE}"
+        )
+    if counts.skipped >= MANY * counts.rows and counts.empty_steps < counts.steps:
+        problems["skipped"] = f"rows: {counts.skipped} of {counts.rows} rows ({steps}) were skipped; {ADVICE}"
+    return problems
 
 
 def build_step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> StepOrder:
@@ -61,14 +107,16 @@ def train_on_loader(
     run: TrainingRun[J], loader: Iterable[B], train_on_batches: Callable[[B], None], validate: Validate
 ) -> None:
     """Train on the batches of each step that `loader` yields, then finish the run."""
+    watch = LearningWatch(find_row_problems)
     run.begin_steps(validate)
     for batches in wait_for_batches(loader, run.job.watchdog):
         run.poll_checkpoint()
         first = run.state.step
         with run.job.watchdog.track_phase("step"):
             train_on_batches(batches)
+        watch.add(count_rows(batches))
         run.finish_steps(first, validate)
-    run.finish()
+    run.finish(watch.summarize())
 
 
 def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:

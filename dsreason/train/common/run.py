@@ -17,6 +17,7 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.schedule import compute_lr_factor
+from dsreason.errors import NothingLearned
 from dsreason.job.logs import set_step
 from dsreason.job.ranks import World
 from dsreason.monitor.memory import MemoryLedger
@@ -29,6 +30,11 @@ from dsreason.train.common.nonfinite import FiniteCheck, build_finite_check
 from dsreason.train.common.saving import Checkpoints, WriteExport
 
 log = logging.getLogger(__name__)
+
+TRIAL_STEPS = 2
+"""Number of steps up to which a run is a trial of the setup, which is not expected to learn anything."""
+IDLE_STEPS = "idle_steps"
+"""Key in `TrainerState.extra`: number of steps that had nothing to learn from."""
 
 
 class ValidationOutcome(Protocol):
@@ -89,20 +95,22 @@ class TrainingRun(Generic[J]):
         """If a checkpoint has become complete since the last step, upload it and delete old ones."""
         self.checkpoints.poll(self.state)
 
-    def count_step(self, *, epoch: float, extra: Mapping[str, Any] | None = None) -> None:
+    def count_step(self, *, epoch: float, extra: Mapping[str, Any] | None = None, learned: bool = True) -> None:
         """Update the run's state after the engine has finished a step.
 
         Args:
             epoch: number of epochs completed, including a fraction.
             extra: JSON values that the trainer needs after a resume; saved in checkpoints.
+            learned: whether the step had anything to learn from: a trained token or an advantage other than 0.
         """
         step = self.engine.global_steps
+        idle_steps = self.state.extra.get(IDLE_STEPS, 0) + (not learned)
         self.state = replace(
             self.state,
             step=step,
             epoch=epoch,
             consumed_samples=step * self.job.config.samples_per_step,
-            extra={**(extra or {}), **self.finite.counts},
+            extra={**(extra or {}), **self.finite.counts, IDLE_STEPS: idle_steps},
         )
         set_step(step)
 
@@ -177,11 +185,28 @@ class TrainingRun(Generic[J]):
             self.state = replace(self.state, best_metric=value, best_name=config.best_metric, best_step=step)
         return is_better and step > 0 and config.keep_best
 
-    def finish(self) -> None:
-        """Write and upload what is still missing, including exports of an earlier job, and print the final messages."""
+    def finish(self, problems: Sequence[str] = ()) -> None:
+        """Write and upload what is still missing, including exports of an earlier job, and print the final messages.
+
+        Args:
+            problems: what kept the run from learning; printed first.
+
+        Raises:
+            NothingLearned: the run had more than `TRIAL_STEPS` steps, and none of them had anything to learn from.
+        """
+        step = self.state.step
         self.checkpoints.finish(self.state)
+        has_learned = self.state.extra.get(IDLE_STEPS, 0) < max(step, 1)
+        verdict = (
+            f"nothing was learned in the {step} step{'s' * (step > 1)}, so the model is no better than at the start"
+        )
+        lines = [*problems] if has_learned else [verdict, *problems]
+        for line in lines:
+            self.progress.print_line(f"warning: {line}")
         self.progress.print_line(self.memory.report())
-        self.progress.print_line(f"finished at step {self.state.step}; all output is in {self.job.output_dir}")
+        self.progress.print_line(f"finished at step {step}; all output is in {self.job.output_dir}")
+        if not has_learned and step > TRIAL_STEPS:
+            raise NothingLearned("\n  ".join(lines))
 
 
 def start_run(

@@ -39,9 +39,13 @@ def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
             engine, batches, dpo.reference, baseline, lr=run.learning_rate, config=config, world=world
         )
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
+    if not batches.num_tokens:
+        metrics.pop("train/loss")  # the mean over no pairs
     seconds = time.perf_counter() - started
     saved_baseline = {"baseline": [baseline.total, baseline.count]} if baseline.count else {}
-    run.count_step(epoch=engine.global_steps / dpo.steps_per_epoch, extra=saved_baseline)
+    run.count_step(
+        epoch=engine.global_steps / dpo.steps_per_epoch, extra=saved_baseline, learned=batches.num_tokens > 0
+    )
     if "dpo/chosen" in metrics and (warning := dpo.watch.look(metrics["dpo/chosen"], metrics["dpo/accuracy"])):
         log.warning("%s", warning)
     progress_values = {name: metrics[key] for name, key in SHOWN.items() if key in metrics}

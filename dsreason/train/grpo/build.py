@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dsreason.rollout.vllm_arguments import MIN_SEQUENCES, VLLMSettings
 from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.arithmetic import Arithmetic, build_arithmetic
 from dsreason.train.common.job import TrainingJob
+from dsreason.train.common.learning import LearningWatch
 from dsreason.train.common.opening import (
     TrainingRows,
     build_policy_engine,
@@ -41,6 +43,7 @@ from dsreason.train.common.validate import HeldOut, validate
 from dsreason.train.grpo.check_rewards import build_row_check
 from dsreason.train.grpo.preflight import build_prompt_encoder, build_rollout_order, check, count_optimizer_steps
 from dsreason.train.grpo.reference import load_reference
+from dsreason.train.grpo.reward_counts import RolloutCounts, find_reward_problems
 from dsreason.train.grpo.sampling import RolloutSampler
 from dsreason.train.grpo.teacher import Teacher, open_teacher
 
@@ -69,6 +72,7 @@ class GRPOTrainer:
     """Ids of the media tokens, which the policy must not sample."""
     batches_per_epoch: float
     """Number of prompt batches per epoch."""
+    watch: LearningWatch[RolloutCounts]
     num_untrained: int = 0
     """Number of consecutive rollouts, up to the latest, without a trainable completion."""
 
@@ -140,6 +144,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             arithmetic=build_arithmetic(engine, world),
             banned_ids=banned_ids,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
+            watch=LearningWatch(partial(find_reward_problems, config=config)),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import compute_work
 from dsreason.engine.engine import take_optimizer_step
 from dsreason.engine.reference import ReferencePolicy
-from dsreason.errors import DsReasonError
+from dsreason.errors import NothingLearned
 from dsreason.job.ranks import World, gather_in_group, gather_objects
 from dsreason.losses.objective import Objective
 from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPOTrainer, build_grpo
 from dsreason.train.grpo.engine_check import check_engine, encode_prompt_per_modality
 from dsreason.train.grpo.reference import reset_reference
+from dsreason.train.grpo.reward_counts import RolloutCounts
 from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_training_sample, join_group, split_into_steps
 from dsreason.train.grpo.sampling import SampledRollouts
 from dsreason.train.grpo.show import describe, show_rollouts
@@ -52,7 +54,7 @@ def train(grpo: GRPOTrainer) -> None:
         first = run.state.step
         train_on_rollout(grpo)
         run.finish_steps(first, grpo.validate)
-    run.finish()
+    run.finish(grpo.watch.summarize())
 
 
 def check_rollout_engine(grpo: GRPOTrainer) -> None:
@@ -73,7 +75,8 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
     train_started = time.perf_counter()
     sampling_seconds = train_started - started
     with watchdog.track_phase("prepare"):
-        rollout_metrics = show_sampled(grpo, sampled)
+        rollout_metrics, counts = show_sampled(grpo, sampled)
+        grpo.watch.add(counts)
         steps = prepare_steps(grpo, sampled)
     for micro_batches in steps:
         run.profiler.begin(run.state.step + 1)
@@ -81,12 +84,13 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
             metrics = train_on_step(grpo, micro_batches)
             now = time.perf_counter()
             times = {"time/rollout": sampling_seconds, "time/train": now - train_started}
-            finish_step(grpo, micro_batches, metrics | times, rollout_metrics)
+            learned = counts.learned > 0 or grpo.teacher is not None
+            finish_step(grpo, micro_batches, metrics | times, rollout_metrics, learned=learned)
         sampling_seconds, train_started = 0.0, now  # sampling counts only in a rollout's first step
 
 
-def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> dict[str, float]:
-    """Log the completions and return the rollout's metrics."""
+def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> tuple[dict[str, float], RolloutCounts]:
+    """Log the completions; return the rollout's metrics and the counts of what it can teach."""
     job = grpo.job
     return show_rollouts(
         sampled,
@@ -105,7 +109,7 @@ def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[Roll
     rollouts = join_group(sampled.rollouts, sampled.prompts, lambda rollouts: gather_in_group(rollouts, world))
     steps = cut_into_steps(rollouts, grpo.objective, config, grpo.rows.encoder, world)
     grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
-    check_trained(grpo.num_untrained, run.state.step, config)
+    check_trained(grpo.num_untrained, run.state.step, config, grpo.watch.list_recent())
     # If earlier rollouts had fewer steps, the last rollout may have more steps than remain.
     remaining_steps = run.total_steps - run.state.step
     return add_fixed_logprobs(
@@ -148,13 +152,20 @@ def cut_into_steps(
     return [cut(part, config, encoder, world.row_part) for part in parts if any(gather_objects(bool(part)))]
 
 
-def check_trained(num_untrained: int, step: int, config: GRPOConfig) -> None:
-    """Raise DsReasonError after `MAX_UNTRAINED` consecutive rollouts without a trainable completion."""
+def check_trained(num_untrained: int, step: int, config: GRPOConfig, problems: Sequence[str]) -> None:
+    """Raise NothingLearned after `MAX_UNTRAINED` consecutive rollouts without a trainable completion.
+
+    Args:
+        problems: problems of the recent rollouts, which are the likely causes.
+    """
     if num_untrained == MAX_UNTRAINED:
-        raise DsReasonError(
-            f"step {step}: {MAX_UNTRAINED} consecutive rollouts had no completion to train on: their prompts were skipped, or "
-            "the overlong filter removed all completions, because they were cut off at rollout.max_completion_length "
+        causes = problems or [
+            "their prompts were skipped, dynamic sampling found no group with different scores, or the overlong filter "
+            "removed all completions, because they were cut off at rollout.max_completion_length "
             f"({config.rollout.max_completion_length}); raise it, or set grpo.overlong_filter = false"
+        ]
+        raise NothingLearned(
+            "\n  ".join([f"step {step}: {MAX_UNTRAINED} consecutive rollouts had no completion to train on", *causes])
         )
 
 
@@ -189,10 +200,13 @@ def finish_step(
     micro_batches: list[RolloutMicroBatch],
     metrics: dict[str, float],
     rollout_metrics: dict[str, float],
+    *,
+    learned: bool,
 ) -> None:
     """Finish a step: count it, reset the reference if a reset is due, and log the metrics."""
     run, job, config = grpo.run, grpo.job, grpo.job.config
-    run.count_step(epoch=grpo.rollouts.next_batch / grpo.batches_per_epoch, extra=grpo.extra)
+    epoch = grpo.rollouts.next_batch / grpo.batches_per_epoch
+    run.count_step(epoch=epoch, extra=grpo.extra, learned=learned)
     if isinstance(grpo.reference, ReferencePolicy):
         reset_reference(grpo.reference, config, run.state.step, job.output_dir, job.model_path, job.world)
     samples = [[build_training_sample(rollout) for rollout in micro_batch.rollouts] for micro_batch in micro_batches]

@@ -21,6 +21,7 @@ from dsreason.train.common.answers import (
     write_rows,
 )
 from dsreason.train.common.contact_sheet import draw_contact_sheet
+from dsreason.train.grpo.reward_counts import RolloutCounts, count_rewards
 from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.sampling import SampledRollouts
 
@@ -34,11 +35,11 @@ def show_rollouts(
     world: World,
     output_dir: Path,
     metrics: Metrics,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], RolloutCounts]:
     """Write `rollouts/step_N.jsonl` and periodically log example completions, both only on rank 0. Collective.
 
     Returns:
-        The metrics of the rollout over all ranks.
+        The metrics of the rollout, and the counts of what it can teach, both over all ranks.
     """
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
@@ -47,7 +48,11 @@ def show_rollouts(
     parts = gather_objects((local_rows, sheets, sampled.reward_sums))
     rows = [row for part, *_ in parts for row in part]
     means = summarise(rows, config.grpo.num_generations)
-    means |= compute_reward_means([sums for *_, part in parts for sums in part])
+    reward_sums = [sums for *_, part in parts for sums in part]
+    means |= compute_reward_means(reward_sums)
+    counts = count_rewards(rows, reward_sums, config)
+    if counts.by_function:
+        means["rollout/groups_without_signal"] = float(counts.groups_without_signal)
     if world.is_main:
         write_rows(output_dir / "rollouts" / f"{format_step(step)}.jsonl", rows)
         if is_due and rows:
@@ -61,7 +66,7 @@ def show_rollouts(
             examples = [example for _, part, _ in parts for example in part]
             metrics.log_text(step, "rollout/completions", "\n\n".join(text for text, _ in examples))
             metrics.log_images(step, "rollout/completions", [sheet for _, sheet in examples])
-    return sampled.metrics | means
+    return sampled.metrics | means, counts
 
 
 def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
@@ -95,17 +100,28 @@ def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str,
     rewards = np.array([row["reward"] for row in rows], dtype=np.float64).reshape(-1, num_generations)
     lengths = np.array([row["length"] for row in rows], dtype=np.float64)
     spreads = [np.ptp(group[~np.isnan(group)]) if not np.isnan(group).all() else 0.0 for group in rewards]
-    existing = rewards[~np.isnan(rewards)]
+    named_rewards = [{"": row["reward"], **row["rewards"]} for row in rows]
     return {
-        **({"reward/std": float(existing.std())} if len(existing) else {}),
         "reward/zero_std_fraction": float(np.mean([spread == 0 for spread in spreads])),
-        **summarise_rewards(
-            [{"": row["reward"], **row["rewards"]} for row in rows], [row["data_source"] for row in rows], "reward"
-        ),
+        **summarise_rewards(named_rewards, [row["data_source"] for row in rows], "reward"),
+        **compute_stds(named_rewards),
         "completion/length_mean": float(lengths.mean()),
         "completion/length_max": float(lengths.max()),
         "completion/truncated_fraction": float(np.mean([row["finish_reason"] == "length" for row in rows])),
         "rollout/trained_fraction": float(np.mean([row["trained"] for row in rows])),
+    }
+
+
+def compute_stds(rewards: Sequence[dict[str, float | None]]) -> dict[str, float]:
+    """Compute `reward/std` of the weighted sum, which has the name "", and `reward/<function>/std`; see `summarise_rewards`."""
+    by_name = {
+        name: [value for completion_rewards in rewards if (value := completion_rewards[name]) is not None]
+        for name in rewards[0]
+    }
+    return {
+        f"reward/{name}/std" if name else "reward/std": float(np.std(values))
+        for name, values in by_name.items()
+        if values
     }
 
 

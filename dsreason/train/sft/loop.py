@@ -31,8 +31,10 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
     with run.memory.track_phase("train"):
         metrics = run_sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
+    if not batches.num_tokens:
+        metrics.pop("train/loss")  # the mean over no tokens
     seconds = time.perf_counter() - started
-    run.count_step(epoch=engine.global_steps / sft.steps_per_epoch)
+    run.count_step(epoch=engine.global_steps / sft.steps_per_epoch, learned=batches.num_tokens > 0)
     progress_values = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
     show_batches(run, sft.arithmetic, batches, metrics, progress_values, seconds=seconds)
 

@@ -93,7 +93,10 @@ def test_fetched_videos_are_cut_and_inspected(hub: Hub) -> None:
     assert call("fetch", "--dataset", "agibot").exit_code == 0
     missing = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0")
     assert missing.exit_code == 1
-    assert f"{CLIP}: no raw video, such as observations/327/648642/videos/head.mp4" in missing.stdout
+    assert (
+        f"{CLIP}: its raw video was not found at any of 40 paths, such as observations/327/648642/videos/head.mp4"
+        in missing.stdout
+    )
     assert "0 cut, 0 already present, 1 without a raw video, 0 failed" in missing.stderr
     assert call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0", "--allow-missing").exit_code == 0
     Path("327/648642").mkdir(parents=True)
@@ -142,14 +145,17 @@ def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
     cut = call("clip", "--dataset", "holoassist", "--workers", "0")
     assert cut.exit_code == 0 and "1 cut" in cut.stderr, cut.output
     second = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
-    assert "0 raw videos to fetch" in second.stdout and "manual download: get video_pitch_shifted.tar" in second.stdout
+    assert (
+        "0 raw videos to fetch" in second.stdout
+        and "manual download: download video_pitch_shifted.tar" in second.stdout
+    )
 
 
 def test_password_in_raw_video_url_is_masked(holoassist: str) -> None:
     place = holoassist.replace("://", "://bob:hunter2hunter@")
     result = call("fetch", "--dataset", "holoassist", "--raw", "--raw-from", place)
     assert "raw videos to fetch from http://…@127.0.0.1" in result.stdout
-    assert "its raw video R2 is not in http://…@" in result.stdout
+    assert "its raw video R2 was not found in http://…@" in result.stdout
     assert "hunter2" not in result.output
 
 
@@ -158,7 +164,7 @@ def test_failing_dataset_does_not_stop_the_others(holoassist: str, monkeypatch: 
     monkeypatch.setitem(raw.ORIGINS, "agibot", "no/such")
     result = call("fetch", "--dataset", "agibot", "--dataset", "holoassist", "--raw")
     assert "agibot: no/such: " in error_of(result, DataError)
-    assert "its raw video R2 is not in" in result.stdout
+    assert "its raw video R2 was not found in" in result.stdout
     assert Path("data/raw/holoassist/videos/R1/Export_py/Video_pitchshift.mp4").is_file()
 
 
@@ -175,7 +181,7 @@ def test_suggested_commands_include_repository_and_quoted_paths(hub: Hub) -> Non
 def test_unavailable_raw_videos_exit_with_1(holoassist: str) -> None:
     result = call("fetch", "--dataset", "holoassist", "--raw", "--raw-from", holoassist)
     assert result.exit_code == 1
-    assert f"R2_coarse_0_fine_4: its raw video R2 is not in {holoassist}" in result.stdout
+    assert f"R2_coarse_0_fine_4: its raw video R2 was not found in {holoassist}" in result.stdout
     assert Path("data/raw/holoassist/videos/R1/Export_py/Video_pitchshift.mp4").is_file()
 
 
@@ -191,7 +197,7 @@ def test_allow_missing_does_not_excuse_uncuttable_clips(hub: Hub) -> None:
     write_video(Path("327/648642/head.mp4"), 6)
     result = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0", "--allow-missing")
     assert result.exit_code == 1
-    assert "has 6 frames; 3 to 8 frames do not lie within them" in result.stdout
+    assert "has 6 frames, but they do not cover the range 3 to 8 frames" in result.stdout
 
 
 # ---------------------------------------------------------------- inspect
@@ -282,9 +288,9 @@ def test_missing_balance_labels_are_reported_as_problem() -> None:
     result = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--output", "out", "--workers=0")
     assert result.exit_code == 0, result.output
     [problem] = map(json.loads, Path("out/problems.jsonl").read_text().splitlines())
-    assert problem["kind"] == "no labels" and "no answer of at most 40 characters" in problem["reason"]
+    assert problem["kind"] == "no labels" and "no one-line answer of at most 40 characters" in problem["reason"]
     assert problem["reason"].count("data.balance") == 1
-    assert "no labels: data.balance (answer): no row has such a label" in result.stdout
+    assert "no labels: data.balance (answer): no row has a usable label" in result.stdout
 
 
 def test_inspect_measures_rows_without_an_answer(tiny_qwen2_5_vl: Path) -> None:
@@ -321,7 +327,7 @@ def test_validate_exits_with_1_on_bad_rows(tiny_qwen2_5_vl: Path) -> None:
     write_rows(GOOD, GONE, model=tiny_qwen2_5_vl)
     result = call("validate", "--config", "run.toml", "--workers", "0")
     assert result.exit_code == 1, result.output
-    assert result.stdout.startswith("rows.jsonl, row 2 (sample '1'): image: no file")
+    assert result.stdout.startswith("rows.jsonl, row 2 (sample '1'): image: no such file: ")
     assert "2 rows rendered, of which 1 are unusable" in result.stderr
 
 

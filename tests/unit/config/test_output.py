@@ -66,7 +66,7 @@ def test_resume_allows_changes_of_speed_or_length(tmp_path: Path) -> None:
         ({"optim": {"lr": 1e-3}}, "optim.lr was 1e-05 and is now 0.001"),
         ({"data": {"vision": {"fps": 4}}}, "data.vision.fps was None and is now 4.0"),
         ({"train": {"global_batch_size": 8}}, "train.global_batch_size was 32 and is now 8"),
-        ({"data": {"sources": [{"path": "x"}]}}, "data.sources.0.adapter was None and is now 'jsonl'"),
+        ({"data": {"sources": [{"path": "x"}]}}, "data.sources.0.adapter was None and is now 'auto'"),
     ],
 )
 def test_different_run_is_rejected_with_both_values(tmp_path: Path, now: dict[str, Any], shown: str) -> None:

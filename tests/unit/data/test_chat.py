@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_unanswered_sample_encodes_as_prompt_when_allowed(encoder, files):
     sample = Sample("1", [user(image(files["small"]), "Which way?")])
-    with pytest.raises(DataError, match="no assistant message and no answer"):
+    with pytest.raises(DataError, match="neither an assistant message nor an answer"):
         encoder.encode(sample)
     asking = replace(encoder, needs_reply=False)
     encoded, prompt = asking.encode(sample), encoder.encode_prompt(sample).encoded
@@ -192,7 +192,9 @@ def test_template_dropping_reasoning_fails_for_training_only(encoder):
     dropped = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else " + TEXT[3:-3] + " }}"
     changed = with_template(encoder, TURNS.replace("%s", dropped) + PROMPT)
     talk = Sample("talk", [user("a"), assistant("<think>x</think>one"), user("b"), assistant("<think>y</think>two")])
-    with pytest.raises(DataError, match=r"'talk', message 1: the chat template changes the conversation.*shows 'one<"):
+    with pytest.raises(
+        DataError, match=r"'talk', message 1: the chat template changes the conversation.*renders 'one<"
+    ):
         changed.encode(talk)
     assert "<think>" not in changed.processor.tokenizer.decode(changed.encode_prompt(talk).prompt_ids)
     last = Sample("last", talk.messages[2:])
@@ -212,13 +214,13 @@ def test_reasoning_opened_by_prompt_is_not_trained(encoder):
 
 def test_template_without_end_of_turn_is_rejected(encoder):
     changed = with_template(encoder, TURNS.replace("%s", TEXT).replace("<|im_end|>", "") + PROMPT)
-    with pytest.raises(DataError, match=r"must end the assistant's turn with '<\|im_end\|>', but ends it with '\\n'"):
+    with pytest.raises(DataError, match=r"must end the assistant's turn with '<\|im_end\|>', but continues with '\\n'"):
         changed.encode(Sample("1", [user("a"), assistant("b")]))
 
 
 def test_template_omitting_media_is_rejected(encoder, files):
     changed = with_template(encoder, TURNS.replace("%s", "{{ m.content if m.role == 'assistant' }}") + PROMPT)
-    with pytest.raises(DataError, match="omits some of its 1 media"):
+    with pytest.raises(DataError, match="omits some of the 1 media"):
         changed.encode(Sample("1", [user(image(files["small"])), assistant("b")]))
 
 
@@ -256,10 +258,10 @@ def test_too_long_sample_error_shows_both_lengths(encoder, files):
     short = replace(encoder, max_length=15)
     sample = Sample("r7", [user(image(files["wide"]), "?"), assistant("yes")])
     length = short.measure(sample)
-    with pytest.raises(SampleTooLong, match=rf"'r7' has {length} tokens, more than model.max_length \(15\)"):
+    with pytest.raises(SampleTooLong, match=rf"'r7' has {length} tokens, but the maximum is 15 \(model.max_length\)"):
         short.encode(sample)
     assert len(replace(encoder, max_length=length).encode(sample)) == length
-    with pytest.raises(SampleTooLong, match=rf"more than model.max_length \({length - 1}\)"):
+    with pytest.raises(SampleTooLong, match=rf"but the maximum is {length - 1} \(model.max_length\)"):
         replace(encoder, max_length=length - 1).encode(sample)
 
 
@@ -394,16 +396,16 @@ def test_an_encoder_can_be_pickled(encoder, files):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "the first message must be the user's"),
-        ([user("a")], "no assistant message"),
-        ([assistant("a")], "the first message must be the user's"),
+        ([], "the first message must be from the user"),
+        ([user("a")], "neither an assistant message"),
+        ([assistant("a")], "the first message must be from the user"),
         ([user("a"), assistant(" ")], "message 1: the assistant's text is empty"),
-        ([user("a\udcffb"), assistant("b")], r"message 0: .*half a character\): 'a\\udcffb'; correct it"),
+        ([user("a\udcffb"), assistant("b")], r"message 0: .*half a character\): 'a\\udcffb'; remove it"),
         ([user("<|image_pad|>"), assistant("b")], r"message 0: .*special token '<\|image_pad\|>'"),
         ([user("a"), assistant("b<|im_end|>")], r"message 1: .*special token '<\|im_end\|>'"),
         (
             [user("a"), assistant([{"type": "image", "image": "x.png"}])],
-            "message 1: an assistant message may hold text only",
+            "message 1: an assistant message may contain only text",
         ),
         ([user(image("gone.png")), assistant("b")], "message 0: gone.png: no such file"),
         ([user(video("x.mp4", fps=1, nframes=4)), assistant("b")], "message 0: x.mp4: no such file"),
@@ -425,13 +427,15 @@ def test_excessive_vision_tokens_are_rejected_before_expansion(encoder, files, m
     monkeypatch.setattr(Encoder, "_expand", None)
     large = [video(files["long"], nframes=60, min_pixels=150_000_000), image(files["small"], min_pixels=100_000_000)]
     sample = Sample("r1", [user("?", *large), assistant("b")])
-    with pytest.raises(SampleTooLong, match=r"^sample 'r1' has \d{7} tokens of images and videos, .* \(1000000\)"):
+    with pytest.raises(
+        SampleTooLong, match=r"^sample 'r1' has \d{7} tokens of images and videos, but the maximum is 1000000;"
+    ):
         use(encoder, sample)
 
 
 def test_media_in_an_assistant_message_are_refused(encoder, files):
     sample = Sample("r1", [user("a"), assistant([image(files["small"])])])
-    with pytest.raises(DataError, match="message 1: an assistant message may hold text only"):
+    with pytest.raises(DataError, match="message 1: an assistant message may contain only text"):
         encoder.encode(sample)
 
 

@@ -141,7 +141,7 @@ def test_malformed_row_is_reported_without_traceback(tmp_path):
         "def to_sample(row): return Sample('7', [{'role': 'user', 'content': [{'text': 'q'}]}], answer='B')\n"
     )
     data = config(tmp_path, ["B"]).model_copy(update={"adapter": str(tmp_path / "mine.py")})
-    with pytest.raises(DataError, match=r"row 1: data\.balance \(answer\): a part of type None"):
+    with pytest.raises(DataError, match=r"row 1: data\.balance \(answer\): the type of a part must be .*; got None"):
         read_labels(opened(data), data)
 
 
@@ -153,10 +153,10 @@ def test_label_is_last_reply_when_answer_missing():
 @pytest.mark.parametrize(
     ("answer", "field", "text"),
     [
-        (None, "answer", r"^the row has no answer of at most 40 characters"),
-        ("It turns left at the crossing, then right again.", "answer", "no answer of at most 40 characters"),
-        ("B", "sight", r"^sample\.meta has no text or number as sight; .*available: site, label\.weather\), or answer"),
-        ("B", "label", r"no text or number as label; .*available: site, label\.weather\), or answer"),
+        (None, "answer", r"^the row has no one-line answer of at most 40 characters"),
+        ("It turns left at the crossing, then right again.", "answer", "no one-line answer of at most 40 characters"),
+        ("B", "sight", r"^sample\.meta has no string or number named sight; .*available: site, label\.weather\)$"),
+        ("B", "label", r"no string or number named label; .*available: site, label\.weather\)$"),
     ],
 )
 def test_unlabelled_row_is_reported_with_available_fields(answer, field, text):
@@ -174,11 +174,13 @@ def test_case_and_full_stop_are_ignored(tmp_path):
 def test_unlabelled_rows_stop_or_are_skipped(tmp_path, caplog, on_bad_row):
     data = config(tmp_path, ["yes", "no", None, {"a": 3}], on_bad_row=on_bad_row)
     if on_bad_row == "error":
-        with pytest.raises(DataError, match=r"rows\.jsonl, row 3: data\.balance \(answer\): the row has no answer"):
+        with pytest.raises(
+            DataError, match=r"rows\.jsonl, row 3: data\.balance \(answer\): the row has no one-line answer"
+        ):
             build_order_parts(opened(data), data)
         return
     assert sorted(order(data, batch_size=2).indices(0)) == [0, 1]
-    assert "2 rows have no label and are left out" in caplog.text
+    assert "2 rows have no label and are skipped" in caplog.text
     assert "row 4: field 'answer' is {'a': 3}; it must be a text" in caplog.text
 
 
@@ -195,7 +197,7 @@ def test_unlabelled_rows_are_counted_by_cause(tmp_path, caplog):
     read_labels(opened(data), data)
     _, *lines = caplog.messages[-1].splitlines()
     assert [re.sub(r"such as \S+/", "", line.split("; ")[0]) for line in lines] == [
-        "  2 rows, rows.jsonl, row 2: the row has no answer of at most 40 characters that could be a label",
+        "  2 rows, rows.jsonl, row 2: the row has no one-line answer of at most 40 characters to use as a label",
         "  1 rows, rows.jsonl, row 4: field 'answer' is {'a': 3}",
     ]
 
@@ -203,7 +205,7 @@ def test_unlabelled_rows_are_counted_by_cause(tmp_path, caplog):
 def test_field_missing_in_all_rows_is_rejected(tmp_path):
     data = config(tmp_path, ANSWERS, balance="wether", on_bad_row="skip")
     with pytest.raises(
-        DataError, match=r"no row has such a label: 10 rows, such as .*row 1: .*as wether.*site"
+        DataError, match=r"no row has a usable label: 10 rows, such as .*row 1: .*named wether.*site"
     ) as error:
         build_order_parts(opened(data), data)
     assert str(error.value).count("data.balance") == 1
@@ -212,7 +214,7 @@ def test_field_missing_in_all_rows_is_rejected(tmp_path):
 def test_rare_label_triggers_a_warning(tmp_path, caplog):
     data = config(tmp_path, ["no"] * 29 + ["yes"])
     build_order_parts(opened(data), data)
-    assert "per epoch; add rows of them: 'yes' (1 rows, each 15 times)" in caplog.text
+    assert "per epoch; add rows with these labels: 'yes' (1 rows, each 15 times)" in caplog.text
 
 
 @pytest.mark.parametrize("balance", [True, ""])

@@ -91,10 +91,10 @@ def test_micro_batches_follow_the_configuration(train: dict[str, object], expect
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({}, r"sample 'of 2' has 9 tokens, more than model\.max_length \(8\)"),
+        ({}, r"sample 'of 2' has 9 tokens, but the maximum is 8 \(model\.max_length\)"),
         (
             {"max_tokens_per_micro_batch": 6},
-            r"sample 'of 2' has 9 tokens, more than train\.max_tokens_per_micro_batch \(6\)",
+            r"sample 'of 2' has 9 tokens, but the maximum is 6 \(train\.max_tokens_per_micro_batch\)",
         ),
     ],
 )

@@ -83,7 +83,7 @@ def test_source_name_is_data_source_of_rows_without_one(folder):
 @pytest.mark.parametrize("index", [-1, 10])
 def test_out_of_range_index_is_rejected(folder, index):
     training, _ = open_datasets(config(folder))
-    with pytest.raises(IndexError, match=f"sample {index} of 10"):
+    with pytest.raises(IndexError, match=f"sample index {index} is out of range for 10 samples"):
         training[index]
 
 
@@ -127,7 +127,7 @@ def test_a_parts_own_settings_win(folder, own, general, expected):
     ("changes", "words"),
     [
         ({"image": "gone.png"}, r"rows\.jsonl.*2.*gone\.png"),
-        ({"image": "../../etc/passwd"}, "leads out"),
+        ({"image": "../../etc/passwd"}, "points outside"),
         ({"image": "https://host/a.png"}, "only local files and s3:// URIs are supported"),
         ({"question": "see <|image_pad|>"}, r"<\|image_pad\|>"),
         ({"answer": {"a": 3}}, "answer"),
@@ -176,10 +176,13 @@ def test_custom_adapter_error_names_the_row(folder, code, words):
     [
         ([], "messages: the list is empty"),
         ([{"role": "human", "content": "a"}], r"messages\[0\]: role must be .*'human'"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content: must be .*3"),
-        ([{"role": "user", "content": [{"type": "audio"}]}], "a part of type 'audio': must be text, image or video"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "text None is not a string"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "image: needs the path of a file"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content must be .*3"),
+        (
+            [{"role": "user", "content": [{"type": "audio"}]}],
+            "the type of a part must be text, image or video; got 'audio'",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "the text of a part must be a string; got None"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "image must be the path of a file"),
     ],
 )
 def test_malformed_messages_are_reported_with_row(folder, messages, words):
@@ -259,7 +262,7 @@ def test_already_joined_path_is_reported_with_advice(folder, monkeypatch):
     with pytest.raises(DataError) as error:
         open_datasets(DataConfig(**keys))[0][0]
     value = f"{folder.name}/a.png"
-    assert f"image: no file {folder / value}; the file {value} exists in the working folder" in str(error.value)
+    assert f"image: no such file: {folder / value}; the file {value} exists in the working folder" in str(error.value)
     assert 'set data.media_path = "."' in str(error.value)
     sample = open_datasets(DataConfig(**keys, media_path="."))[0][0]  # as advised
     assert sample.messages[0]["content"][0]["image"] == str(folder / "a.png")
@@ -274,7 +277,7 @@ def test_joined_path_outside_working_folder_gets_advice(folder, monkeypatch):
     for media_path in ("", ".", ".."):
         with pytest.raises(DataError) as error:
             open_datasets(DataConfig(**keys, media_path=media_path))[0][0]
-        assert f"image: ../../{folder.name}/a.png leads out of" in str(error.value)
+        assert f"image: ../../{folder.name}/a.png points outside" in str(error.value)
         assert "it exists relative to the working folder" in str(error.value)
         assert str(error.value).endswith("; use absolute paths")
     assert open_datasets(DataConfig(**{**keys, "path": str(folder)}))[0][0].id == "0"  # as advised
@@ -292,7 +295,7 @@ def test_video_pattern_is_rejected_by_other_adapters(folder):
 
 def test_missing_file_gets_no_path_advice(folder):
     (folder / "a.png").unlink()
-    with pytest.raises(DataError, match=r"image: no file .*/a\.png$"):
+    with pytest.raises(DataError, match=r"image: no such file: .*/a\.png$"):
         open_datasets(config(folder))[0][0]
 
 
@@ -304,14 +307,14 @@ def test_row_columns_can_be_renamed(folder):
 
 
 def test_unknown_column_is_reported_with_known_ones(folder):
-    with pytest.raises(DataError, match="data.columns names 'problem', but the row has id, "):
+    with pytest.raises(DataError, match="data.columns names 'problem', but the row has only id, "):
         open_datasets(config(folder, columns={"question": "problem"}))[0][0]
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ("raise OSError(5, 'broken')", r"rows\(data\) of .*rows.jsonl failed: "),
+        ("raise OSError(5, 'broken')", r"rows\(data\) failed for .*rows.jsonl: OSError"),
         ("yield {}", r"rows\(data\) must return a list or another sequence with a length, but returned generator"),
         ("return None", r"rows\(data\) must return a list or another sequence with a length, but returned NoneType"),
     ],

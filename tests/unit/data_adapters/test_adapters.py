@@ -214,7 +214,9 @@ def test_pattern_leaving_dot_in_id_is_reported(tmp_path):
     data = label_folder(tmp_path, "videos/night-7.v1.2.roof360.mp4", "metas/night-7.v1.2.label.json")
     data = data.model_copy(update={"video_pattern": "*roof360.mp4"})
     row = next(row for row in local_labels.rows(data) if "label" not in row)
-    expected = r"data\.video_pattern \('\*roof360\.mp4'\) its id is 'night-7\.v1\.2\.'; set '\*\.roof360\.mp4'"
+    expected = (
+        r"data\.video_pattern \('\*roof360\.mp4'\) yields the id 'night-7\.v1\.2\.'; set it to '\*\.roof360\.mp4'"
+    )
     with pytest.raises(DataError, match=expected):
         local_labels.to_sample(row, data)
 
@@ -231,13 +233,13 @@ def test_video_never_matches_a_shorter_label_id(tmp_path, files):
 @pytest.mark.parametrize(
     ("cameras", "advice"),
     [
-        ((".4.mp4", ".left.mp4", ".mp4"), 'set data.video_pattern, such as "*.left.mp4"'),
+        ((".4.mp4", ".left.mp4", ".mp4"), 'data.video_pattern, such as "*.left.mp4"'),
         ((".4.mp4", ".mp4"), "_pattern"),
     ],
 )
 def test_id_part_is_never_suggested_as_camera(tmp_path, cameras, advice):
     data = label_folder(tmp_path, "metas/run.label.json", *(f"videos/run{camera}" for camera in cameras))
-    with pytest.raises(DataError, match=rf"choose a camera: .*{re.escape(advice)}$"):
+    with pytest.raises(DataError, match=rf"choose a camera with .*{re.escape(advice)}$"):
         shown(data)
 
 
@@ -264,14 +266,14 @@ def test_ambiguous_cameras_are_reported_with_a_pattern(tmp_path):
     with pytest.raises(DataError) as error:
         shown(data)
     assert "x.1.label.json has 2 videos (x.1.front_wide.mp4, x.1.left.mkv)" in str(error.value)
-    assert 'set data.video_pattern, such as "*.front_wide.mp4"' in str(error.value)
+    assert 'data.video_pattern, such as "*.front_wide.mp4"' in str(error.value)
     assert shown(data.model_copy(update={"video_pattern": "*.front_wide.mp4"})) == {"x.1": "x.1.front_wide.mp4"}
 
 
 def test_camera_with_dot_requires_a_pattern(tmp_path):
     data = label_folder(tmp_path, "metas/x.1.label.json", "videos/x.1.rear.30fov.mp4")
     rows = {row["id"]: row for row in local_labels.rows(data)}
-    with pytest.raises(DataError, match=r"if its camera has a dot in its name, set data\.video_pattern"):
+    with pytest.raises(DataError, match=r"if the camera's name contains a dot, set data\.video_pattern"):
         local_labels.to_sample(rows["x.1.rear"], data)
     assert shown(data.model_copy(update={"video_pattern": "*.rear.30fov.mp4"})) == {"x.1": "x.1.rear.30fov.mp4"}
 
@@ -304,7 +306,7 @@ def test_real_label_file_round_trips_as_json():
     [
         ("videos/1.mp4", r"videos/1\.mp4 has no label metas/1\.label\.json"),
         ("videos/a.1.left.mp4", r"videos/a\.1\.left\.mp4 has no label metas/a\.1\.label\.json"),
-        ("metas/1.label.json", r"row 1 \(sample '1'\): video: no file .*/videos/1\.\*"),
+        ("metas/1.label.json", r"row 1 \(sample '1'\): video: no such file: .*/videos/1\.\*"),
     ],
 )
 def test_local_labels_name_what_has_no_partner(tmp_path, present, text):
@@ -368,7 +370,7 @@ def test_row_path_disambiguates_cosmos_clip_names(tmp_path):
     write_video(tmp_path / "robovqa" / "more" / "7.mp4")
     for video in ("clips/7.mp4", "more/7.mp4"):
         assert cosmos_reason1.find_clip(video, data) == tmp_path / "robovqa" / video
-    with pytest.raises(DataError, match=r"7\.mp4 may be .*clips/7\.mp4 or .*more/7\.mp4"):
+    with pytest.raises(DataError, match=r"7\.mp4 matches both .*clips/7\.mp4 and .*more/7\.mp4"):
         cosmos_reason1.find_clip("elsewhere/7.mp4", data)
 
 
@@ -382,7 +384,7 @@ def test_cosmos_folder_clip_wins_over_archive(tmp_path, monkeypatch):
 def test_cosmos_row_cannot_leave_clip_folder(tmp_path):
     data = cosmos_folder(tmp_path / "set", "robovqa", None, "7.mp4")
     write_video(tmp_path / "8.mp4")
-    with pytest.raises(DataError, match=r"field 'video': \.\./\.\./8\.mp4 leads out of .*/set/robovqa"):
+    with pytest.raises(DataError, match=r"field 'video': \.\./\.\./8\.mp4 points outside .*/set/robovqa"):
         cosmos_reason1.find_clip("../../8.mp4", data)
     assert cosmos_reason1.find_clip(str(tmp_path / "8.mp4"), data) == tmp_path / "8.mp4"
 
@@ -402,7 +404,9 @@ def test_cosmos_names_the_clip_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
     data = cosmos_folder(tmp_path / "set", "robovqa", None, "8.mp4")
     source = open_source(data)
-    with pytest.raises(DataError, match=r"row 1 \(sample 'clips/7\.mp4'\): video: no file .*/robovqa/clips/7\.mp4"):
+    with pytest.raises(
+        DataError, match=r"row 1 \(sample 'clips/7\.mp4'\): video: no such file: .*/robovqa/clips/7\.mp4"
+    ):
         source.sample(0)
 
 
@@ -443,5 +447,7 @@ def test_an_unknown_adapter_names_the_nearest():
 
 def test_custom_rows_require_an_adapter(tmp_path):
     (tmp_path / "rows.jsonl").touch()
-    with pytest.raises(DataError, match=r"rows\.jsonl: data\.adapter is builtin.*set data\.adapter, such as \"jsonl\""):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl: data\.adapter is \"builtin\".*such as data\.adapter = \"jsonl\""
+    ):
         builtin.rows(DataConfig(path=str(tmp_path / "rows.jsonl"), split="train"))

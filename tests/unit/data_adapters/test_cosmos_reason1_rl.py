@@ -96,7 +96,9 @@ def test_each_question_of_list_becomes_one_row(folder):
     assert len(samples) == 4
     assert [samples[i].answer for i in range(3)] == ["B", "B", "A"]
     assert [samples[i].id for i in range(3)] == ["clips/7.mp4"] * 3  # whichever others are there
-    with pytest.raises(DataError, match=r"robovqa_benchmark_qa_pairs\.json, row 2, question 3: .*'E'.* one of A, B"):
+    with pytest.raises(
+        DataError, match=r"robovqa_benchmark_qa_pairs\.json, row 2, question 3: .* one of A, B; got 'E'"
+    ):
         samples[3]
 
 
@@ -117,17 +119,23 @@ def test_a_row_may_show_an_image(folder):
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"video": "clips/8.mp4", "qa_pairs": CHOICE}, r"video: no file .*/robovqa/clips/8\.mp4"),
-        ({"image": "8.jpg", "qa_pairs": CHOICE}, r"image: no file .*/robovqa/8\.jpg"),
+        ({"video": "clips/8.mp4", "qa_pairs": CHOICE}, r"video: no such file: .*/robovqa/clips/8\.mp4"),
+        ({"image": "8.jpg", "qa_pairs": CHOICE}, r"image: no such file: .*/robovqa/8\.jpg"),
         ({"qa_pairs": CHOICE}, "field 'video' is missing"),
         ({"video": "clips/7.mp4"}, "field 'qa_pairs' is missing"),
-        ({**ROW, "qa_pairs": []}, "field 'qa_pairs' is None"),
-        ({**ROW, "qa_pairs": "B"}, "field 'qa_pairs' is 'B'"),
-        ({**ROW, "qa_pairs": {**CHOICE, "question": 3}}, "field 'question' is 3"),
-        ({**ROW, "qa_pairs": {**CHOICE, "index2ans": ["x", "y"]}}, r"field 'qa_pairs.index2ans' is \['x', 'y'\]"),
-        ({**ROW, "qa_pairs": {**CHOICE, "index2ans": {"A": [1]}}}, r"field 'qa_pairs.index2ans' is \{'A': \[1\]\}"),
-        ({**ROW, "qa_pairs": {**CHOICE, "answer": "E"}}, "field 'qa_pairs.answer' is 'E'; it must be one of A, B"),
-        ({**ROW, "qa_pairs": {"question": "?", "answer": 3}}, "field 'answer' is 3; it must be a string"),
+        ({**ROW, "qa_pairs": []}, "field 'qa_pairs' must be .*; got None"),
+        ({**ROW, "qa_pairs": "B"}, "field 'qa_pairs' must be .*; got 'B'"),
+        ({**ROW, "qa_pairs": {**CHOICE, "question": 3}}, "field 'question' must be a string; got 3"),
+        (
+            {**ROW, "qa_pairs": {**CHOICE, "index2ans": ["x", "y"]}},
+            r"field 'qa_pairs.index2ans' must .*; got \['x', 'y'\]",
+        ),
+        (
+            {**ROW, "qa_pairs": {**CHOICE, "index2ans": {"A": [1]}}},
+            r"field 'qa_pairs.index2ans' must .*; got \{'A': \[1\]\}",
+        ),
+        ({**ROW, "qa_pairs": {**CHOICE, "answer": "E"}}, "field 'qa_pairs.answer' must be one of A, B; got 'E'"),
+        ({**ROW, "qa_pairs": {"question": "?", "answer": 3}}, "field 'answer' must be a string; got 3"),
     ],
 )
 def test_bad_row_error_names_row_and_field(folder, row, text):

@@ -136,7 +136,7 @@ def test_prompts_of_a_file(tmp_path) -> None:
     [
         ("", "the prompt is empty"),
         ('{"prompt": "a"}\n{"prompt": ""}', "the prompt is empty"),
-        ('{"prompt": "a"}\n{prompt', r"p\.jsonl, line 2: not a JSON object"),
+        ('{"prompt": "a"}\n{prompt', r"p\.jsonl, line 2: is not valid JSON"),
         ('{"question": "a"}', r"p\.jsonl, row 1: must be {\"prompt\": \"…\"}; got {'question': 'a'}"),
         ("[1]", r"p\.jsonl, row 1: must be .*; got \[1\]"),
     ],

@@ -249,8 +249,8 @@ def test_clip_outside_its_folder_is_rejected(folder: Path, video: str) -> None:
         ({"answer": None}, "field 'answer' must be a non-empty string or a number; got None"),
         ({"answer": True}, "field 'answer' must be a non-empty string or a number; got True"),
         ({"answer": " "}, "field 'answer' must be a non-empty string or a number; got ' '"),
-        ({"question": 3}, "field 'question' is 3; it must be a string"),
-        ({"index2ans": ["left"]}, "field 'index2ans' is ['left']; it must have a string for each letter"),
+        ({"question": 3}, "field 'question' must be a string; got 3"),
+        ({"index2ans": ["left"]}, "field 'index2ans' must map each letter to a string; got ['left']"),
         ({"index2ans": {}}, "field 'index2ans' must have a string for each letter; got {}"),
         ({"question": "<|video_pad|>"}, "the text contains the model's special token <|video_pad|>"),
         ({"question_kind": "essay"}, "question_kind must be one of multiple_choice, yes_no, open"),
@@ -452,7 +452,7 @@ def test_missing_clip_of_row_keeps_its_question(folder: Path, path: str) -> None
     questions = load_rows(folder, [ROW, ROW | {"id": "x", "video": path}])
     assert questions[0].problem is None
     clip = str(folder / "robovqa" / path)
-    assert questions[1].problem == f"video: no file {clip}"
+    assert questions[1].problem == f"video: no such file: {clip}"
     assert (text_asked(questions[1]), questions[1].answer) == ("Which way?\n(A) left\n(B) right", "B")
     assert questions[1].sample.messages[0]["content"][0]["video"] == clip
 
@@ -460,11 +460,11 @@ def test_missing_clip_of_row_keeps_its_question(folder: Path, path: str) -> None
 def test_missing_file_is_reported_for_any_adapter(folder: Path) -> None:
     (folder / "own.py").write_text(OWN.replace('row["video"]', 'row["clip"]'))
     [question] = load_rows(folder, [{"id": "x", "clip": "clips/9.mp4"}], adapter=str(folder / "own.py"))
-    assert question.problem == f"video: no file {folder}/robovqa/clips/9.mp4"
+    assert question.problem == f"video: no such file: {folder}/robovqa/clips/9.mp4"
     gone = {"type": "image", "image": {"path": "gone.png", "bytes": None}}
     messages = [{"role": "user", "content": [gone]}, {"role": "assistant", "content": "so"}]
     [question] = load_rows(folder, [{"id": "x", "messages": messages}], adapter="conversations")
-    assert question.problem == f"image: no file {folder}/robovqa/gone.png"
+    assert question.problem == f"image: no such file: {folder}/robovqa/gone.png"
 
 
 def test_label_without_video_is_reported(folder: Path) -> None:
@@ -473,7 +473,7 @@ def test_label_without_video_is_reported(folder: Path) -> None:
         (folder / name).write_text(content)
     source = {"adapter": "local_labels", "path": str(folder), "question": "What is there?"}
     questions = load_questions(EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}}))
-    assert [question.problem for question in questions] == [None, f"video: no file {folder}/videos/9.*"]
+    assert [question.problem for question in questions] == [None, f"video: no such file: {folder}/videos/9.*"]
 
 
 def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
@@ -483,7 +483,7 @@ def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
     questions = load_questions(EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}}))
     assert [question.video_id for question in questions] == ["clips/1.mp4", "clips/9.mp4"]
     assert questions[0].problem is None
-    assert questions[1].problem == f"video: no file {folder}/robovqa/clips/9.mp4"
+    assert questions[1].problem == f"video: no such file: {folder}/robovqa/clips/9.mp4"
     assert (text_asked(questions[1]), questions[1].answer) == (CHOICE_TEXT, "B")
 
 
@@ -491,13 +491,16 @@ def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
     ("changes", "text"),
     [
         ({"answer": "C"}, "row 2 (sample 'x'): the answer must be one of the options A, B; got 'C'"),
-        ({"question": 3}, "row 2: field 'question' is 3; it must be a string"),
-        ({"options": [["left"], ["right"]]}, "row 2: field 'options' is {'A': ['left'], 'B': ['right']}; it must have"),
-        ({"options": "AB"}, "row 2: field 'options' is 'AB'; it must have a string for each letter"),
+        ({"question": 3}, "row 2: field 'question' must be a string; got 3"),
+        (
+            {"options": [["left"], ["right"]]},
+            "row 2: field 'options' must map each letter to a string; got {'A': ['left'], 'B': ['right']}",
+        ),
+        ({"options": "AB"}, "row 2: field 'options' must map each letter to a string; got 'AB'"),
         ({"video": 3}, "row 2"),
-        ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 leads out of"),
+        ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 points outside"),
         ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is a URL"),
-        ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' is 3; it must be a string"),
+        ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' must be a string; got 3"),
         ({"video": "clips/9.mp4", "question": "<|im_end|>"}, "row 2 (sample 'x'): "),
     ],
 )
@@ -509,7 +512,7 @@ def test_malformed_row_with_missing_clip_is_rejected(folder: Path, changes: dict
 
 def test_non_text_options_of_adapter_are_rejected(folder: Path) -> None:
     (folder / "own.py").write_text(OWN.replace('answer="so"', 'answer="B", options={"A": 1, "B": None}'))
-    with pytest.raises(DataError, match=r"row 1 \(sample 'a/1'\): options: must have a string for each letter"):
+    with pytest.raises(DataError, match=r"row 1 \(sample 'a/1'\): options must map each letter to a string"):
         load_rows(folder, [ROW], adapter=str(folder / "own.py"))
 
 

@@ -265,7 +265,7 @@ def test_broken_clips_are_counted_with_healthy_server(tmp_path: Path, monkeypatc
         run.evaluate(EvalConfig.model_validate(settings | {"server": {"url": server.url}}))
         assert server.requests == []
     errors = [str(result.error) for result in stored(tmp_path).values()]
-    assert len(errors) == 20 and all("v.mp4: not a usable video" in error for error in errors)
+    assert len(errors) == 20 and all("v.mp4: is not a usable video" in error for error in errors)
 
 
 def test_nor_do_they_hide_that_it_fails(evaluate: Any) -> None:

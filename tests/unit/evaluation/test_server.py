@@ -240,7 +240,7 @@ def test_impossible_setting_fails_only_its_question(stand_in: StandIn, tmp_path:
     clip = write_video(tmp_path / "v.mp4")
     bad = media_sample({"type": "video", "video": str(clip), "nframes": 50})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
-    assert str(error.error).startswith(f"{clip}: nframes is 50, but the video (or its chosen range) has 12 frames")
+    assert str(error.error).startswith(f"{clip}: nframes is 50, but the video (or its chosen range) has only 12 frames")
     assert good.text == "(A)"
     assert len(stand_in.requests) == 1
 
@@ -259,7 +259,7 @@ def test_an_unreadable_clip_is_the_questions_error(stand_in: StandIn, tmp_path: 
     (tmp_path / "v.mp4").write_bytes(b"no video")
     bad = media_sample({"type": "video", "video": str(tmp_path / "v.mp4")})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
-    assert "v.mp4: not a usable video" in str(error.error)
+    assert "v.mp4: is not a usable video" in str(error.error)
     assert (error.sent, good.sent) == (False, True)
     assert (error.text, good.text) == ("", "(A)")
 

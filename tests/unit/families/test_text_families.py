@@ -46,7 +46,7 @@ def test_parts_of_a_message_are_one_text(encoder: Encoder) -> None:
 
 def test_a_row_with_an_image_is_refused(encoder: Encoder) -> None:
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
-    with pytest.raises(DataError, match=r"sample '7' shows a\.png, but Qwen\d.* reads text only"):
+    with pytest.raises(DataError, match=r"sample '7' contains a\.png, but Qwen\d.* accepts only text"):
         encoder.encode(sample(parts))
 
 

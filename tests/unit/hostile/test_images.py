@@ -77,7 +77,7 @@ def animation(frames: int) -> bytes:
 REFUSED: dict[str, tuple[bytes, list[str]]] = {
     "60000x60000": (png(60000, 60000, b""), ["3600000000 pixels"]),
     "more pixels than a number holds": (png(2**31 - 1, 2**31 - 1, b""), ["pixels"]),
-    "just above our limit": (png(12500, 12500, b""), ["12500x12500 = 156250000 pixels, more than 150000000"]),
+    "just above our limit": (png(12500, 12500, b""), ["12500x12500 = 156250000 pixels, but the maximum is 150000000"]),
     "no width": (png(0, 5, b""), ["cannot identify"]),
     "comments of 70 MB": (png(4, 4, None, *[text_chunk(900_000)] * 80), ["text chunks"]),
     "comment of 128 MB": (png(4, 4, None, text_chunk(1 << 27)), ["too large"]),
@@ -95,12 +95,12 @@ REFUSED: dict[str, tuple[bytes, list[str]]] = {
     "width that fills the file": (tiff_entry(0, 256, 4, 2**31, 8), ["cannot identify"]),
 }
 REFUSED_PIXELS: dict[str, tuple[bytes, list[str]]] = {
-    "12000x12000 without pixels": (png(12000, 12000, b""), ["a.png: not a usable image"]),
+    "12000x12000 without pixels": (png(12000, 12000, b""), ["a.png: is not a usable image"]),
     "corrupt pixels": (png(40, 30, b"\x78\x9c" + bytes(50)), ["not a usable image"]),
     "truncated JPEG": (JPEG[:700], ["not a usable image"]),
     "JPEG of 1500 scans": (
         progressive(2000, 2000, 1500),
-        ["more than 1250 scans of 2000x2000 pixels exceed the limit of 5.0e+09 pixels in total"],
+        ["more than 1250 scans of 2000x2000 pixels, but the maximum is 5.0e+09 pixels in total"],
     ),
     "JPEG of 20000 scans": (progressive(600, 600, 20000), ["more than 13888 scans of 600x600 pixels"]),
     "palette that is missing": (png(4, 4, None, colour=3), ["not a usable image: AssertionError"]),

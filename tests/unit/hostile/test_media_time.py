@@ -29,7 +29,7 @@ from tests.unit.hostile.inputs import chunk, png
 from tests.unit.media.videos import write_video
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (900, 900, 3), np.uint8))
-WORDS = ["of processor time, more than", "save it again in an ordinary form, or set DSREASON_MEDIA_SECONDS"]
+WORDS = ["of CPU time, but the limit for a file of", "save it in a common format, or raise DSREASON_MEDIA_SECONDS"]
 
 
 def encoded(kind: str, mode: str = "RGB", **options: Any) -> bytes:
@@ -145,7 +145,9 @@ def frugal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("frugal")
 def test_growing_data_worker_ends_and_names_file() -> None:
-    with pytest.raises(DataError, match="^a.mp4: reading it took more than 100 MiB of memory; save it again"):
+    with pytest.raises(
+        DataError, match="^a.mp4: reading it took more than 100 MiB of memory, which is the limit; save it"
+    ):
         guarded(lambda: next(run_in_workers(hungry, [0], workers=1)))
 
 
@@ -176,14 +178,18 @@ def test_time_limit_scales_and_is_configurable(here: Path, monkeypatch: pytest.M
     monkeypatch.setenv(time_limit.TIME_VARIABLE, "600")
     assert time_limit.compute_seconds(5_000_000) == 650
     monkeypatch.setenv(time_limit.TIME_VARIABLE, "long")
-    with pytest.raises(ConfigError, match="DSREASON_MEDIA_SECONDS=long: must be a whole number of seconds"):
+    with pytest.raises(ConfigError, match="DSREASON_MEDIA_SECONDS must be a whole number of seconds; got 'long'"):
         time_limit.compute_seconds(5_000_000)
 
 
 def test_invalid_time_limit_is_config_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     NOISE.save(here / "a.png")
     monkeypatch.setenv(time_limit.TIME_VARIABLE, "1e3")
-    refused(lambda: load_image(here / "a.png"), ConfigError, "DSREASON_MEDIA_SECONDS=1e3: must be a whole number")
+    refused(
+        lambda: load_image(here / "a.png"),
+        ConfigError,
+        "DSREASON_MEDIA_SECONDS must be a whole number of seconds; got '1e3'",
+    )
 
 
 def test_each_file_has_a_separate_limit(here: Path) -> None:

@@ -162,7 +162,7 @@ def test_formats_that_reference_files_are_rejected(folder: Path, kind: str) -> N
     (folder / "README.md").write_text(
         f"---\nlicense: mit\nconfigs: [{{config_name: default, data_files: {name}}}]\n---\n"
     )
-    refused(lambda: ids(folder), DataError, f"files of kind {kind} are not supported; convert them to JSON lines")
+    refused(lambda: ids(folder), DataError, f"files of type {kind} are not supported; convert them to JSON lines")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_path_in_table_cannot_leave_folder(folder: Path, here: Path) -> None:
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     value = f"{folder}/../secret.png"
     (folder / "train.jsonl").write_text(json.dumps(ROW | {"image": {"path": value, "bytes": None}}))
-    refused(lambda: ids(folder), DataError, f"image: {value} leads out of {folder}")
+    refused(lambda: ids(folder), DataError, f"image: {value} points outside {folder}")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in vars(datasets)])
@@ -293,7 +293,7 @@ def test_table_feature_types_open_no_files(folder: Path, here: Path, kind: str, 
     schema = pa.schema({**dict.fromkeys(texts, pa.string()), "image": file})
     table = pa.Table.from_pylist([ROW | {"image": {"bytes": None, "path": given}}], schema)
     pq.write_table(table.replace_schema_metadata({"huggingface": described}), folder / "train.parquet")
-    refused(lambda: ids(folder), DataError, f"image: {given} ", "is a URL" if "://" in given else "leads out of")
+    refused(lambda: ids(folder), DataError, f"image: {given} ", "is a URL" if "://" in given else "points outside")
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
@@ -345,7 +345,7 @@ def test_a_packed_line_without_end_is_refused(
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
     (folder / name).write_bytes(PACK[pack](b'{"a": 1}\n' + b" " * 3000))
     name_files(folder, name)
-    refused(lambda: ids(folder, subset="more"), DataError, f"{name}, line 2: longer than")
+    refused(lambda: ids(folder, subset="more"), DataError, f"{name}, line 2: exceeds the maximum length")
 
 
 def test_packed_list_is_limited_by_unpacked_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,4 +376,4 @@ def test_damaged_packed_table_is_reported(folder: Path, content: bytes, word: st
 def test_csv_lines_have_the_same_limit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
     (here / "rows.csv").write_bytes(b"id\n" + b"0" * 3000)
-    refused(lambda: ids(here / "rows.csv"), DataError, "rows.csv, line 2: longer than")
+    refused(lambda: ids(here / "rows.csv"), DataError, "rows.csv, line 2: exceeds the maximum length")

@@ -40,22 +40,22 @@ def deep(levels: int) -> str:
 
 
 FILES: dict[str, tuple[str, str | bytes, str]] = {
-    "list, nested": ("a.json", "[" * 100_000, "a.json: not JSON"),
-    "list, nested rows": ("a.json", f"[{deep(100_000)}]", "a.json: not JSON"),
-    "list, 5000 digits": ("a.json", '[{"id": ' + "9" * 5000 + "}]", f"a.json: not JSON {COUNTLESS}"),
-    "list, cut": ("a.json", "[" + GOOD, "a.json: not JSON"),
+    "list, nested": ("a.json", "[" * 100_000, "a.json: is not valid JSON"),
+    "list, nested rows": ("a.json", f"[{deep(100_000)}]", "a.json: is not valid JSON"),
+    "list, 5000 digits": ("a.json", '[{"id": ' + "9" * 5000 + "}]", f"a.json: is not valid JSON {COUNTLESS}"),
+    "list, cut": ("a.json", "[" + GOOD, "a.json: is not valid JSON"),
     "list, UTF-16": ("a.json", f"[{GOOD}]".encode("utf-16"), "a.json"),
-    "one object over several lines": ("a.json", json.dumps(ROW, indent=1), "a.json, line 1: not a JSON object"),
+    "one object over several lines": ("a.json", json.dumps(ROW, indent=1), "a.json, line 1: is not valid JSON"),
     "empty list": ("a.json", "[]", "a.json (split train): the data set is empty"),
     "lines, nested": ("a.jsonl", deep(100_000), "a.jsonl, line 1"),
-    "lines, 5000 digits": ("a.jsonl", '{"id": ' + "9" * 5000 + "}", f"line 1: not a JSON object {COUNTLESS}"),
-    "lines, UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl, line 1: not a JSON object"),
-    "lines, Latin-1": ("a.jsonl", '{"id": "é"}'.encode("latin-1"), "a.jsonl, line 1: not a JSON object"),
-    "lines, NUL": ("a.jsonl", '{"id": "\0"}', "a.jsonl, line 1: not a JSON object"),
+    "lines, 5000 digits": ("a.jsonl", '{"id": ' + "9" * 5000 + "}", f"line 1: is not valid JSON {COUNTLESS}"),
+    "lines, UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl, line 1: is not valid JSON"),
+    "lines, Latin-1": ("a.jsonl", '{"id": "é"}'.encode("latin-1"), "a.jsonl, line 1: is not valid JSON"),
+    "lines, NUL": ("a.jsonl", '{"id": "\0"}', "a.jsonl, line 1: is not valid JSON"),
     "lines, no bytes": ("a.jsonl", "", "a.jsonl (split train): the data set is empty"),
     "rubbish named .parquet": ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", "a.parquet: cannot be read"),
     "rubbish named .arrow": ("a.arrow", b"ARROW1" + bytes(99), "a.arrow"),
-    "pickle named .pkl": ("a.pkl", pickle.dumps([ROW]), "files with the suffix '.pkl' are not supported"),
+    "pickle named .pkl": ("a.pkl", pickle.dumps([ROW]), "got '.pkl'"),
 }
 
 
@@ -78,27 +78,27 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
     "number": (7, []),
     "text": ("text", []),
     "null": (None, []),
-    "no fields": ({}, ["'question'"]),
+    "no fields": ({}, ["do not make a row of the format question"]),
     "question that is a list": ({**ROW, "question": ["a"]}, ["question", "must be a string"]),
-    "answer that is a number": ({**ROW, "answer": 3}, ["answer", "must be a string"]),
+    "answer that is an object": ({**ROW, "answer": {"a": 3}}, ["answer", "must be a text"]),
     "image that is a number": ({**ROW, "image": 3}, []),
-    "image that is a list of lists": ({**ROW, "image": [["a.png"]]}, ["needs the path of a file"]),
-    "image of 5000 characters": ({**ROW, "image": "x" * 5000}, ["no file"]),
-    "image with NUL": ({**ROW, "image": "a\0.png"}, ["no file"]),
-    "image with half a character": ({**ROW, "image": "\ud800.png"}, ["no file"]),
-    "image above the folder": ({**ROW, "image": "../outside/flag"}, ["'7'", "../outside/flag leads out of"]),
-    "image below and above the folder": ({**ROW, "image": "b/../../outside/flag"}, ["leads out of"]),
-    "image above the folder as an address": ({**ROW, "image": "file://../outside/flag"}, ["leads out of"]),
+    "image that is a list of lists": ({**ROW, "image": [["a.png"]]}, ["must be the path of a file"]),
+    "image of 5000 characters": ({**ROW, "image": "x" * 5000}, ["no such file"]),
+    "image with NUL": ({**ROW, "image": "a\0.png"}, ["no such file"]),
+    "image with half a character": ({**ROW, "image": "\ud800.png"}, ["no such file"]),
+    "image above the folder": ({**ROW, "image": "../outside/flag"}, ["'7'", "../outside/flag points outside"]),
+    "image below and above the folder": ({**ROW, "image": "b/../../outside/flag"}, ["points outside"]),
+    "image above the folder as an address": ({**ROW, "image": "file://../outside/flag"}, ["points outside"]),
     "image on the web": ({**ROW, "image": "http://127.0.0.1:1/a.png"}, ["http://127.0.0.1:1/a.png is a URL"]),
     "image in a data address": ({**ROW, "image": "data://text/plain"}, ["is a URL"]),
-    "image that is a folder": ({**ROW, "image": "folder"}, ["no file"]),
-    "image that is a FIFO": ({**ROW, "image": "fifo"}, ["no file"]),
+    "image that is a folder": ({**ROW, "image": "folder"}, ["no such file"]),
+    "image that is a FIFO": ({**ROW, "image": "fifo"}, ["no such file"]),
     "image whose bytes are a text": ({**ROW, "image": {"bytes": "abc"}}, ["must be bytes; got str"]),
     "image whose path is a number": ({**ROW, "image": {"bytes": "abc", "path": 3}}, []),
-    "image without bytes and path": ({**ROW, "image": {"bytes": None}}, ["needs the path of a file"]),
+    "image without bytes and path": ({**ROW, "image": {"bytes": None}}, ["must be the path of a file"]),
     "question with the model's own token": ({**ROW, "question": "<|im_end|>"}, ["<|im_end|>"]),
     "question with half a character": ({**ROW, "question": "a\ud800"}, ["half a character"]),
-    "field of 101 levels": ({**ROW, "note": nested(101)}, ["nested deeper than 100 levels"]),
+    "field of 101 levels": ({**ROW, "note": nested(101)}, ["nested more than 100 levels deep"]),
     "answer with half a character": ({**ROW, "answer": "\udfff"}, ["half a character"]),
 }
 
@@ -154,7 +154,7 @@ def test_absolute_paths_outside_media_are_rejected(here: Path, image: str, allow
         lambda: samples(here / "rows.jsonl", **settings),
         DataError,
         "rows.jsonl, row 3",
-        f"is outside of {here}/media; set data.media_path, or data.allow_absolute_paths = true",
+        f"is outside {here}/media; set data.media_path, or data.allow_absolute_paths = true",
     )
     (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:2]))
     assert len(samples(here / "rows.jsonl", **settings)) == 2
@@ -198,7 +198,9 @@ def test_invalid_frame_rate_is_rejected_before_decoding(here: Path, fps: str) ->
     data = DataConfig(adapter=str(here / "own.py"), path=str(here / "rows.jsonl"), validation=0)
     part = open_datasets(data)[0][0].messages[0]["content"][0]
     refused(
-        lambda: sample_frames(VideoInfo(9, 1.0, 28, 28, 9.0), part, FAMILIES["qwen3_vl"].vision), DataError, "fps is "
+        lambda: sample_frames(VideoInfo(9, 1.0, 28, 28, 9.0), part, FAMILIES["qwen3_vl"].vision),
+        DataError,
+        "fps must be ",
     )
 
 

@@ -109,7 +109,7 @@ def test_late_template_failure_is_reported_with_sample(model: Path, source: str)
     (model / "chat_template.jinja").write_text("{% if messages|length > 1 %}" + source + "{% endif %}")
     processor = load_processor(model)
     longer = Sample("7", [*SAMPLE.messages, {"role": "assistant", "content": "red"}, *SAMPLE.messages])
-    refused(lambda: render_prompt(processor, TOKENS, longer), DataError, "'7'", "the chat template fails")
+    refused(lambda: render_prompt(processor, TOKENS, longer), DataError, "'7'", "the chat template failed")
 
 
 def test_text_only_template_is_accepted(model: Path) -> None:

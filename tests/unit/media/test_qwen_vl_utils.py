@@ -187,5 +187,5 @@ def test_max_pixels_follows_version_0_0_11(
 def test_images_are_predicted_without_qwen_vl_utils() -> None:
     assert qwen_vl_utils.fit_image(30, 20, {}, 28) == qwen_vl_utils.Shown(84, 56, 6)  # 3136 pixels at least: x 2.286
     assert qwen_vl_utils.fit_image(1080, 1920, {"max_pixels": 81_920}, 32) == qwen_vl_utils.Shown(192, 352, 66)
-    with pytest.raises(DataError, match="refuses the aspect ratio 300"):
+    with pytest.raises(DataError, match="rejects the aspect ratio 300"):
         qwen_vl_utils.fit_image(10, 3000, {}, 28)

@@ -83,15 +83,15 @@ def test_time_on_frame_boundary_selects_that_frame(fps):
     ("part", "message"),
     [
         ({"fps": 1, "nframes": 4}, r"fps \(1\) and nframes \(4\)"),
-        ({"nframes": 101}, r"nframes is 101.* has 100 frames"),
-        ({"nframes": 12, "video_start": 9.0}, r"nframes is 12.* has 10 frames"),
+        ({"nframes": 101}, r"nframes is 101.* has only 100 frames"),
+        ({"nframes": 12, "video_start": 9.0}, r"nframes is 12.* has only 10 frames"),
         ({"video_start": 5.0, "video_end": 4.0}, r"video_start \(5.0 s\).*video_end \(4.0 s\)"),
         ({"video_start": 5.0, "video_end": 5.0}, r"video_start \(5.0 s\).*video_end \(5.0 s\)"),
-        ({"video_start": 10.0}, r"video_start \(10.0 s\) lies beyond the end of the video \(10 s\)"),
+        ({"video_start": 10.0}, r"video_start \(10.0 s\) must be before the end of the video \(10 s\)"),
         ({"video_start": 5.01, "video_end": 5.09}, r"no frame lies between"),
-        ({"fps": 0}, r"fps is 0"),
-        ({"fps": "2"}, r"fps is '2'; it must be a number"),
-        ({"nframes": -2}, r"nframes is -2"),
+        ({"fps": 0}, r"fps must be greater than 0 .*; got 0"),
+        ({"fps": "2"}, r"fps must be a number; got '2'"),
+        ({"nframes": -2}, r"nframes must be greater than 0 .*; got -2"),
         ({"min_frames": 8, "max_frames": 4}, r"min_frames \(8\) is greater than max_frames \(4\)"),
     ],
 )
@@ -111,7 +111,7 @@ def test_absurd_numbers_are_refused_with_the_limit(key, value):
         lambda part: compute_image_size(100, 100, part, QWEN2_5),
         lambda part: compute_video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
     ):
-        with pytest.raises(DataError, match=rf"^{key} is \S{{1,100}}; it must be .*0 .*at most {most}$"):
+        with pytest.raises(DataError, match=rf"^{key} must be .*0 .*at most {most}; got \S{{1,100}}$"):
             use({key: value})
 
 
@@ -145,7 +145,7 @@ def test_resized_size(height, width, factor, low, high, expected):
 
 
 def test_a_thin_strip_is_refused():
-    with pytest.raises(DataError, match="aspect ratio 201 is greater than 200"):
+    with pytest.raises(DataError, match="aspect ratio of 2010x10 pixels is 201, but the maximum is 200"):
         fit_size(10, 2010, factor=28, min_pixels=1, max_pixels=10**9)
 
 

@@ -344,6 +344,7 @@ def test_time_over_may_be_a_score(file, caplog):
     scores = score(functions, completions=COMPLETIONS * 4, samples=samples, time_limit=1.0, workers=1)
     assert scores.by_function["stubborn"].tolist() == [1, 1, -1] + [1] * 13
     assert scores.by_function["exact_match"].tolist() == [1, 0, 0, 0] * 4
+    assert scores.metric_sums == {"stubborn/timeouts": (1.0, 16)}
     assert 'sample "2": returned no result within the time limit of 1 s; its score is -1' in caplog.text
 
 

@@ -134,7 +134,7 @@ def test_best_loss_metric_needs_held_out_answers(tmp_path, tiny_qwen3_vl, checkp
 
 def test_sft_rows_need_an_answer(tmp_path, tiny_qwen3_vl):
     settings = config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {"format": 1.0}})
-    with pytest.raises(DataError, match="row 1: sample '0': no assistant message and no answer"):
+    with pytest.raises(DataError, match="row 1: sample '0' has neither an assistant message nor an answer"):
         check_sft(SFTConfig(model=settings.model, data=settings.data, train={"global_batch_size": 2}))
 
 

@@ -30,6 +30,7 @@ def test_metrics_include_untrained_completions() -> None:
             "reward/std": 0.4330127,
             "reward/zero_std_fraction": 0.5,
             "reward/right/mean": 0.75,
+            "reward/right/std": 0.4330127,
             "completion/length_mean": 4.0,
             "completion/length_max": 8.0,
             "completion/truncated_fraction": 0.25,

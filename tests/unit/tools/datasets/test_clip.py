@@ -120,7 +120,7 @@ def test_holoassist_names_resolve_to_action_seconds(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("R1_coarse_2_fine_0", "R1 has 2 fine actions, none with the id 0"),
+        ("R1_coarse_2_fine_0", "R1 has 2 fine-grained actions, but none with the id 0"),
         ("R2_coarse_0_fine_0", "the recording R2 has no annotated actions"),
     ],
 )
@@ -134,26 +134,26 @@ def test_unannotated_actions_are_reported(tmp_path: Path, name: str, words: str)
 @pytest.mark.parametrize("content", ["{", '{"R1": []}', "[3]"])
 def test_invalid_action_file_is_reported(tmp_path: Path, content: str) -> None:
     (tmp_path / "data-annotation.json").write_text(content)
-    with pytest.raises(DataError, match="is not an annotation of HoloAssist"):
+    with pytest.raises(DataError, match="is not an annotation file of HoloAssist"):
         choose_rule("holoassist", tmp_path)
 
 
 def test_holoassist_needs_its_file_of_actions(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no data-annotation\*\.json in it or beside it; give it with --events"):
+    with pytest.raises(ConfigError, match=r"nor its parent has a data-annotation\*\.json; pass the file with --events"):
         choose_rule("holoassist", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("dataset", "name", "words"),
     [
-        ("agibot", "327-648642-head-120", "the rule is task-episode-view-start-end"),
+        ("agibot", "327-648642-head-120", "names have the form task-episode-view-start-end"),
         ("agibot", "327-648642-../x-1-2", "is not the name of a clip of agibot"),
-        ("holoassist", "R1_fine_0", "the rule is recording_coarse_N_fine_M"),
-        ("holoassist", "../R1_coarse_0_fine_0", "could lead out"),
-        ("bridgev2", "a.totalframe050.clipframe010", r"the rule is folder\.episode"),
-        ("bridgev2", "a/../../b.1._.totalframe050.clipframe010", "could lead out"),
-        ("bridgev2", "a...b.1._.totalframe050.clipframe010", "could lead out"),
-        ("bridgev2", "-home-me.1.totalframe050.clipframe010", "could lead out"),
+        ("holoassist", "R1_fine_0", "names have the form recording_coarse_N_fine_M"),
+        ("holoassist", "../R1_coarse_0_fine_0", "could point outside"),
+        ("bridgev2", "a.totalframe050.clipframe010", r"names have the form folder\.episode"),
+        ("bridgev2", "a/../../b.1._.totalframe050.clipframe010", "could point outside"),
+        ("bridgev2", "a...b.1._.totalframe050.clipframe010", "could point outside"),
+        ("bridgev2", "-home-me.1.totalframe050.clipframe010", "could point outside"),
     ],
 )
 def test_invalid_clip_name_is_reported_with_rule(dataset: str, name: str, words: str) -> None:
@@ -165,7 +165,7 @@ def test_invalid_clip_name_is_reported_with_rule(dataset: str, name: str, words:
     ("dataset", "name", "words"),
     [
         ("agibot", "1-2-head-9-9", "range from 9 to 9 frames is empty"),
-        ("bridgev2", "a.1._.totalframe008.clipframe009", r"clipframe \(9\) is beyond totalframe \(8\)"),
+        ("bridgev2", "a.1._.totalframe008.clipframe009", r"clipframe is 9, but totalframe is only 8"),
     ],
 )
 def test_impossible_range_is_reported(tmp_path: Path, dataset: str, name: str, words: str) -> None:
@@ -175,7 +175,10 @@ def test_impossible_range_is_reported(tmp_path: Path, dataset: str, name: str, w
 
 
 def test_missing_raw_video_raises_missing_raw(tmp_path: Path) -> None:
-    with pytest.raises(MissingRaw, match=r"^no raw video, such as .*observations/1/2/videos/head\.mp4"):
+    with pytest.raises(
+        MissingRaw,
+        match=r"^its raw video was not found at any of \d+ paths, such as .*observations/1/2/videos/head\.mp4",
+    ):
         choose_rule("agibot", tmp_path)("1-2-head-3-4")
     with pytest.raises(MissingRaw):
         choose_rule("bridgev2", tmp_path)("a.1._.totalframe008.clipframe009")  # a bad range, too
@@ -262,11 +265,14 @@ def test_an_odd_side_loses_a_pixel(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
-        ({"start": 8, "end": 13}, "has 12 frames; 8 to 13 frames do not lie within them"),
+        ({"start": 8, "end": 13}, "has 12 frames, but they do not cover the range 8 to 13 frames"),
         ({"start": 12, "end": 13}, "has 12 frames"),
-        ({"start": 1.0, "end": 1.4, "unit": "seconds"}, "has 12 frames; 1 to 1.4 seconds do not lie"),
-        ({"start": 0.11, "end": 0.12, "unit": "seconds"}, "do not lie within"),
-        ({"start": 0, "end": 5, "total": 14}, "has 12 frames, the clip's name says 14: not the same episode"),
+        (
+            {"start": 1.0, "end": 1.4, "unit": "seconds"},
+            "has 12 frames, but they do not cover the range 1 to 1.4 seconds",
+        ),
+        ({"start": 0.11, "end": 0.12, "unit": "seconds"}, "do not cover the range"),
+        ({"start": 0, "end": 5, "total": 14}, "has 12 frames, but the clip's name says 14; this is another episode"),
     ],
 )
 def test_frames_missing_from_raw_video_are_reported(tmp_path: Path, cut: dict[str, Any], words: str) -> None:
@@ -314,9 +320,12 @@ def test_the_annotations_tell_which_clips_are_needed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("video", "words"),
     [
-        ("clips/1-2-3.mp4", r"1 rows do not name a clip of agibot:\n  .*row 2: 1-2-3: is not the name.*the rule is"),
+        (
+            "clips/1-2-3.mp4",
+            r"1 rows do not name a valid clip of agibot:\n  .*row 2: 1-2-3: is not the name.*names have the form",
+        ),
         ("../../etc/1-2-head-3-8.mp4", "is not the name of a clip"),
-        (None, "row 2: field 'video': needs the path of a clip, is None"),
+        (None, "row 2: field 'video' must be the path of a clip; got None"),
     ],
 )
 def test_rows_without_clip_name_are_reported(tmp_path: Path, video: str, words: str) -> None:
@@ -338,7 +347,7 @@ def test_clips_are_cut_once_and_failures_reported(tmp_path: Path, workers: int) 
     first = cut_clips(names, rule, folder, workers=workers)
     assert sorted(first.cut) == ["1-2-head-0-2", "1-2-head-3-8"]
     assert [text.partition(":")[0] for text in first.missing] == ["1-9-head-0-2"]
-    assert len(first.failed) == 1 and "has 20 frames; 15 to 25" in first.failed[0]
+    assert len(first.failed) == 1 and "has 20 frames, but they do not cover the range 15 to 25" in first.failed[0]
     assert numbers(folder / "1-2-head-3-8.mp4") == [3, 4, 5, 6, 7]
     written = (folder / "1-2-head-3-8.mp4").stat().st_mtime_ns
     clips = cut_clips(names, rule, folder, workers=workers)

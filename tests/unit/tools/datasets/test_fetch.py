@@ -165,7 +165,7 @@ def test_damaged_content_is_refused_and_removed(hub: Hub, tmp_path: Path) -> Non
 def test_wrong_size_content_is_rejected_and_removed(hub: Hub, tmp_path: Path) -> None:
     requested = plan(tmp_path, patterns=["README.md"])
     hub.files["README.md"] = b"#"
-    with pytest.raises(DataError, match=r"README\.md: received 1 bytes, the Hub lists 6"):
+    with pytest.raises(DataError, match=r"README\.md: received 1 bytes, but the Hub lists 6"):
         fetch(requested)
     assert names(tmp_path) == []
 
@@ -173,9 +173,9 @@ def test_wrong_size_content_is_rejected_and_removed(hub: Hub, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"no archive" * 900, r"cannot be unpacked(?s:.*)fetch it again"),
+        (b"no archive" * 900, r"cannot be unpacked(?s:.*)run the same command again"),
         (archive("../../outside.mp4"), "outside the destination"),
-        (archive("one/a.mp4", "two/a.mp4"), "2 files with 1 names"),
+        (archive("one/a.mp4", "two/a.mp4"), "2 files, but only 1 distinct names"),
     ],
 )
 def test_bad_archive_leaves_no_clips(hub: Hub, tmp_path: Path, content: bytes, words: str) -> None:
@@ -221,7 +221,7 @@ def test_requests_unknown_to_hub_are_rejected(hub: Hub, tmp_path: Path, options:
 
 def test_a_path_that_leads_out_is_refused(hub: Hub, tmp_path: Path) -> None:
     hub.files["robovqa/../../x"] = b"x"
-    with pytest.raises(DataError, match="leads out of its folder"):
+    with pytest.raises(DataError, match="is outside its folder"):
         plan(tmp_path)
 
 
@@ -236,6 +236,8 @@ def test_insufficient_disk_is_reported_before_fetching(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=60_000_000)
     monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DataError, match=r"needs 0\.08 MB of disk here, 0\.1 GB are free; choose another --data-dir"):
+    with pytest.raises(
+        DataError, match=r"needs 0\.08 MB of disk space, but only 0\.1 GB are free; choose another --data-dir"
+    ):
         fetch(plan(tmp_path))
     assert hub.ranges == []

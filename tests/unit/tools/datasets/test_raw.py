@@ -109,8 +109,8 @@ def test_episode_views_are_extracted_from_tars(hub: Hub, tmp_path: Path) -> None
 def test_missing_raw_videos_are_reported_by_clip(hub: Hub, tmp_path: Path) -> None:
     missing = fetch(tmp_path, "agibot", "327-151-head-1-2", "999-1-head-1-2", "327-150-head-1-2")
     assert missing == [
-        "327-151-head-1-2: its raw video 327/151/head is not in agibot-world/AgiBotWorld-Beta",
-        "999-1-head-1-2: its raw video 999/1/head is not in agibot-world/AgiBotWorld-Beta",
+        "327-151-head-1-2: its raw video 327/151/head was not found in agibot-world/AgiBotWorld-Beta",
+        "999-1-head-1-2: its raw video 999/1/head was not found in agibot-world/AgiBotWorld-Beta",
     ]
     assert source_of(tmp_path, "agibot", "327-150-head-1-2").read_bytes() == VIDEO
 
@@ -136,9 +136,10 @@ def test_unaccepted_terms_are_reported_with_manual_steps(hub: Hub, tmp_path: Pat
     with pytest.raises(DataError) as error:
         fetch(tmp_path, "agibot", "327-150-head-1-2")
     page = f"{hub.address}/datasets/agibot-world/AgiBotWorld-Beta"
-    assert f"is gated: accept its terms on {page}" in str(error.value)
-    assert f"By hand: accept the terms on {page}, set HF_TOKEN, and unpack observations/<task>/*.tar" in str(
-        error.value
+    assert f"is gated; accept its terms on {page}" in str(error.value)
+    assert (
+        f"To get the videos manually: accept the terms on {page}, set HF_TOKEN, download observations/<task>/*.tar"
+        in str(error.value)
     )
     assert "hf_secret" not in str(error.value)
 
@@ -171,7 +172,9 @@ def test_resumed_fetch_downloads_only_missing_bytes(hub: Hub, tmp_path: Path, mo
     needed: list[int] = []
     monkeypatch.setattr(raw, "check_room", lambda folder, size: needed.append(size))
     hub.cut_at, hub.refuse = 3000, 403
-    with pytest.raises(DataError, match=r"the server answers 403\..*By hand: get video_pitch_shifted\.tar"):
+    with pytest.raises(
+        DataError, match=r"the server responds with status 403\..*manually: download video_pitch_shifted\.tar"
+    ):
         fetch_raw(plan)
     hub.refuse = None
     hub.ranges.clear()
@@ -209,7 +212,7 @@ def test_replaced_shard_is_fetched_from_start(hub: Hub, tmp_path: Path) -> None:
 
 def test_server_without_file_sizes_is_rejected(hub: Hub, tmp_path: Path) -> None:
     hub.tells_sizes = False
-    with pytest.raises(DataError, match=r"does not report the size of the file \(\*\).*By hand"):
+    with pytest.raises(DataError, match=r"does not report the size of the file \(\*\).*manually"):
         fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
 
 
@@ -224,7 +227,7 @@ def test_missing_connection_is_reported_with_advice(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ranges, "PAUSE_S", 0.0)
     monkeypatch.setitem(raw.ORIGINS, "holoassist", "http://127.0.0.1:1")
     with pytest.raises(
-        DataError, match=r"holoassist: http://127\.0\.0\.1:1/data-annotation.*same command again.*By hand"
+        DataError, match=r"holoassist: http://127\.0\.0\.1:1/data-annotation.*same command again.*manually"
     ):
         fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
 
@@ -255,7 +258,7 @@ def test_known_shards_avoid_needless_fetches(hub: Hub, tmp_path: Path) -> None:
 def test_damaged_shard_is_reported_and_refetched(hub: Hub, tmp_path: Path) -> None:
     name, shard = "a-b-val.9.totalframe001.clipframe001", "/bridge/bridge_dataset-val.tfrecord-00000-of-00001"
     content, hub.plain[shard] = hub.plain[shard], b"damaged" * 99
-    with pytest.raises(DataError, match="record 1: is no TFRecord"):
+    with pytest.raises(DataError, match="record 1: is not a TFRecord"):
         fetch(tmp_path, "bridgev2", name)
     hub.plain[shard] = content
     assert fetch(tmp_path, "bridgev2", name) == []
@@ -264,7 +267,7 @@ def test_damaged_shard_is_reported_and_refetched(hub: Hub, tmp_path: Path) -> No
 def test_unexpected_episode_paths_are_rejected_early(hub: Hub, tmp_path: Path) -> None:
     other = record(episode_metadata__file_path=[b"/data/a/out.npy"], episode_metadata__episode_id=[1])
     hub.plain["/bridge/bridge_dataset-train.tfrecord-00000-of-00002"] = other
-    with pytest.raises(DataError, match=r"file_path is /data/a/out\.npy, in which no bridge_data_all/"):
+    with pytest.raises(DataError, match=r"file_path is /data/a/out\.npy, but it must contain bridge_data_all/"):
         fetch(tmp_path, "bridgev2", "c-train.1.totalframe001.clipframe001")
 
 
@@ -302,8 +305,12 @@ def test_empty_video_in_tar_is_ignored(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dataset", "origin", "text"),
     [
-        ("holoassist", "some/repo", "comes from a server; write the address of a folder, as in http"),
-        ("agibot", "https://me:hunter2@host/x", r"…@host/x: agibot comes from a data set of the Hub; write owner/name"),
+        ("holoassist", "some/repo", "comes from a web server; specify the URL of a folder, such as http"),
+        (
+            "agibot",
+            "https://me:hunter2@host/x",
+            r"…@host/x: agibot comes from a data set on the Hub; specify it as owner/name",
+        ),
         ("robovqa", "some/repo", "is not cut from raw videos"),
     ],
 )

@@ -76,5 +76,5 @@ def test_an_empty_file_has_no_records(tmp_path: Path) -> None:
 )
 def test_damaged_file_is_reported_with_record(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(record(id=[1]) + content)
-    with pytest.raises(DataError, match="a, record 2: is no TFRecord of examples"):
+    with pytest.raises(DataError, match="a, record 2: is not a TFRecord of tf.train.Example"):
         list(read_examples(tmp_path / "a", ("id",)))

@@ -130,7 +130,7 @@ def test_pair_length_counts_prompt_and_answers(encoder: PairEncoder) -> None:
     size = encoder.measure(sample)
     replace(encoder, max_length=size).encode_pair(sample)
     with pytest.raises(
-        SampleTooLong, match=rf"sample '7' has {size} tokens, more than model.max_length \({size - 1}\)"
+        SampleTooLong, match=rf"sample '7' has {size} tokens, but the maximum is {size - 1} \(model.max_length\)"
     ):
         replace(encoder, max_length=size - 1).encode_pair(sample)
 

@@ -71,7 +71,7 @@ def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
         (
             {"world": {"prompts_per_step": 100}, "data": TINY},
             DataError,
-            "fewer than one global batch .100: world.prompts_per_step.",
+            "but one global batch needs 100 .world.prompts_per_step.",
         ),
         (
             {"lora": {"rank": 4, "targets": ("to_q", "to_kk")}},
