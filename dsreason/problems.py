@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+SCREEN_LINES, SCREEN_WIDTH = 40, 100
+"""Size of the screen that a summary of problems fits on, in lines and characters."""
+PER_KIND = 3
+"""Maximum number of messages of one kind in a summary of problems."""
+MOST_CHARACTERS = 500
+"""Maximum length of a message in a summary of problems."""
 MOST_LEVELS = 100
 """Maximum nesting depth of the fields of a row."""
 
@@ -29,6 +36,38 @@ def join_first(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -
     """Join the first `most` texts and the number of remaining ones: `a; b; and 3 more`."""
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return separator.join([*texts[:most], *more])
+
+
+def summarise_problems(messages: Sequence[str]) -> list[str]:
+    """Summarise messages about rows in at most a screen of lines: grouped by kind, each group with its count and first messages.
+
+    The order is that of the messages, and groups are in the order of their first message. The last line counts the rest.
+    """
+    groups: dict[str, list[str]] = {}
+    for message in messages:
+        groups.setdefault(mask_values(message), []).append(" ".join(message.split()))
+    lines, num_screen_lines, num_messages = list[str](), 1, 0  # 1: the last line
+    for number, (kind, group) in enumerate(groups.items()):
+        block = (
+            group if len(group) == 1 else [f"{len(group)} times: {kind}", *(f"  {text}" for text in group[:PER_KIND])]
+        )
+        block = [line if len(line) <= MOST_CHARACTERS else line[: MOST_CHARACTERS - 1] + "…" for line in block]
+        num_screen_lines += sum(math.ceil(len(line) / SCREEN_WIDTH) for line in block)
+        if num_screen_lines > SCREEN_LINES:
+            return [*lines, f"and {len(messages) - num_messages} more, for {len(groups) - number} other reasons"]
+        lines, num_messages = lines + block, num_messages + len(group)
+    return lines
+
+
+def mask_values(message: str) -> str:
+    """Return the kind of a message about a row: without the row's location, and with "…" for quoted values, paths and numbers.
+
+    Example: `rows.jsonl, row 2 (sample '1'): image: no file /d/a.png` → `image: no file …`.
+    """
+    text = re.sub(r"""(?<!\w)('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")(?!\w)""", "…", " ".join(message.split()))
+    text = re.sub(r"(?<!\w)/[^:;,()…]*\.\w{2,5}|[^\s:;,()]*/[^\s:;,()]*|[\w-]+\.[a-zA-Z]\w{1,4}(?![\w.])", "…", text)
+    text = re.sub(r"\d+(\.\d+)*", "…", text)
+    return re.sub(r"(^|: )[^:]*, (?:row|line) …[^:]*: ", r"\1", text, count=1)
 
 
 def describe_first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:

@@ -47,6 +47,10 @@ PATTERNS = {
     re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
 }
 """Secrets that are recognised by their format or name (Hub tokens, signed URLs, `token=…`, headers): pattern → replacement."""
+PAYLOAD = re.compile(r"(\bdata:[\w.+;=/-]{0,120},|['\"]base64['\"]: ['\"])[\w+/=%-]{16,}")
+"""Pattern of encoded media in a text: a `data:` URI, or the field `base64` of a part."""
+EMBEDDED = re.compile(r"(['\"]bytes['\"]: b)(?:'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?)")
+"""Pattern of embedded media in a text: the field `bytes`, which may be cut off."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 MASK = re.compile(
     rf"\bhf_…|://…@|(?:Signature|Credential|Security-Token|[?&](?:sig|key)|{WORD})=…|{WORD}['\"]?\s*[:=]\s*['\"]…"
@@ -69,12 +73,20 @@ VERBOSE_LOGGERS = (
 
 
 def hide_secrets(text: str) -> str:
-    """Replace the values of secret variables in a text with their names, and mask other secrets, such as `user:password@`."""
+    """Replace the values of secret variables in a text with their names, and mask other secrets, such as `user:password@`.
+
+    The content of media, which fills a screen, is left out as well.
+    """
     for name, value in list_secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
     for pattern, replacement in PATTERNS.items():
         text = pattern.sub(replacement, text)
-    return mask_credentials(text)
+    return mask_credentials(hide_payloads(text))
+
+
+def hide_payloads(text: str) -> str:
+    """Replace the content of encoded and embedded media in a text with an ellipsis: `data:image/png;base64,…`."""
+    return EMBEDDED.sub(r"\1'…'", PAYLOAD.sub(r"\1…", text))
 
 
 @lru_cache(maxsize=1)

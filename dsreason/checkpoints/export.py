@@ -26,6 +26,7 @@ from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.families import get_family
 from dsreason.files.disk import remove
 from dsreason.job.ranks import World, run_on_rank_zero, share_errors
+from dsreason.models.generation import add_turn_end
 from dsreason.models.load import read_model_config
 
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
@@ -54,7 +55,8 @@ def write_model_folder(
 ) -> Path:
     """Write `tensors` as safetensors files, and copy the config, tokenizer and processor files of `source`.
 
-    The weights and the model card of `source` are not copied. Memory holds at most one shard (`max_shard_size`, or one larger
+    The weights and the model card of `source` are not copied; generation_config.json also names the token that ends a turn in the
+    chat template. Memory holds at most one shard (`max_shard_size`, or one larger
     tensor) and one other tensor at a time. The folder gets its final name only once it is complete.
 
     Args:
@@ -70,6 +72,7 @@ def write_model_folder(
     check_target(source, output)
     with write_folder_atomically(output) as partial:
         copy_small_files(source, partial, dtype)
+        add_turn_end(partial, read_model_config(source))
         write_weights(tensors, partial, DTYPES[dtype], max_bytes)
         if merge is not None:
             write_adapter(merge, partial)

@@ -108,18 +108,18 @@ class UpdateConfig(JobTrainConfig):
     """The keys of `[train]` that SFT and GRPO share."""
 
     packing: bool = True
-    """Concatenate the samples of a forward pass into one row without padding, up to max_tokens_per_micro_batch (or
-    model.max_length if neither that nor micro_batch_size is set); completions of the same prompt share it. If false, each
-    sample is a padded row, and a forward pass has one row if neither key is set."""
+    """Concatenate the samples of a forward pass into one packed row, without padding, up to max_tokens_per_micro_batch (or
+    model.max_length if neither that nor micro_batch_size is set); completions of the same prompt share it. If false, samples
+    are padded to the same length, and a forward pass has one sample if neither key is set."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Maximum number of tokens per forward pass on one rank, including padding, instead of a fixed number of samples. If
-    several ranks compute a row together, the limit applies to the entire row."""
+    several ranks compute a packed row together, the limit applies to the entire packed row."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """Number of ranks on one host that compute each row together, for samples that are too long for one GPU. 1: each rank
-    has its own rows."""
+    """Number of ranks on one host that compute each packed row together, for samples that are too long for one GPU. 1: each
+    rank has its own packed rows."""
     activation_offload: bool = False
-    """Keep the layer inputs that are saved for the backward pass in host memory, for rows whose inputs do not fit on the GPU.
-    Requires model.gradient_checkpointing."""
+    """Keep the layer inputs that are saved for the backward pass in host memory, for packed rows whose inputs do not fit on
+    the GPU. Requires model.gradient_checkpointing."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:

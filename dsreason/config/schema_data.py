@@ -16,7 +16,8 @@ class VisionConfig(Section):
     """Sampling and resizing of media. If a media item of a sample sets the same key, that value takes precedence."""
 
     fps: float | None = Field(None, gt=0)
-    """Frames per second to sample from a video. The default is 2 if `nframes` is not set, either."""
+    """Frames per second to sample from a video. The default is 2 if `nframes` is not set, either; a video given as frames is then
+    shown whole."""
     nframes: int | None = Field(None, ge=1)
     """Number of frames to sample, instead of `fps`. It is rounded to a multiple of 2, because the models merge pairs of
     frames."""
@@ -61,7 +62,10 @@ class SourceConfig(Section):
     """Folder that relative media paths refer to. Empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None
     """Allow absolute paths to media outside that folder. Unset: allowed, unless `media_path` is set or the data set comes
-    from the hub, where others may have written it."""
+    from the hub, where others may have written it. The same applies to `s3://`, `http://` and `https://` URLs of media."""
+    allow_private_urls: bool = False
+    """Allow URLs of media on hosts without a public address, such as `http://10.0.0.1/a.png`, also after a redirect. Set it only
+    if you trust the author of the rows: the URLs make your machine request services of your network."""
     subset: str | None = None
     """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
     revision: str | None = None

@@ -138,3 +138,22 @@ def select(parts: Iterable[tuple[NamedRows, Split]], limit: int | None) -> Named
     """Concatenate the selected ranges of the splits and keep at most `limit` rows; None keeps all rows."""
     selected = SelectedRows([(rows, split.span(len(rows))) for rows, split in parts])
     return selected if limit is None else selected[:limit]
+
+
+def rename_columns(row: Any, columns: dict[str, str]) -> Any:
+    """Rename the columns of a row to the fields that the adapter reads, replacing existing columns with the same names.
+
+    Raises:
+        DataError: the row lacks one of the columns.
+    """
+    if not columns:
+        return row
+    if not isinstance(row, dict):
+        raise DataError(
+            f"data.columns names {', '.join(columns.values())}, but the row has no columns: {row!r:.100}; use rows "
+            "that are objects"
+        )
+    if missing := [column for column in columns.values() if column not in row]:
+        raise DataError(f"data.columns names {missing[0]!r}, but the row has only {', '.join(map(str, row))}")
+    unmapped = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
+    return unmapped | {field: row[column] for field, column in columns.items()}

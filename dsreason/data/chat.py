@@ -26,6 +26,7 @@ from dsreason.errors import DataError
 from dsreason.families import Family
 from dsreason.families.family import Vision
 from dsreason.media import images, videos, vision
+from dsreason.media.frames import describe_video_path
 
 MAX_MEDIA_TOKENS = 1_000_000
 """Maximum number of media tokens per sample, more than any model accepts; larger samples are rejected before encoding."""
@@ -150,8 +151,8 @@ class Encoder:
             return sample
         if media_files := list_media_paths(sample.messages):
             raise DataError(
-                f"sample {sample.id!r} contains {media_files[0]}, but {self.family.name} accepts only text; use a "
-                "vision-language model, or rows without images and videos"
+                f"sample {sample.id!r} contains {describe_video_path(media_files[0])}, but {self.family.name} accepts only text; "
+                "use a vision-language model, or rows without images and videos"
             )
         return replace(sample, messages=[{**message, "content": join_text(message)} for message in sample.messages])
 
@@ -170,7 +171,8 @@ class Encoder:
         """Build an untrained sample of the smallest (black) media item that the model accepts, with its start and end tokens."""
         side, frames = self._get_pixel_limits(kind).factor, self._temporal_patch
         size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
-        metadata = describe_video(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
+        info = vision.VideoInfo(frames, 1.0, side, side, float(frames))
+        metadata = describe_video(info, vision.FrameChoice(tuple(range(frames)), frames))
         planned = PlannedMedium(kind, "", size, self._compute_grid(frames, size), metadata=metadata)
         loaded: Medium = Image.fromarray(black[0]) if kind == "image" else (black, metadata)
         sample = Sample(id=f"dummy {kind}", messages=[])
@@ -224,8 +226,8 @@ class Encoder:
             limits = self._get_pixel_limits("video")
             size = vision.compute_video_size(info.height, info.width, count, part, limits, self._vision, patch)
         except DataError as error:
-            raise DataError(f"{path}: {error}") from error
-        metadata = describe_video(info.num_frames, frame_choice, info.fps)
+            raise DataError(f"{describe_video_path(path)}: {error}") from error
+        metadata = describe_video(info, frame_choice)
         return PlannedMedium("video", path, size, self._compute_grid(count, size), frame_choice.indices, metadata)
 
     @property

@@ -207,8 +207,8 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
         if value != values[first]:
             first_skipped, rank_skipped = ("; ".join(skipped[number]) or "nothing" for number in (first, rank))
             raise DataError(
-                f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) but read "
-                f"different data: rank {first} skips {first_skipped}, but rank {rank} skips {rank_skipped}; make sure "
+                f"ranks {first} and {rank} compute the same packed rows (train.sequence_parallel_size is {ranks_per_row}) but "
+                f"read different data: rank {first} skips {first_skipped}, but rank {rank} skips {rank_skipped}; make sure "
                 "that the files do not change and can always be read"
             )
     return list(values[::ranks_per_row])

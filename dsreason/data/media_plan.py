@@ -40,18 +40,26 @@ def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def describe_video(num_frames: int, chosen: vision.FrameChoice, fps: float) -> dict[str, Any]:
+def describe_video(info: vision.VideoInfo, chosen: vision.FrameChoice) -> dict[str, Any]:
     """Return a video's metadata in vLLM's format.
 
     `total_num_frames` counts the frames in the range that is sampled. The processors derive the seconds per frame group from it:
     sampled fps = frames / total_num_frames x fps.
+
+    Unevenly spaced frames are described as frames of a video with 1000 frames per second, so that the seconds of each frame are
+    exact; `total_num_frames` is chosen so that the sampled fps is that of the mean spacing of the shown frames.
     """
+    fps, indices, total = info.fps, list(chosen.indices), chosen.range_frames
+    if info.timestamps:
+        fps, indices = float(vision.TICKS), [round(info.timestamps[index] * vision.TICKS) for index in chosen.indices]
+        gaps = len(set(indices)) - 1
+        total = round(len(indices) * (indices[-1] - indices[0]) / gaps) if gaps else len(indices)
     return {
-        "total_num_frames": chosen.range_frames,
+        "total_num_frames": total,
         "fps": fps,
-        "duration": num_frames / fps,
+        "duration": info.duration,
         "video_backend": "pyav",
-        "frames_indices": list(chosen.indices),
+        "frames_indices": indices,
         "do_sample_frames": False,
     }
 

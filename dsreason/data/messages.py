@@ -9,6 +9,8 @@ from typing import Any
 from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
 from dsreason.families import list_control_tokens
+from dsreason.media.frames import is_frame_list, list_files, read_frame_list, write_frame_list
+from dsreason.media.urls import fetch_url, is_data_uri, is_url, mask_url
 
 ROLES = ("system", "user", "assistant", "tool")
 SURROGATE = re.compile("[\\ud800-\\udfff]")
@@ -83,6 +85,41 @@ def list_media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 def list_media_paths(messages: Iterable[Message]) -> list[str]:
     return [str(part[part["type"]]) for part in list_media_parts(messages)]
+
+
+def get_first_path(messages: Sequence[Message]) -> str:
+    """Return the path of the first media file as written in the row; "" if the row has no media or embeds the file.
+
+    A URL has no credentials and no query.
+    """
+    files = [part[part["type"]] for part in list_media_parts(messages)]
+    paths = files[0] if files and isinstance(files[0], list) else files
+    if not paths or not isinstance(paths[0], str) or is_data_uri(paths[0]):
+        return ""
+    return mask_url(paths[0]) if is_url(paths[0]) else paths[0]
+
+
+def fetch_urls(message: Message, *, allow_private: bool) -> Message:
+    """Return the message with the local copies of its media in place of their URLs."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    parts = [
+        part
+        if part["type"] == "text"
+        else {**part, part["type"]: fetch_medium(part[part["type"]], allow_private=allow_private)}
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def fetch_medium(path: str, *, allow_private: bool) -> str:
+    """Return the local copy of a media item at a URL, or, if some of a video's frames are at URLs, a list of local frames."""
+    files = list_files(path)
+    if not any(map(is_url, files)):
+        return path
+    copies = [str(fetch_url(file, allow_private=allow_private)) if is_url(file) else file for file in files]
+    return str(write_frame_list(copies, read_frame_list(path).times)) if is_frame_list(path) else copies[0]
 
 
 def format_shown_seconds(part: dict[str, Any]) -> str:

@@ -36,8 +36,8 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
 
 
 def describe_forward_size(config: RunConfig) -> str:
-    """Describe the input of one forward pass for the log: `one row of up to 4096 tokens (model.max_length)`."""
-    rows = "one row" if config.train.packing else "padded rows"
+    """Describe the input of one forward pass for the log: `one packed row of up to 4096 tokens (model.max_length)`."""
+    rows = "one packed row" if config.train.packing else "padded rows"
     budget, key = config.token_budget
     size = f"{budget} tokens" if budget is not None else f"{config.train.micro_batch_size or 1} samples"
     return f"{rows} of up to {size} ({key})"

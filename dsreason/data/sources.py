@@ -14,8 +14,8 @@ from huggingface_hub import constants
 from numpy.typing import NDArray
 
 from dsreason.config.schema_data import DataConfig, SourceConfig, VisionConfig
-from dsreason.data.adapters import Adapter, find_adapter, list_shipped_adapters
-from dsreason.data.messages import check_messages, check_text, list_media_parts
+from dsreason.data.adapters import Adapter, find_adapter, list_shipped_adapters, rename_columns
+from dsreason.data.messages import check_messages, check_text, fetch_urls, get_first_path, list_media_parts
 from dsreason.data.options import with_options
 from dsreason.data.order import WeightedRows
 from dsreason.data.rows import NamedRows, is_data_file
@@ -26,10 +26,14 @@ from dsreason.files.archives import get_media_cache, write_embedded
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
+from dsreason.media.frames import TIMES, list_files, list_frames, write_frame_list
+from dsreason.media.urls import decode_data_uri, is_data_uri, is_url, mask_url, split_url
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
-from dsreason.secrets import mask_credentials
+from dsreason.secrets import hide_payloads, mask_credentials
 
+MAX_PATH_LETTERS = 4096
+"""Maximum length of a path on Linux."""
 HELD_OUT_SEED = 0
 """Seed of the held-out split. It is independent of `train.seed`, so that runs with different seeds hold out the same rows."""
 
@@ -56,11 +60,16 @@ class DataSource:
         return path.parent if path.is_file() else path
 
     def sample(self, index: int) -> Sample:
-        """Return the sample of row `index`. Raise DataError if the row cannot be used or one of its media files is missing."""
+        """Return the sample of row `index`, with its media at URLs fetched.
+
+        Raises:
+            DataError: the row cannot be used, or a media file is missing or cannot be fetched.
+        """
         sample = self.read(index)
-        if missing := find_missing_medium(sample.messages, self.media_root):
-            raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {missing}")
-        return sample
+        try:
+            return self.fetch_media(sample)
+        except DataError as error:
+            raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
 
     def read(self, index: int) -> Sample:
         """Return the sample of row `index` without checking that its media exist."""
@@ -68,7 +77,22 @@ class DataSource:
         try:
             return finish_sample(sample, self.config, self.media_root)
         except DataError as error:
-            raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
+            location = f"{self.rows.describe_location(index)} (sample {sample.id!r})"
+            raise DataError(f"{location}: {hide_payloads(str(error))}") from error
+
+    def fetch_media(self, sample: Sample) -> Sample:
+        """Return the sample with the local copies of its media in place of their URLs.
+
+        Raises:
+            DataError: a media file is missing or cannot be fetched.
+        """
+        if missing := find_missing_medium(sample.messages, self.media_root):
+            raise DataError(missing)
+        messages, rejected = (
+            [fetch_urls(message, allow_private=self.config.allow_private_urls) for message in conversation]
+            for conversation in (sample.messages, sample.rejected or [])
+        )
+        return replace(sample, messages=messages, rejected=rejected or sample.rejected)
 
     def read_without_media(self, index: int) -> Sample:
         """Return row `index` with the options that its question lists; its media are not checked."""
@@ -77,7 +101,7 @@ class DataSource:
             check_messages(sample.messages)
             check_options(sample.options)
         except DataError as error:
-            raise DataError(f"{self.rows.describe_location(index)}: {error}") from error
+            raise DataError(f"{self.rows.describe_location(index)}: {hide_payloads(str(error))}") from error
         return with_options(sample)
 
     def call_adapter(self, index: int) -> Sample:
@@ -86,18 +110,20 @@ class DataSource:
         try:
             sample = self.adapter.to_sample(rename_columns(self.rows[index], self.config.columns), self.config)
         except DataError as error:
-            raise DataError(f"{location}: {error}") from error
+            raise DataError(f"{location}: {hide_payloads(str(error))}") from error
         except KeyError as error:
             raise DataError(f"{location}: field {error} is missing (adapter {self.adapter.name})") from error
         except StorageError:  # the row is not at fault
             raise
         except Exception as error:  # the cause keeps its traceback
             raise DataError(
-                f"{location}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
+                f"{location}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: "
+                f"{hide_payloads(str(error))}"
             ) from error
         if not isinstance(sample, Sample):
             raise DataError(
-                f"{location}: adapter {self.adapter.name} must return a Sample, but returned {sample!r:.100}"
+                f"{location}: adapter {self.adapter.name} must return a Sample, but returned "
+                f"{hide_payloads(repr(sample)):.100}"
             )
         if is_nested_deeper(sample.meta):
             raise DataError(
@@ -154,25 +180,6 @@ class SampleDataset(Sequence[Sample]):
             raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
         part = int(np.searchsorted(self.starts, self.rows[index], side="right")) - 1
         return self.sources[part], int(self.rows[index] - self.starts[part])
-
-
-def rename_columns(row: Any, columns: dict[str, str]) -> Any:
-    """Rename the columns of a row to the fields that the adapter reads, replacing existing columns with the same names.
-
-    Raises:
-        DataError: the row lacks one of the columns.
-    """
-    if not columns:
-        return row
-    if not isinstance(row, dict):
-        raise DataError(
-            f"data.columns names {', '.join(columns.values())}, but the row has no columns: {row!r:.100}; use rows "
-            "that are objects"
-        )
-    if missing := [column for column in columns.values() if column not in row]:
-        raise DataError(f"data.columns names {missing[0]!r}, but the row has only {', '.join(map(str, row))}")
-    unmapped = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
-    return unmapped | {field: row[column] for field, column in columns.items()}
 
 
 def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
@@ -247,12 +254,6 @@ def check_options(options: object) -> None:
         raise DataError(f"options must map each letter to a string; got {options!r:.200}")
 
 
-def get_first_path(messages: Sequence[Message]) -> str:
-    """Return the path of the first media file as written in the row; "" if the row has no media or embeds the file."""
-    paths = [part[part["type"]] for part in list_media_parts(messages)]
-    return paths[0] if paths and isinstance(paths[0], str) else ""
-
-
 def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3Address) -> Message:
     content = message["content"]
     if isinstance(content, str):
@@ -265,19 +266,31 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
     kind = part["type"]
     if kind == "text":
         return part
-    for key in part.keys() - PART_SETTINGS - {"type", kind}:
+    for key in part.keys() - PART_SETTINGS - {"type", kind, *(TIMES if kind == "video" else ())}:
         if part[key] is not None:
             suggestion = find_nearest(key, PART_SETTINGS)
             raise DataError(
                 f"a part of type {kind!r} has the unknown key {key!r}"
                 + (f"; did you mean {suggestion!r}?" if suggestion else "")
             )
-    path = locate_medium(part.get(kind), kind, media_root)
-    return {**select_vision_settings(part, vision, kind), **part, kind: str(path)}
+    if kind == "video" and isinstance(part.get(kind), list):
+        paths: list[str] | None = [str(locate_medium(item, "frame", media_root)) for item in part[kind]]
+    else:
+        path = str(locate_medium(part.get(kind), kind, media_root))
+        paths = list_frames(path) if kind == "video" else None
+    if paths is not None:
+        settings = {key: value for key, value in part.items() if key not in TIMES}
+        return {**select_vision_settings(settings, vision, kind), **settings, kind: str(write_frame_list(paths, part))}
+    if part.get("timestamps") is not None:
+        raise DataError(
+            f"timestamps are for videos given as frames, but {path} is neither a folder nor a pattern that matches files; remove "
+            "them, or correct the path"
+        )
+    return {**select_vision_settings(part, vision, kind), **part, kind: path}
 
 
-def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:
-    """Return the path of a media file: an absolute path, a path below `media_root`, or a cached copy of an embedded file."""
+def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address | str:
+    """Return the location of a media file: an absolute path, a path below `media_root`, a URL, or a copy of an embedded file."""
     if isinstance(raw, dict) and raw.get("bytes"):
         return write_embedded(raw["bytes"], Path(str(raw.get("path") or "")).suffix)
     from_table = isinstance(raw, dict)
@@ -285,12 +298,21 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
         raw = raw.get("path")
     if not isinstance(raw, str) or not raw:
         raise DataError(f"{kind} must be the path of a file; got {raw!r:.200}")
+    if is_data_uri(raw):
+        return write_embedded(*decode_data_uri(raw))
+    if is_url(raw):
+        split_url(raw)
+        return raw
     if is_s3(raw):
         return read_address(raw)
+    if len(raw) > MAX_PATH_LETTERS:
+        raise DataError(
+            f"{kind}: no file has a path of {len(raw):,} characters; write base64 as data:{kind}/unknown;base64,…"
+        )
     if "://" in raw and not raw.startswith("file://"):
         raise DataError(
-            f"{kind}: {mask_credentials(raw)} is a URL, but only local files and s3:// URIs are supported; "
-            "download the file first"
+            f"{kind}: {mask_credentials(raw)} is a URL, but only local files and s3://, http:// and https:// URLs are "
+            "supported; download the file first"
         )
     path = Path(raw.removeprefix("file://"))
     if isinstance(media_root, S3Address):
@@ -309,11 +331,12 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
 
 
 def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
-    """Return a message about the first missing media file, or None. S3 objects are checked only when they are read."""
+    """Return a message about the first missing media file, or None. Objects and URLs are checked only when they are fetched."""
     for part in list_media_parts(messages):
-        path = part[part["type"]]
-        if not is_s3(path) and not os.path.isfile(path):  # Path.is_file raises if a path is too long
-            return f"{part['type']}: no such file: {path[:300]}{describe_joined_twice(path, media_root)}"
+        for path in list_files(part[part["type"]]):
+            # Path.is_file raises if a path is too long
+            if not is_s3(path) and not is_url(path) and not os.path.isfile(path):
+                return f"{part['type']}: no such file: {path[:300]}{describe_joined_twice(path, media_root)}"
     return None
 
 
@@ -349,11 +372,18 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
     allowed_folders = [root, *(os.path.abspath(cache) for cache in caches)]
     for part in list_media_parts(messages):
         kind = part["type"]
-        path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
-        if not any(Path(path).is_relative_to(allowed) for allowed in allowed_folders):  # links may lead anywhere
+        for file in list_files(part[kind]):
+            if is_url(file):
+                raise DataError(
+                    f"{kind}: {mask_url(file)} is outside of {media_root}; download it there, or set "
+                    "data.allow_absolute_paths = true if you trust the author of these rows"
+                )
+            path = file if is_s3(file) else os.path.normpath(file)
+            if any(Path(path).is_relative_to(allowed) for allowed in allowed_folders):  # links may lead anywhere
+                continue
             raise DataError(
-                f"{kind}: {part[kind]} is outside {media_root}; set data.media_path, or data.allow_absolute_paths = "
-                "true if you trust the author of these rows"
+                f"{kind}: {file} is outside {media_root}; set data.media_path, or data.allow_absolute_paths = true if you "
+                "trust the author of these rows"
             )
 
 

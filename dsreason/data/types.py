@@ -25,7 +25,8 @@ class Sample:
     {"type": "text", "text": "Which way does it move?"}]}, {"role": "assistant", "content": "left"}], answer="left")`.
 
     A media part is `{"type": "image"|"video", "image"|"video": path}` with the optional keys `fps`, `nframes`,
-    `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `video_start`, `video_end` (seconds).
+    `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `video_start`, `video_end` (seconds). A video may also
+    be a list of image files, a folder or a pattern, with the `fps` of its frames or their `timestamps` (seconds).
     """
 
     id: str

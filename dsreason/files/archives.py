@@ -74,7 +74,14 @@ def write_embedded(content: bytes, suffix: str = "") -> Path:
     """
     if not isinstance(content, bytes):
         raise DataError(f"the content of a media file must be bytes; got {type(content).__name__}")
-    suffix = suffix if re.fullmatch(r"\.\w{1,16}", suffix, re.ASCII) else ""
+    return write_cached(content, suffix if re.fullmatch(r"\.\w{1,16}", suffix, re.ASCII) else "")
+
+
+def write_cached(content: bytes, suffix: str) -> Path:
+    """Write the content to a file in the media cache, named after its hash and `suffix`, and return the path.
+
+    Several processes may call this function at the same time. Raise StorageError if the cache cannot be written.
+    """
     name = hashlib.sha256(content).hexdigest()
     file = get_media_cache() / "media" / name[:2] / f"{name}{suffix}"
     if not file.is_file():

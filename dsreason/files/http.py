@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import threading
 import zlib
 from collections.abc import Callable, Coroutine, Mapping
@@ -21,8 +22,6 @@ from dsreason.errors import ConfigError
 from dsreason.secrets import quiet_libraries
 
 if TYPE_CHECKING:
-    import ssl
-
     import httpx2
 
 T = TypeVar("T")
@@ -75,13 +74,21 @@ class BadAnswer(Exception):
 
 
 async def send_request(
-    method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
+    method: str,
+    url: str,
+    *,
+    limit: float,
+    max_bytes: int,
+    content: bytes = b"",
+    headers: Mapping[str, str] = {},
+    connect_to: str | None = None,
 ) -> HttpResponse:
     """Send a request and return the response, regardless of its status.
 
     Args:
         limit: seconds until the entire response must have arrived.
         max_bytes: maximum size of the decompressed content, in bytes.
+        connect_to: IP address of the URL's host. None: the host is looked up.
 
     Raises:
         NoAnswer: no response arrived.
@@ -91,12 +98,17 @@ async def send_request(
     import httpx2  # slow import: 0.2 s
 
     quiet_libraries()  # httpx2 logs complete URLs, which may contain secrets
-    sent = {"Accept-Encoding": "identity", **headers}
+    sent, extensions = {"Accept-Encoding": "identity", **headers}, {}
     try:
+        target = httpx2.URL(url)
+        if connect_to is not None:
+            sent["Host"] = target.netloc.decode("ascii")
+            extensions["sni_hostname"] = target.raw_host.decode("ascii")  # the certificate must be that of the host
+            target = target.copy_with(host=connect_to)
         async with (
             asyncio.timeout(limit),
             open_client() as client,
-            client.stream(method, url, content=content, headers=sent) as response,
+            client.stream(method, target, content=content, headers=sent, extensions=extensions) as response,
         ):
             body = await read(response, max_bytes)
     except TimeoutError:
@@ -142,7 +154,7 @@ def find_cause(error: BaseException) -> str:
     while inner is not None:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
         inner = error.__cause__ or error.__context__
-    if isinstance(error, OSError) and error.errno and error.errno > 0:
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno and error.errno > 0:
         return f"[Errno {error.errno}] {os.strerror(error.errno)}"
     return str(error)
 

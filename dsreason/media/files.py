@@ -17,6 +17,8 @@ VIDEO_FORMATS = (
     *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),
 )
 """Accepted video containers. FFmpeg supports more, including playlists, which would make it open other files."""
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Suffixes, in lower case, of the image files in a folder."""
 OTHER_FORMATS = (
     *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
     *("wav", "mp3", "aac", "flac"),

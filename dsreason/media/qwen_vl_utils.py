@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsreason.errors import DataError
-from dsreason.media.vision import MAX_ASPECT_RATIO, VideoInfo, sample_evenly
+from dsreason.media.vision import MAX_ASPECT_RATIO, VideoInfo, repeat_last, sample_evenly
 
 IMAGE_TOKENS = 4, 16_384
 FRAME_TOKENS = 128, 768
@@ -47,14 +47,29 @@ def fit_image(height: int, width: int, part: Mapping[str, Any], factor: int) -> 
 
 
 def fit_video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
-    """Return the chosen frames of a video and their size; arguments and errors are as for `fit_image`."""
+    """Return the chosen frames of a video and their size; arguments and errors are as for `fit_image`.
+
+    Of a video given as frames, all are shown. Each is resized twice: like an image, to multiples of twice the factor, and then
+    like a frame.
+    """
     settings = {key: value for key, value in part.items() if value is not None}
+    if info.is_frames:
+        indices = repeat_last(range(info.num_frames), PAIR)
+        image = fit_image(info.height, info.width, part, 2 * factor)  # 0.0.14 passes it the factor as the patch size
+        return fit_frames(image.height, image.width, indices, settings, factor)
     start, end = find_frame_range(info, settings)
     indices = sample_evenly(start, end, count_frames(settings, end - start + 1, info.fps))
+    return fit_frames(info.height, info.width, indices, settings, factor)
+
+
+def fit_frames(
+    full_height: int, full_width: int, indices: tuple[int, ...], settings: Mapping[str, Any], factor: int
+) -> Shown:
+    """Return the frames at `indices` with the size to which each is resized."""
     low = settings.get("min_pixels", FRAME_TOKENS[0] * factor**2)
     share = settings.get("total_pixels", VIDEO_TOKENS * factor**2) / len(indices) * PAIR
     high = max(min(FRAME_TOKENS[1] * factor**2, share), int(low * 1.05))
-    height, width = fit_size(info.height, info.width, factor, low, min(settings.get("max_pixels", high), high))
+    height, width = fit_size(full_height, full_width, factor, low, min(settings.get("max_pixels", high), high))
     return Shown(height, width, len(indices) // PAIR * height * width // factor**2, indices)
 
 

@@ -1,8 +1,9 @@
-"""Video files: frame counts, frame rates and sizes, and frames as uint8 RGB. Unusable files raise a `DataError`."""
+"""Videos, as files or as frames: frame counts, rates and sizes, and frames as uint8 RGB. Unusable ones raise a `DataError`."""
 
 from __future__ import annotations
 
 import importlib
+import shlex
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -24,6 +25,7 @@ from torchvision.transforms.v2 import functional as tvf
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.media.files import OTHER_FORMATS, VIDEO_FORMATS, find_local_file
+from dsreason.media.frames import is_frame_list, iter_frame_pixels, probe_frames
 from dsreason.media.time_limit import check_time, get_size_on_disk, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 
@@ -35,6 +37,8 @@ decoded only to reach a requested frame count as well. A still scene has a few t
 H.264; in newer codecs, a megabyte may take hours to decode."""
 MAX_UNUSABLE_PACKETS = 10_000
 """Maximum number of packets at the start of a video that cannot be decoded on their own."""
+RAW_STREAMS = ("h264", "hevc")
+"""FFmpeg's names of the formats without a container that it cannot seek in."""
 SEEK_FROM_FRAME = 128
 """Smallest index of a first requested frame for which the reader seeks the preceding key frame instead of decoding from the
 start."""
@@ -49,6 +53,8 @@ def probe_video(path: str | Path) -> VideoInfo:
     otherwise, the file is read without decoding to count the packets. One frame is decoded, because PyAV reports a stream's
     rotation only on frames.
     """
+    if is_frame_list(path):
+        return probe_frames(str(path))
     file = find_local_file(path)
     status = file.stat()
     return _probe_cached(file.absolute(), status.st_mtime_ns, status.st_size)
@@ -92,22 +98,30 @@ def load_video(
     If `size` (height, width) is set, each frame is resized as soon as it is decoded (antialiased bicubic, as in the Hugging
     Face video processors), so that the full-size frames are never all in memory.
     """
-    file = find_local_file(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
         raise ValueError(f"frame indices must be ascending and not negative; got {list(indices)}")
     wanted_indices = sorted(set(indices))
-    if decoder == "torchcodec":
-        with _bound_video_time(file):
-            frames = _load_torchcodec_frames(file, wanted_indices, size)
-    else:
-        with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them, too
-            try:
-                frames = [_to_array(frame, size) for frame in iter_frames_by_time(file, wanted_indices)]
-            except UnusableTimes:
-                frames = [_to_array(frame, size) for frame in iter_frames_by_count(file, wanted_indices)]
+    frames = _load_frames(path, wanted_indices, size, decoder)
     row_of = {index: row for row, index in enumerate(wanted_indices)}
     stacked = np.stack(frames)
     return stacked if len(wanted_indices) == len(indices) else stacked[[row_of[index] for index in indices]]
+
+
+def _load_frames(
+    path: str | Path, wanted_indices: list[int], size: tuple[int, int] | None, decoder: Literal["pyav", "torchcodec"]
+) -> list[NDArray[np.uint8]]:
+    if is_frame_list(path):
+        pixels = iter_frame_pixels(str(path), wanted_indices)
+        return [frame if size is None else resize_frames(frame, size) for frame in pixels]
+    file = find_local_file(path)
+    if decoder == "torchcodec":
+        with _bound_video_time(file):
+            return _load_torchcodec_frames(file, wanted_indices, size)
+    with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them, too
+        try:
+            return [_to_array(frame, size) for frame in iter_frames_by_time(file, wanted_indices)]
+        except UnusableTimes:
+            return [_to_array(frame, size) for frame in iter_frames_by_count(file, wanted_indices)]
 
 
 def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -156,6 +170,11 @@ def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
             raise DataError(f"{file}: has no video stream (container {container.format.name})")
         if container.format.name.endswith("_pipe") or container.format.name == "image2":
             raise DataError(f"{file}: is an image ({container.format.name}), not a video; pass it as an image")
+        if container.format.name in RAW_STREAMS:
+            raise DataError(
+                f"{file}: is a raw {container.format.name} stream, whose frames have no times; put it into a container: "
+                f"ffmpeg -i {shlex.quote(file.name)} -c copy {shlex.quote(file.stem + '.mp4')}"
+            )
         stream = container.streams.video[0]
         if stream.codec_context is None:
             raise DataError(f"{file}: no decoder is available for its video stream; convert it, for example to H.264")

@@ -7,7 +7,8 @@ its `vision_process.py`); the differences between families are in `Family.vision
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ from dsreason.families.family import Vision
 MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
 """Maximum pixels of an image or video frame, read or resized: a small file can claim any size (a decompression bomb)."""
+TICKS = 1000
+"""Time unit of unevenly spaced frames: their metadata has them at multiples of 1/1000 s."""
+SHORTEST_GAP = 1 / TICKS
+"""Seconds between two frames, at least."""
 MAX_SETTING = 10**15
 """Largest value of the other settings: a float represents all whole numbers up to this one, and no product below overflows."""
 
@@ -46,6 +51,14 @@ class VideoInfo:
     height: int
     width: int
     duration: float
+    is_frames: bool = False
+    """Whether the video is given as image files, all of which are shown by default."""
+    timestamps: tuple[float, ...] = ()
+    """Seconds of each frame, if they are unevenly spaced or do not start at 0."""
+
+    def get_second(self, index: int) -> float:
+        """Return the second at which a frame is shown."""
+        return self.timestamps[index] if self.timestamps else index / self.fps
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,9 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
     The number is `nframes` (rounded to a multiple) if set, otherwise duration x `fps`, limited by `min_frames`, `max_frames`
     and the number of frames in the range; `family` has the defaults. If the range has fewer frames than a temporal patch,
     frames are repeated.
+
+    Without these settings, a video given as frames is shown whole, with the last frame repeated if necessary, as
+    qwen-vl-utils does. Of unevenly spaced frames, those nearest to evenly spaced times are chosen, each at most once.
     """
     settings = _read_settings(part)
     start, end = _find_frame_range(info, settings)
@@ -87,7 +103,18 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
         count = _count_requested_frames(settings["nframes"], available, temporal_patch)
     else:
         count = _count_frames_at_rate(info, settings, family, available, temporal_patch)
+    if info.is_frames and count >= available:
+        return FrameChoice(repeat_last(range(start, end + 1), temporal_patch), count)
+    if info.timestamps:
+        seconds = np.linspace(info.timestamps[start], info.timestamps[end], count)
+        nearest = np.interp(seconds, info.timestamps[start : end + 1], np.arange(start, end + 1)).round().astype(int)
+        return FrameChoice(repeat_last(np.unique(nearest).tolist(), temporal_patch), available)
     return FrameChoice(sample_evenly(start, end, count), available)
+
+
+def repeat_last(indices: Sequence[int], temporal_patch: int) -> tuple[int, ...]:
+    """Repeat the last index until their number is a multiple of `temporal_patch`."""
+    return (*indices, *[indices[-1]] * (-len(indices) % temporal_patch))
 
 
 def sample_evenly(start: int, end: int, count: int) -> tuple[int, ...]:
@@ -215,6 +242,8 @@ def _find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int
     start_time, end_time = settings.get("video_start"), settings.get("video_end")
     if start_time is not None and end_time is not None and start_time >= end_time:
         raise DataError(f"video_start ({start_time} s) must be before video_end ({end_time} s)")
+    if info.timestamps:
+        return _find_range_by_time(info.timestamps, start_time or 0.0, math.inf if end_time is None else end_time)
     if start_time is not None and start_time >= info.duration:
         raise DataError(f"video_start ({start_time} s) must be before the end of the video ({info.duration:g} s)")
     # The tolerance of 1e-6 frames is for rounding: 0.28 s x 25 fps is 7.000000000000001 in floating point.
@@ -224,6 +253,16 @@ def _find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int
         raise DataError(
             f"no frame lies between video_start ({start_time} s) and video_end ({end_time or info.duration:g} s) "
             f"at {info.fps:g} frames per second"
+        )
+    return start, end
+
+
+def _find_range_by_time(timestamps: Sequence[float], start_time: float, end_time: float) -> tuple[int, int]:
+    start, end = bisect_left(timestamps, start_time), bisect_right(timestamps, end_time) - 1
+    if start > end:
+        raise DataError(
+            f"no frame lies between video_start ({start_time:g} s) and video_end ({end_time:g} s); the first is at "
+            f"{timestamps[0]:g} s, the last at {timestamps[-1]:g} s"
         )
     return start, end
 
@@ -240,10 +279,12 @@ def _count_requested_frames(nframes: float, available: int, temporal_patch: int)
 def _count_frames_at_rate(
     info: VideoInfo, settings: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
 ) -> int:
-    fps: float = settings.get("fps", family.fps)
+    fps: float = settings.get("fps", info.fps if info.is_frames else family.fps)
     low: float = settings.get("min_frames", min(family.min_frames, settings.get("max_frames", family.min_frames)))
     high: float = settings.get("max_frames", max(family.max_frames, low))
     low = math.ceil(low / temporal_patch) * temporal_patch
     high = math.floor(high / temporal_patch) * temporal_patch
     count = min(max(available / info.fps * fps, low), high, available)
+    if info.is_frames and count > available - 1e-6:
+        return math.ceil(available / temporal_patch) * temporal_patch
     return max(temporal_patch, math.floor(count / temporal_patch) * temporal_patch)

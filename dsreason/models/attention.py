@@ -291,7 +291,7 @@ def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = 
         )
     if batch.position_ids.shape[0] != 3:
         raise ValueError(
-            f"a packed row must have 3 rows of positions (temporal, height, width); got {batch.position_ids.shape[0]}"
+            f"a packed row must have positions on 3 axes (temporal, height, width); got {batch.position_ids.shape[0]}"
         )
     if has_segment_attention(model):
         layout = build_row_layout(batch.segments, batch.input_ids.device, group if batch.part is not None else None)

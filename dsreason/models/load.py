@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
@@ -26,6 +26,7 @@ from dsreason.models.folder import (
     find_folder,
 )
 from dsreason.models.fused_kernels import use_fused_kernels
+from dsreason.models.generation import read_generation_config
 from dsreason.models.media_features import patch_vision
 from dsreason.models.nf4.layers import NF4Linear, convert_to_nf4, quantize_weight
 from dsreason.models.weights import WeightFiles, find_weights
@@ -145,7 +146,7 @@ def load_model(
         partition_model(model, dtype, deepspeed, quantized)
     else:
         load_weights(model, weights, dtype, device, quantized)
-    model.generation_config = read_generation_config(path) or model.generation_config
+    model.generation_config = read_generation_config(path, model.config)
     patch_vision(model)
     if fused_kernels:
         use_fused_kernels(model)
@@ -180,16 +181,6 @@ def load_weights(
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(device, dtype, copy=True)
-
-
-def read_generation_config(path: Path) -> GenerationConfig | None:
-    """Read the generation config of a model folder, if it has one. Raise CheckpointError if it is unreadable."""
-    if not (path / "generation_config.json").is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except Exception as error:  # the errors have no common class, see `read_model_config`
-        raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
 
 
 def check_depth(config: Any, weights: WeightFiles) -> None:

@@ -16,7 +16,8 @@ from accelerate.utils import get_balanced_memory
 
 from dsreason.families import Family, get_family
 from dsreason.job.hosts import count_local_ranks
-from dsreason.models.load import build_checked_model, fill_buffers, load_weights, map_parameters, read_generation_config
+from dsreason.models.generation import read_generation_config
+from dsreason.models.load import build_checked_model, fill_buffers, load_weights, map_parameters
 from dsreason.models.media_features import patch_vision
 from dsreason.models.weights import WeightFiles
 from dsreason.monitor.memory import GIB, count_available_bytes
@@ -61,7 +62,7 @@ def load_where_it_fits(
         )
         log.warning("%s: %s", path, describe_placement(model, device_map, devices))
         distribute_weights(model, weights, device_map, dtype, device)
-    model.generation_config = read_generation_config(path) or model.generation_config
+    model.generation_config = read_generation_config(path, model.config)
     return model.requires_grad_(False).eval()
 
 

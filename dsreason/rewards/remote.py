@@ -23,6 +23,7 @@ from dsreason.config.schema_grpo import RemoteRewardConfig
 from dsreason.data.messages import get_text, list_media_parts, prompt_messages
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
+from dsreason.media.frames import expand_part
 from dsreason.problems import describe_first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer, read_variable
 from dsreason.rewards.worker import LARGEST
@@ -164,7 +165,7 @@ def _build_body(batch: Sequence[tuple[str, Sample]]) -> bytes:
     for completion, sample in batch:
         prompt = prompt_messages(sample)
         text = "\n".join(filter(None, map(get_text, prompt)))
-        entry = [text, completion, sample.answer, list_media_parts(prompt)]
+        entry = [text, completion, sample.answer, list(map(expand_part, list_media_parts(prompt)))]
         meta = {"id": sample.id, "options": sample.options, **sample.meta}
         if sample.other_answers:
             meta["other_answers"] = sample.other_answers

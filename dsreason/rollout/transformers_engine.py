@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, TopKLogitsWarper, TopPLogitsWarper
+from transformers import PreTrainedTokenizerBase, TopKLogitsWarper, TopPLogitsWarper
 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.errors import CheckpointError
 from dsreason.families import get_family
 from dsreason.models.attention import to_model_positions
-from dsreason.models.load import build_empty_model, fill_buffers, read_generation_config, read_model_config
+from dsreason.models.generation import list_stop_ids, read_generation_config
+from dsreason.models.load import build_empty_model, fill_buffers, read_model_config
 from dsreason.models.media_features import patch_vision
 from dsreason.models.placement import load_where_it_fits
 from dsreason.models.policy import run_decoder
@@ -256,18 +257,16 @@ def copy_weights(model: nn.Module, sending: WeightStream) -> None:
 
 
 def read_stop_token_ids(path: Path) -> list[int]:
-    """Return the end-of-sequence ids from the folder's generation config or, if the folder has none, its model config.
+    """Return the ids that end a completion: those of the generation config or, if the folder has none, of the model config, and
+    the id of the token that ends a turn in the chat template.
 
     Raises:
         CheckpointError: `eos_token_id` is missing, or is neither a token id nor a list of token ids.
     """
-    generation = read_generation_config(path)
-    file = "config.json" if generation is None else "generation_config.json"
-    if generation is None:
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
-    eos_token_id = generation.eos_token_id
-    stop_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-    if not stop_ids or any(type(stop_id) is not int or stop_id < 0 for stop_id in stop_ids):
+    eos_token_id = read_generation_config(path, read_model_config(path)).eos_token_id
+    stop_ids = list_stop_ids(eos_token_id)
+    if not stop_ids:
+        file = "generation_config.json" if (path / "generation_config.json").is_file() else "config.json"
         raise CheckpointError(
             f"{path}: eos_token_id in {file} is {eos_token_id!r:.100}, but it must be a token id or a list of token ids; correct "
             "it, otherwise completions never end"

@@ -41,7 +41,16 @@ SETUPS = (
     Setup("qwen2_5_vl", 2, 2, tied=False),
     Setup("qwen3_vl", 2, 2, tied=True),
 )
-CASES = ("text", "image", "two images", "video at 4 fps", "video at 2 fps", "same frames, 1 fps", "image, video")
+CASES = (
+    "text",
+    "image",
+    "two images",
+    "video at 4 fps",
+    "video at 2 fps",
+    "same frames, 1 fps",
+    "image, video",
+    "uneven frames",
+)
 PROCESSED = ("text", "image", "two images", "video at 4 fps", "video at 2 fps")
 TEMPERATURES = (1.0, 0.9, 0.0)
 NORM, GATE, KEY = (
@@ -260,7 +269,7 @@ def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
     from dsreason.rollout.protocol import Sampling
 
     engine, prompts = explorer.engine, [explorer.prompts[name] for name in CASES]
-    samplings = [Sampling(max_completion_length=length, seed=4) for length in (12, 2, 3, 2, 3, 2, 3)]
+    samplings = [Sampling(max_completion_length=length, seed=4) for length in (12, 2, 3, 2, 3, 2, 3, 2)]
     core = engine.llm.llm_engine
     alone = [
         engine.generate([prompt], sampling, version=2, streams=[i])[0].ids
@@ -494,6 +503,7 @@ def generators() -> list[str]:
 def make_prompts(encoder: Any, folder: Path) -> dict[str, Any]:
     """One prompt a case. The case of the same frames at another rate has the same pixels, and other positions or text."""
     from dsreason.data.types import Sample
+    from dsreason.media.frames import write_frame_list
     from tests.integration.rows import draw, film
 
     folder.mkdir()
@@ -503,11 +513,13 @@ def make_prompts(encoder: Any, folder: Path) -> dict[str, Any]:
         for name, colour in (("red", (220, 30, 30)), ("blue", (30, 30, 220)))
     ]
     clip = str(folder / film(folder / "clip.mp4", (30, 200, 30), noise))
+    stills = [image["image"] for image in images[:1] * 6]
+    uneven = {"type": "video", "video": str(write_frame_list(stills, {"timestamps": [7, 7.3, 9.05, 20, 21, 21.4]}))}
     videos = {fps: {"type": "video", "video": clip, "fps": fps} for fps in (2.0, 4.0)}
     media = dict(
         zip(
             CASES,
-            ([], images[:1], images, [videos[4.0]], [videos[2.0]], [videos[4.0]], [images[1], videos[2.0]]),
+            ([], images[:1], images, [videos[4.0]], [videos[2.0]], [videos[4.0]], [images[1], videos[2.0]], [uneven]),
             strict=True,
         )
     )

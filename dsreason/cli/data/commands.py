@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -22,7 +23,8 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.files.disk import check_writable, make_folder
 from dsreason.imports import make_imports_fast
 from dsreason.job import launch
-from dsreason.screen import print_message, write
+from dsreason.problems import summarise_problems
+from dsreason.screen import print_message, to_one_line, write
 
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
@@ -112,7 +114,10 @@ def inspect(
     workers: WorkersOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Report statistics of the data (lengths, media, labels, missing and duplicate rows), and show some samples."""
+    """Report statistics of the data (lengths, media, labels, missing and duplicate rows), and show some samples.
+
+    If rows cannot be used or media cannot be read, they are reported by reason, and the exit code is 1.
+    """
     if (config is None) == (adapter is None and path is None):
         raise ConfigError("specify the data with either --config, or --path and --adapter")
     if config is not None and balance is not None:
@@ -151,7 +156,9 @@ def inspect(
         write(json.dumps(asdict(inspection), indent=2, ensure_ascii=False))
     else:
         show_inspection(inspection)
-    print_message(f"written to {folder}", err=True)
+    print_message(f"written to {folder}; problems.jsonl lists all {len(inspection.problems)} problems", err=True)
+    if any(part.unusable or part.unreadable_media for part in inspection.parts.values()):
+        raise typer.Exit(1)
 
 
 def add_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
@@ -214,7 +221,9 @@ def validate(
             help="Command that the configuration is for; default: inferred from its sections.",
         ),
     ] = None,
-    all_rows: Annotated[bool, typer.Option("--all", help="Validate every row (the default).")] = False,
+    list_all: Annotated[
+        bool, typer.Option("--all", help="Write all unusable rows to a file; otherwise, at most a screen is printed.")
+    ] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of rows to validate per part, evenly spaced.")
     ] = None,
@@ -222,10 +231,8 @@ def validate(
 ) -> None:
     """Render every row as training does: read it, decode its media and encode it. Nothing is trained.
 
-    If rows are unusable, they are listed with file, row and reason, and the exit code is 1.
+    If rows are unusable, they are reported by reason, the first three with file and row, and the exit code is 1.
     """
-    if all_rows and limit is not None:
-        raise ConfigError(f"--all and --limit {limit} are mutually exclusive; remove one")
     trainer = check_has_rows(choose_trainer(config, overrides, command))
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
@@ -237,11 +244,21 @@ def validate(
     for name, dataset, encode in list_encoded_parts(trainer, run):
         rendered, unusable = render_rows(name, dataset, encode, limit=limit, workers=choose_num_workers(workers))
         count, bad = count + rendered, bad + unusable
-    for text in bad:
-        print_message(text)
+    for line in summarise_problems(bad):
+        print_message(line)
     print_message(f"{count} rows rendered, of which {len(bad)} are unusable", err=True)
     if bad:
+        print_message(f"{write_problems(bad)} lists all of them" if list_all else "--all lists all of them", err=True)
         raise typer.Exit(1)
+
+
+def write_problems(messages: Sequence[str]) -> Path:
+    """Write the messages to `outputs/validate-<time>/problems.txt`, one per line, and return the file's path."""
+    folder = build_default_output_dir("validate")
+    make_folder(folder, "--all")
+    file = folder / "problems.txt"
+    file.write_text("".join(f"{to_one_line(message)}\n" for message in messages), encoding="utf-8")
+    return file
 
 
 def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset, Encode]]:

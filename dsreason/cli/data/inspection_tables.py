@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.filesize import decimal
 from rich.table import Table
 
 from dsreason.monitor.console import open_console
+from dsreason.problems import summarise_problems
 from dsreason.tools.datasets.inspection import Inspection, PartReport, Spread
 
-SHOWN = 10
-"""Maximum number of problems to print; all are listed in problems.jsonl."""
 SHOWN_PIXELS = 3
 """Maximum number of media items to print whose pixels would differ in cosmos-rl; inspection.json lists more."""
 
@@ -31,10 +32,14 @@ def show_inspection(found: Inspection) -> None:
     for name, part in found.parts.items():
         for text in part.pixels.examples[:SHOWN_PIXELS] if part.pixels else ():
             console.print(f"{name}: pixels differ: {text}", markup=False, highlight=False)
-    for problem in found.problems[:SHOWN]:
-        console.print(f"{problem['kind']}: {problem['reason']}", markup=False, highlight=False)
-    if len(found.problems) > SHOWN:
-        console.print(f"and {len(found.problems) - SHOWN} more in problems.jsonl")
+    for line in summarise_problems([describe_problem(problem) for problem in found.problems]):
+        console.print(line, markup=False, highlight=False)
+
+
+def describe_problem(problem: Mapping[str, str]) -> str:
+    """Return an entry of `Inspection.problems` as a message that names the row: `missing media: a.jsonl, row 2: …`."""
+    where, reason = problem["where"], problem["reason"]
+    return f"{problem['kind']}: {reason if reason.startswith(where) else f'{where}: {reason}'}"
 
 
 def build_facts_table(found: Inspection) -> Table:

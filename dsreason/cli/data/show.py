@@ -77,11 +77,10 @@ def show_text(source: DataSource, rows: range, purpose: Any) -> int:
     for index in rows:
         try:
             sample, split = show_row(source, index, purpose)
-        except DataError as error:
+            title = f"{source.rows.describe_location(index)} · {sample.id}"
+            console.print(render_row(sample, split, title, lambda part: describe_medium(part, source)))
+        except DataError as error:  # also of a media file that cannot be read
             print_message(error)
             failed += 1
-            continue
-        title = f"{source.rows.describe_location(index)} · {sample.id}"
-        console.print(render_row(sample, split, title, lambda part: describe_medium(part, source)))
     print_message(f"{len(rows)} of {len(source.rows)} rows shown", err=True)
     return failed

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsreason.data.adapters import rename_columns
 from dsreason.data.formats.read import find_format
 from dsreason.data.order import pick_evenly
-from dsreason.data.sources import DataSource, rename_columns
+from dsreason.data.sources import DataSource
 from dsreason.errors import DsReasonError
 
 MOST_ROWS = 100

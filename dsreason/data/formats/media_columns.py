@@ -10,6 +10,7 @@ from typing import Any
 
 from dsreason.data.types import TOKEN_TYPES, MediaKind, Message
 from dsreason.errors import DataError
+from dsreason.media.files import IMAGE_SUFFIXES
 
 COLUMNS: dict[str, MediaKind] = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 """Column → kind of media."""
@@ -20,7 +21,6 @@ TAG = re.compile(
 )
 """A tag in a text: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`. A line break next to it belongs to the tag."""
 NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image", "vid": "video"}
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".h264", ".hevc")
 
 

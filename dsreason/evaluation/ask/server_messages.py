@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from dsreason.data.media_plan import describe_video
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.families.qwen import build_vision_defaults
 from dsreason.media import images, videos, vision
 from dsreason.media.files import find_local_file
+from dsreason.media.frames import describe_video_path
 
 JPEG_QUALITY = 95
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")
@@ -77,20 +79,21 @@ def to_pictures(part: Part) -> list[Part]:
 
 def to_video(part: Part) -> tuple[Part, dict[str, Any]]:
     """Convert a clip to a part, and return it with vLLM's settings for reading it."""
-    path = find_local_file(part["video"])
-    info, frame_choice = videos.probe_video(path), choose_frames(part)
+    info, frame_choice = videos.probe_video(part["video"]), choose_frames(part)
     count = len(frame_choice.indices)
-    if count < info.num_frames and all(part.get(key) is None for key in OWN_SAMPLING):
+    if not info.is_frames and count < info.num_frames and all(part.get(key) is None for key in OWN_SAMPLING):
+        path = find_local_file(part["video"])
         kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
         # Which of these settings is used depends on vLLM's video loader for the model; fps = -1 disables the rate.
         reading = {"num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
         return make_url_part("video", kind, base64.b64encode(path.read_bytes())), reading
     sequence = b",".join(encode_jpegs(part))
+    metadata = describe_video(info, frame_choice)
     return make_url_part("video", "video/jpeg", sequence), {
         "num_frames": -1,
-        "fps": info.fps,
-        "frames_indices": list(frame_choice.indices),
-        "total_num_frames": max(frame_choice.range_frames, count),  # a single frame is repeated
+        "fps": metadata["fps"],
+        "frames_indices": metadata["frames_indices"],
+        "total_num_frames": max(metadata["total_num_frames"], count),  # a single frame is repeated
         "duration": info.duration,
         "do_sample_frames": False,
     }
@@ -101,7 +104,7 @@ def choose_frames(part: Part) -> vision.FrameChoice:
     try:
         return vision.sample_frames(info, part, DEFAULTS)
     except DataError as error:
-        raise DataError(f"{part['video']}: {error}") from error
+        raise DataError(f"{describe_video_path(part['video'])}: {error}") from error
 
 
 def encode_jpegs(part: Part) -> list[bytes]:

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from dsreason.data.messages import format_shown_seconds
+from dsreason.media.frames import is_frame_list, list_files
 
 REQUESTS = {
     "multiple_choice": "Answer with the option's letter from the given choices directly.",
@@ -36,8 +37,14 @@ def compute_question_key(text: str, media: Iterable[str]) -> str:
 
 
 def name_medium(part: dict[str, Any]) -> str:
-    """Return a media item's file name without suffix, with the range in seconds if only a part is used: `0123`, `0123@2.5-4`."""
-    name, seconds = PurePath(part[part["type"]]).stem, format_shown_seconds(part)
+    """Return a media item's file name without suffix, with the range in seconds if only a part is used: `0123`, `0123@2.5-4`.
+
+    The name of a video given as frames is that of all frames and their folders: `0123/1.png 0123/2.png`.
+    """
+    path, seconds = part[part["type"]], format_shown_seconds(part)
+    name = PurePath(path).stem
+    if is_frame_list(path):
+        name = " ".join("/".join(PurePath(frame).parts[-2:]) for frame in list_files(path))
     return f"{name}@{seconds}" if seconds else name
 
 

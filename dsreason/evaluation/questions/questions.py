@@ -32,7 +32,7 @@ from dsreason.data.options import (
     with_options,
 )
 from dsreason.data.rows import read_rows, text_field
-from dsreason.data.sources import find_missing_medium, open_source, select_vision_settings
+from dsreason.data.sources import open_source, select_vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import (
@@ -192,8 +192,11 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
     source = open_source(config.model_copy(update={"vision": vision, "system_prompt": system}))
     counts: Counter[str] = Counter()
     for index in range(len(source.rows)):
-        sample = source.read(index)
-        problem = find_missing_medium(sample.messages, source.media_root)
+        sample, problem = source.read(index), None
+        try:
+            sample = source.fetch_media(sample)
+        except DataError as error:
+            problem = str(error)
         try:
             answer = split_response(
                 get_reference(sample) or ""

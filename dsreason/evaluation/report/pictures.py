@@ -13,6 +13,7 @@ from rich.progress import track
 
 from dsreason.errors import DataError
 from dsreason.evaluation.types import Result
+from dsreason.media.frames import is_frame_list
 from dsreason.media.images import load_image
 from dsreason.media.videos import load_video, probe_video
 from dsreason.monitor.console import open_console
@@ -76,7 +77,7 @@ def draw_sheet(media: Sequence[str]) -> Sheet:
 
 def _read_pictures(path: str) -> list[Picture]:
     suffix = Path(path).suffix.lower()
-    if suffix not in VIDEO_SUFFIXES:
+    if suffix not in VIDEO_SUFFIXES and not is_frame_list(path):
         try:
             return [_make_thumbnail(load_image(path))]
         except DataError:
@@ -91,7 +92,7 @@ def _read_frames(path: str) -> list[Picture]:
     indices = [round(i * (info.num_frames - 1) / max(1, count - 1)) for i in range(count)]
     frames = load_video(path, indices, size=_fit_size(info.height, info.width))
     return [
-        _make_thumbnail(Image.fromarray(frame), f"{index / info.fps:.1f} s")
+        _make_thumbnail(Image.fromarray(frame), f"{info.get_second(index):.1f} s")
         for index, frame in zip(indices, frames, strict=True)
     ]
 

@@ -117,8 +117,8 @@ def compare_tokens(cosmos: Settings, draft: Draft) -> list[Meaning]:
         Meaning("tokens per step", f"at most {samples * longest:,}", f"at most {samples * longest:,}"),
         Meaning(
             "tokens per forward pass",
-            f"{mini} rows of at most {longest:,}, padded to the longest",
-            f"one row of at most {row:,}, without padding",
+            f"{mini} samples of at most {longest:,}, padded to the longest",
+            f"one packed row of at most {row:,}, without padding",
         ),
         Meaning("longer samples", "the text is truncated", "an error names the sample (model.on_too_long)"),
         Meaning(

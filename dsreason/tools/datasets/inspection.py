@@ -23,6 +23,7 @@ from dsreason.data.sources import SampleDataset
 from dsreason.errors import DataError
 from dsreason.files.disk import compute_sha256
 from dsreason.media.files import find_local_file
+from dsreason.media.frames import describe_video_path, list_files
 from dsreason.tools.datasets.processes import run_tracked
 from dsreason.tools.datasets.row_facts import (
     MediumFacts,
@@ -174,7 +175,9 @@ def inspect_data(
     uses = list(
         dict.fromkeys(use for facts in facts_of_part.values() for row in select_usable(facts) for use in row.media)
     )
-    results = run_tracked(collect_medium_facts, uses, lambda use: use.path, workers, "reading media headers", "files")
+    results = run_tracked(
+        collect_medium_facts, uses, lambda use: describe_video_path(use.path), workers, "reading media headers", "files"
+    )
     media = dict(zip(uses, results, strict=True))
     keys = compute_content_keys(media, workers)
     return Inspection(
@@ -199,7 +202,12 @@ def compute_content_keys(media: Media, workers: int) -> dict[str, str]:
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
     hashes = run_tracked(
-        lambda path: compute_sha256(find_local_file(path)), alike, str, workers, "comparing media", "files"
+        lambda path: [compute_sha256(find_local_file(file)) for file in list_files(path)],
+        alike,
+        describe_video_path,
+        workers,
+        "comparing media",
+        "files",
     )
     by_path = dict(zip(alike, hashes, strict=True))
     return {path: str(by_path.get(path, size)) for path, size in sizes.items()}

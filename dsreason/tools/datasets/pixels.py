@@ -11,6 +11,7 @@ from dsreason.data.messages import list_media_parts
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.media import qwen_vl_utils
+from dsreason.media.frames import describe_video_path
 from dsreason.media.images import probe_image
 from dsreason.media.qwen_vl_utils import Shown
 from dsreason.media.videos import probe_video
@@ -31,6 +32,7 @@ def describe_difference(encoder: Encoder, part: Mapping[str, Any], planned: Plan
     processor = encoder.processor.image_processor
     factor = processor.patch_size * processor.merge_size
     frames, height, width = planned.grid
+    name = describe_video_path(planned.path)
     own_plan = Shown(*planned.size, frames * height * width // processor.merge_size**2, planned.indices)
     try:
         if planned.kind == "image":
@@ -38,10 +40,12 @@ def describe_difference(encoder: Encoder, part: Mapping[str, Any], planned: Plan
         else:
             their_plan = qwen_vl_utils.fit_video(probe_video(planned.path), part, factor)
     except DataError as error:
-        return f"{planned.path}: {describe(own_plan)}; qwen-vl-utils {error}"
+        return f"{name}: {describe(own_plan)}; qwen-vl-utils {error}"
     if own_plan == their_plan:
         return None
-    return f"{planned.path}: {describe(own_plan)}; qwen-vl-utils: {describe(their_plan)}{find_other_frame(own_plan, their_plan)}"
+    return (
+        f"{name}: {describe(own_plan)}; qwen-vl-utils: {describe(their_plan)}{find_other_frame(own_plan, their_plan)}"
+    )
 
 
 def describe(shown: Shown) -> str:

@@ -17,6 +17,7 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.media.files import find_local_file
+from dsreason.media.frames import list_files
 from dsreason.media.images import probe_image
 from dsreason.media.videos import probe_video
 from dsreason.text import split_response
@@ -77,7 +78,7 @@ class UnusableRow:
 
 @dataclass(frozen=True)
 class MediumFacts:
-    """Facts about a media file. `size` is in bytes; `seconds` and `fps` are None for images."""
+    """Facts about a media item. `size` is in bytes; `seconds` and `fps` are None for images."""
 
     size: int
     height: int
@@ -132,7 +133,7 @@ def normalise(text: str) -> str:
 
 def collect_medium_facts(use: MediumUse) -> MediumFacts:
     """Collect facts from the file's header; only a video's first frame is decoded."""
-    size = find_local_file(use.path).stat().st_size
+    size = sum(find_local_file(file).stat().st_size for file in list_files(use.path))
     if use.kind == "image":
         height, width = probe_image(use.path)
         return MediumFacts(size, height, width)

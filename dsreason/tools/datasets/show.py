@@ -16,6 +16,8 @@ from dsreason.data.sources import DataSource
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.media import images, videos
+from dsreason.media.frames import describe_video_path, is_frame_list, read_frame_list
+from dsreason.secrets import hide_payloads
 
 Purpose = Literal["sft", "grpo", "dpo"]
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -117,7 +119,12 @@ def format_calls(message: Message) -> list[str]:
 def to_json_part(part: dict[str, Any], source: DataSource) -> dict[str, Any]:
     if part["type"] == "text":
         return part
-    return {"type": part["type"], "path": to_relative(part[part["type"]], source)}
+    path = part[part["type"]]
+    if not is_frame_list(path):
+        return {"type": part["type"], "path": to_relative(path, source)}
+    frames = read_frame_list(path)
+    paths = [to_relative(frame, source) for frame in frames.paths]
+    return {"type": part["type"], "frames": paths, "fps": frames.fps, **frames.times}
 
 
 def to_relative(path: str, source: DataSource) -> str:
@@ -129,9 +136,11 @@ def to_relative(path: str, source: DataSource) -> str:
 
 
 def shorten_bytes(value: Any) -> Any:
-    """Replace bytes, which JSON cannot hold, with their number."""
+    """Replace bytes, which JSON cannot hold, with their number, and leave out the content of `data:` URIs."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
+    if isinstance(value, str):
+        return hide_payloads(value)
     if isinstance(value, dict):
         return {name: shorten_bytes(item) for name, item in value.items()}
     return [shorten_bytes(item) for item in value] if isinstance(value, list) else value
@@ -151,7 +160,7 @@ def render_row(sample: Sample, split: Split, title: str, describe: Callable[[dic
     facts = {
         "answer": " | ".join(filter(None, [sample.answer, *sample.other_answers])),
         "options": sample.options,
-        "meta": sample.meta,
+        "meta": shorten_bytes(sample.meta),
     }
     lines += [Text(f"{name}: {str(value):.500}", style="dim") for name, value in facts.items() if value]
     return Panel(Group(*lines), title=Text(title), title_align="left")
@@ -164,7 +173,9 @@ def describe_medium(part: dict[str, Any], source: DataSource) -> str:
         height, width = images.probe_image(path)
         return f"image {to_relative(path, source)} ({width}x{height})"
     info = videos.probe_video(path)
-    return f"video {to_relative(path, source)} ({info.width}x{info.height}, {info.num_frames} frames, {info.fps:g} per second)"
+    name = to_relative(describe_video_path(path), source)
+    spacing = f", from {info.timestamps[0]:g} to {info.timestamps[-1]:g} s" if info.timestamps else ""
+    return f"video {name} ({info.width}x{info.height}, {info.num_frames} frames, {info.fps:g} per second{spacing})"
 
 
 def list_parts(message: Message) -> list[dict[str, Any]]:

@@ -142,7 +142,7 @@ def list_notes(request: PlanRequest) -> list[str]:
     notes = []
     if shape.vision_depth:
         notes.append(
-            "all rows are assumed to be full, with as much media as the configuration allows; shorter rows need less"
+            "all packed rows are assumed to be full, with as much media as the configuration allows; shorter ones need less"
         )
     if config.model.attention == "eager":
         notes.append('model.attention = "eager": its attention scores of all pairs of tokens are not counted')

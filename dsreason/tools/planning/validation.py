@@ -31,7 +31,7 @@ def plan_held_out(request: PlanRequest, held: tuple[MemoryItem, ...]) -> Planned
             MemoryItem(
                 "hidden states",
                 4 * tokens * shape.hidden * width,
-                f"{samples} rows of {request.config.model.max_length:,} tokens",
+                f"{samples} samples of {request.config.model.max_length:,} tokens",
             ),
             media_item,
             MemoryItem("gathered weights in use", at_work),

@@ -32,7 +32,7 @@ from dsreason.models.load import build_empty_model, read_model_config, read_para
 from dsreason.models.lora import find_adapted_layers
 from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.metrics import check_sinks
-from dsreason.problems import build_config_error, find_nearest, join_first
+from dsreason.problems import build_config_error, find_nearest, summarise_problems
 from dsreason.storage.storage import check_target
 
 log = logging.getLogger(__name__)
@@ -206,7 +206,8 @@ def check_dataset(
 ) -> list[str]:
     """Check rows and their media headers, without decoding media, for at most `MAX_SECONDS`.
 
-    The order of the rows ensures that a partial check still covers the entire data set.
+    The order of the rows ensures that a partial check still covers the entire data set. Unusable rows are reported in the order
+    of the data set, grouped by reason.
 
     Args:
         name: name of the data set in messages.
@@ -216,7 +217,7 @@ def check_dataset(
         One message for each row that is skipped because of `data.on_bad_row` or `model.on_too_long`. They are also logged.
 
     Raises:
-        DataError: a row is unusable or `check` rejects it, and the configuration does not skip such rows.
+        DataError: rows are unusable or `check` rejects them, and the configuration does not skip such rows.
     """
 
     def check_row(sample: Sample) -> None:
@@ -225,7 +226,7 @@ def check_dataset(
         encoder.check_length(sample, encoder.measure(sample))
 
     log_column_use(dataset)
-    skipped: list[str] = []
+    bad: dict[int, DataError] = {}
     deadline = time.monotonic() + MAX_SECONDS
     for checked, index in enumerate(order_coarse_to_fine(len(dataset))):
         if time.monotonic() > deadline:
@@ -236,16 +237,24 @@ def check_dataset(
                 len(dataset),
             )
             break
-        bad = read_row(dataset, index, check_row)
-        if isinstance(bad, DataError):
-            if find_fatal_error([bad], config) is not None:
-                raise bad
-            skipped.append(str(bad))
-    if skipped and len(skipped) == len(dataset):
-        raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first error: {skipped[0]}")
-    if skipped:
-        log.warning("%s: %d rows are skipped:\n  %s", name, len(skipped), join_first(skipped, separator="\n  "))
-    return skipped
+        result = read_row(dataset, index, check_row)
+        if isinstance(result, DataError):
+            bad[index] = result
+    errors = [bad[index] for index in sorted(bad)]
+    fatal = [error for error in errors if find_fatal_error([error], config) is not None]
+    if len(fatal) == 1:
+        raise fatal[0]
+    messages = [str(error) for error in fatal or errors]
+    summary = "\n  ".join(summarise_problems(messages))
+    if fatal:
+        raise DataError(
+            f"{name}: {len(fatal)} rows cannot be used; correct them (`dsreason data validate --all` lists all):\n  {summary}"
+        )
+    if errors and len(errors) == len(dataset):
+        raise DataError(f"{name}: none of the {len(dataset)} rows can be used:\n  {summary}")
+    if errors:
+        log.warning("%s: %d rows are skipped:\n  %s", name, len(errors), summary)
+    return messages
 
 
 def log_column_use(dataset: SampleDataset) -> None:

@@ -19,6 +19,7 @@ from dsreason.data.messages import list_media_paths
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.job.ranks import World, gather_in_group, share_errors
+from dsreason.media.frames import describe_video_path
 from dsreason.problems import describe_first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer
 from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch
@@ -180,6 +181,6 @@ def check_no_media(sample: Sample) -> None:
     """Raise DataError if the row has media, which cannot be sent to a teacher server."""
     if media := list_media_paths(sample.messages):
         raise DataError(
-            f"sample {sample.id!r}: contains {media[0]}, but distill.teacher is a server, which gets only token ids; skip "
-            "such rows (data.on_bad_row), or set distill.teacher to a model folder"
+            f"sample {sample.id!r}: contains {describe_video_path(media[0])}, but distill.teacher is a server, which gets only "
+            "token ids; skip such rows (data.on_bad_row), or set distill.teacher to a model folder"
         )

@@ -265,7 +265,7 @@ def test_dtype_is_set_throughout_the_config() -> None:
 def test_an_interrupted_export_leaves_no_folder(tmp_path: Path) -> None:
     source = tmp_path / "base"
     source.mkdir()
-    (source / "config.json").write_text("{}")
+    (source / "config.json").write_text('{"model_type": "qwen3"}')
 
     def broken():
         yield "a", torch.zeros(3)
@@ -281,6 +281,7 @@ def test_an_interrupted_export_leaves_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
 def test_failed_export_is_reported_and_cleaned_up(tmp_path: Path, trouble: str, reason: str) -> None:
     source = make_export(tmp_path / "base")
+    (source / "config.json").write_text('{"model_type": "qwen3"}')
     with small_disk(tmp_path / "disk") as disk:
         make_export(disk / "older")
         if trouble == "read-only":

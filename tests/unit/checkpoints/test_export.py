@@ -18,7 +18,9 @@ TENSORS = {name: torch.arange(100.0) + start for start, name in enumerate("abcd"
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "base"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"dtype": "float16", "vision_config": {"torch_dtype": "float16"}}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "dtype": "float16", "vision_config": {"torch_dtype": "float16"}})
+    )
     (folder / "tokenizer.json").write_text("{}")
     for name in ("model.safetensors", "model.safetensors.index.json", "README.md", ".hidden"):
         (folder / name).write_text("of the base model")
@@ -36,7 +38,7 @@ def test_weights_and_config_have_requested_dtype(
         assert torch.equal(file[name], tensor.to(torch_dtype))
     removeprefix = str(torch_dtype).removeprefix("torch.")
     config = json.loads((folder / "config.json").read_text())
-    assert config == {"dtype": removeprefix, "vision_config": {"torch_dtype": removeprefix}}
+    assert config == {"model_type": "qwen2_5_vl", "dtype": removeprefix, "vision_config": {"torch_dtype": removeprefix}}
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 

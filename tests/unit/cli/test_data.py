@@ -206,7 +206,8 @@ def test_allow_missing_does_not_excuse_uncuttable_clips(hub: Hub) -> None:
 def test_inspect_writes_its_files_and_prints_tables() -> None:
     write_rows(GOOD, GONE, {**GOOD, "id": "2"})
     result = call("inspect", "--config", "run.toml", "--output", "out", "--workers", "0")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
+    assert "problems.jsonl lists all 1 problems" in result.stderr
     assert "unusable rows: missing media" in result.stdout
     assert "gone.png" in result.stdout.replace("\n", "")  # the folder may be long
     assert sorted(file.name for file in Path("out").iterdir()) == [
@@ -219,6 +220,25 @@ def test_inspect_writes_its_files_and_prints_tables() -> None:
     assert [json.loads(line)["kind"] for line in Path("out/problems.jsonl").read_text().splitlines()] == [
         "missing media"
     ]
+
+
+@pytest.mark.parametrize("bad", [GONE, {"id": "1"}, {**GOOD, "image": "broken.png"}])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_inspect_exits_with_1_on_bad_rows(bad: dict[str, str], options: list[str]) -> None:
+    write_rows(GOOD, bad)
+    Path("broken.png").write_text("not an image")
+    result = call("inspect", "--path", "rows.jsonl", "--workers=0", *options)
+    assert result.exit_code == 1, result.output
+    assert "rows.jsonl, row 2" in result.stdout
+    write_rows(GOOD)
+    assert call("inspect", "--path", "rows.jsonl", "--workers=0", *options).exit_code == 0
+
+
+def test_inspect_groups_problems_by_reason() -> None:
+    write_rows(*[{**GOOD, "id": str(i), "image": f"gone {i}.png"} for i in range(1, 60)], {"id": "60"})
+    result = call("inspect", "--path", "rows.jsonl", "--workers=0")
+    printed = result.stdout[result.stdout.index("59 times: missing media: image: no such file: …") :]
+    assert re.findall(r"rows\.jsonl, row (\d+)", printed) == ["1", "2", "3", "60"]
 
 
 def test_inspect_measures_tokens_with_a_model(tiny_qwen2_5_vl: Path) -> None:
@@ -290,7 +310,7 @@ def test_missing_balance_labels_are_reported_as_problem() -> None:
     [problem] = map(json.loads, Path("out/problems.jsonl").read_text().splitlines())
     assert problem["kind"] == "no labels" and "no one-line answer of at most 40 characters" in problem["reason"]
     assert problem["reason"].count("data.balance") == 1
-    assert "no labels: data.balance (answer): no row has a usable label" in result.stdout
+    assert "no labels: all rows: data.balance (answer): no row has a usable label" in result.stdout
 
 
 def test_inspect_measures_rows_without_an_answer(tiny_qwen2_5_vl: Path) -> None:
@@ -364,8 +384,20 @@ def test_for_overrides_what_the_sections_say() -> None:
     assert "reward" in error_of(call("validate", "--config", "run.toml", "--for", "sft"), ConfigError)
 
 
-def test_all_and_limit_are_mutually_exclusive() -> None:
-    assert "mutually exclusive" in error_of(call("validate", "--all", "--limit", "3"), ConfigError)
+def test_validate_all_writes_complete_list(tiny_qwen2_5_vl: Path) -> None:
+    write_rows(*[{**GOOD, "id": str(i), "image": f"gone {i}.png"} for i in range(1, 6)], model=tiny_qwen2_5_vl)
+    options = ["--config", "run.toml", "--workers=0"]
+    result = call("validate", *options)
+    assert result.stdout.splitlines()[0] == "5 times: image: no such file: …"
+    assert [line.partition(" (")[0] for line in result.stdout.splitlines()[1:]] == [
+        f"  rows.jsonl, row {i}" for i in (1, 2, 3)
+    ]
+    assert "--all lists all of them" in result.stderr and not Path("outputs").exists()
+    result = call("validate", *options, "--all", "--limit", "4")
+    file = result.stderr.splitlines()[-1].removesuffix(" lists all of them")
+    assert [line.partition(" (")[0] for line in Path(file).read_text().splitlines()] == [
+        f"rows.jsonl, row {i}" for i in (1, 2, 3, 4)
+    ]
 
 
 def test_missing_data_file_is_reported() -> None:

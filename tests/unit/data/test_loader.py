@@ -117,7 +117,9 @@ def test_ranks_sharing_rows_count_as_one_rank(rows, tiny_qwen2_5_vl):
 def test_mismatched_rows_within_rank_group_are_rejected():
     skipped = [(), (), (), ("row 7: is empty",)]
     assert take_group_values([1, 1, 2, 2], skipped, 2) == [1, 2]
-    expected = r"ranks 2 and 3 compute the same rows .*size is 2\) .* rank 2 skips nothing, but rank 3 skips row 7: is"
+    expected = (
+        r"ranks 2 and 3 compute the same packed rows .*size is 2\) .* rank 2 skips nothing, but rank 3 skips row 7: is"
+    )
     with pytest.raises(DataError, match=expected):
         take_group_values([1, 1, 2, 3], skipped, 2)
 

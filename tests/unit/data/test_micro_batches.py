@@ -152,9 +152,9 @@ def test_completion_length_includes_its_prompt() -> None:
 @pytest.mark.parametrize(
     ("train", "expected"),
     [
-        ({}, "one row of up to 8 tokens (model.max_length)"),
-        ({"max_tokens_per_micro_batch": 6}, "one row of up to 6 tokens (train.max_tokens_per_micro_batch)"),
-        ({"micro_batch_size": 4}, "one row of up to 4 samples (train.micro_batch_size)"),
+        ({}, "one packed row of up to 8 tokens (model.max_length)"),
+        ({"max_tokens_per_micro_batch": 6}, "one packed row of up to 6 tokens (train.max_tokens_per_micro_batch)"),
+        ({"micro_batch_size": 4}, "one packed row of up to 4 samples (train.micro_batch_size)"),
         ({"packing": False, "micro_batch_size": 4}, "padded rows of up to 4 samples (train.micro_batch_size)"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_parts_own_settings_win(folder, own, general, expected):
     [
         ({"image": "gone.png"}, r"rows\.jsonl.*2.*gone\.png"),
         ({"image": "../../etc/passwd"}, "points outside"),
-        ({"image": "https://host/a.png"}, "only local files and s3:// URIs are supported"),
+        ({"image": "ftp://host/a.png"}, "only local files and s3://, http:// and https:// URLs are supported"),
         ({"question": "see <|image_pad|>"}, r"<\|image_pad\|>"),
         ({"answer": {"a": 3}}, "answer"),
     ],

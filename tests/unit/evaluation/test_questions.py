@@ -499,7 +499,7 @@ def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
         ({"options": "AB"}, "row 2: field 'options' must map each letter to a string; got 'AB'"),
         ({"video": 3}, "row 2"),
         ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 points outside"),
-        ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is a URL"),
+        ({"video": "ftp://h/x.mp4"}, "row 2 (sample 'x'): video: ftp://h/x.mp4 is a URL"),
         ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' must be a string; got 3"),
         ({"video": "clips/9.mp4", "question": "<|im_end|>"}, "row 2 (sample 'x'): "),
     ],

@@ -21,6 +21,7 @@ from dsreason.evaluation.report import pictures
 from dsreason.evaluation.report.report import get_question_text, read_settings, write_report, write_reports
 from dsreason.evaluation.report.results import find_run, write_results
 from dsreason.evaluation.report.score import RunSummary
+from dsreason.media.frames import write_frame_list
 from dsreason.media.videos import load_video
 from tests.unit.evaluation.made_results import made
 from tests.unit.media.videos import number_frame, read_number, write_video
@@ -316,6 +317,15 @@ def test_six_frames_span_whole_video(tmp_path: Path) -> None:
     score_run(tmp_path / "r")
     assert [read_number(np.asarray(image)) for image in images(tmp_path / "r")] == [0, 5, 10, 15, 20, 25]
     assert all(label in page(tmp_path / "r").text for label in ("0.0 s", "0.5 s", "2.5 s"))
+
+
+def test_given_frames_are_shown_with_their_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path))
+    files = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for number, file in enumerate(files):
+        Image.fromarray(number_frame(number)).save(file)
+    shown = pictures.draw_sheet([str(write_frame_list(files, {"timestamps": [3, 4.5, 20]}))]).pictures
+    assert [picture.label for picture in shown] == ["3.0 s", "4.5 s", "20.0 s"]
 
 
 def test_frames_are_downscaled_during_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from dsreason.evaluation.report.results import (
     write_results,
     write_text,
 )
+from dsreason.media.frames import write_frame_list
 from tests.unit.evaluation.made_results import made
 
 COSMOS_TEXT = (
@@ -161,6 +162,13 @@ def test_cosmos_question_id_matches_for_dotted_clips(tmp_path: Path) -> None:
     [result] = read_file(put(tmp_path / "bridgev2" / "1.json", [COSMOS | {"video_id": video_id}]))
     requested = compute_question_key(COSMOS_TEXT, [name_medium({"type": "video", "video": f"/d/clips/{video_id}.mp4"})])
     assert result.id == f"robovqa/{video_id}/{requested}"
+
+
+def test_given_frames_keep_their_name_when_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path))
+    lists = [write_frame_list([f"{root}/pour/1.png", f"{root}/pour/2.png"], {"fps": 2}) for root in ("/a", "/b")]
+    parts = [{"type": "video", "video": str(file), "video_start": 1} for file in lists]
+    assert [name_medium(part) for part in parts] == ["pour/1.png pour/2.png@1-"] * 2
 
 
 @pytest.mark.parametrize("prompt", ["", [], None])

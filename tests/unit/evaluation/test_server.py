@@ -21,9 +21,10 @@ from dsreason.evaluation.ask import server
 from dsreason.evaluation.ask.asking import QuestionRequest, Reply
 from dsreason.evaluation.ask.server import ServerAnswerer, complete_url
 from dsreason.evaluation.types import Question
+from dsreason.media.frames import write_frame_list
 from dsreason.rollout.protocol import Sampling
 from tests.unit.evaluation.stand_in import PROXIES, StandIn, chat, serving
-from tests.unit.media.videos import read_number, write_video
+from tests.unit.media.videos import number_frame, read_number, write_video
 
 SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_completion_length=64, seed=3)
 KEY = "sk-very-secret"
@@ -219,6 +220,43 @@ def test_unusual_frames_are_sent_as_jpeg_video(
         "frames_indices": frames,
         "total_num_frames": among,
         "duration": 1.2,
+        "do_sample_frames": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("times", "fps", "indices", "total", "duration"),
+    [
+        ({"fps": 4}, 4.0, [0, 1, 2, 2], 4, 0.75),
+        ({"timestamps": [2, 2.5, 6]}, 1000.0, [2000, 2500, 6000, 6000], 8000, 6.0),
+    ],
+)
+def test_given_frames_are_sent_with_their_times(
+    stand_in: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    times: dict[str, Any],
+    fps: float,
+    indices: list[int],
+    total: int,
+    duration: float,
+) -> None:
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path))
+    files = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for number, file in enumerate(files):
+        Image.fromarray(number_frame(number)).save(file)
+    part = {"type": "video", "video": str(write_frame_list(files, times))}
+    ask(answerer(stand_in.url), media_sample(part))
+    [sent] = stand_in.requests
+    content = sent["messages"][0]["content"][0]["video_url"]["url"].partition(",")[2]
+    images = [Image.open(io.BytesIO(base64.b64decode(frame))) for frame in content.split(",")]
+    assert [read_number(np.asarray(image)) for image in images] == [0, 1, 2, 2]
+    assert sent["media_io_kwargs"]["video"] == {
+        "num_frames": -1,
+        "fps": fps,
+        "frames_indices": indices,
+        "total_num_frames": total,
+        "duration": duration,
         "do_sample_frames": False,
     }
 

@@ -206,6 +206,14 @@ def test_seeking_without_times_decodes_from_start(tmp_path):
     assert numbers(load_video(path, [130, 149])) == [130, 149]
 
 
+@pytest.mark.parametrize(("name", "codec"), [("raw.h264", "libx264"), ("a b.265", "libx265"), ("raw.hevc", "libx265")])
+def test_stream_without_container_advises_ffmpeg(tmp_path, name, codec):
+    path = write_video(tmp_path / name, codec=codec)
+    advice = {"a b.265": "ffmpeg -i 'a b.265' -c copy 'a b.mp4'"}.get(name, f"ffmpeg -i {name} -c copy raw.mp4")
+    with pytest.raises(DataError, match=f"raw (h264|hevc) stream, .* put it into a container: {advice}$"):
+        probe_video(path)
+
+
 def test_unconvertible_frame_names_the_file(tmp_path, monkeypatch):
     def refuse(frame, size):
         raise videos.av.FFmpegError(22, "no path between colorspaces")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -31,7 +32,9 @@ from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.media import images, qwen_vl_utils, videos
+from dsreason.media.frames import write_frame_list
 from dsreason.media.vision import VideoInfo
+from tests.unit.media.videos import number_frame, read_number
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,41 @@ def test_image_sizes_match_qwen_vl_utils(encoder: Encoder, utils: Any, model_typ
         with patch.object(Image.Image, "resize", lambda self, size: Image.new("1", size)):
             expected = utils.fetch_image({**part, "image": image}, image_patch_size=PATCH_SIZES[model_type])
         assert planned.size == (expected.height, expected.width), (height, width, settings)
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_given_frames_match_qwen_vl_utils(
+    encoder: Encoder, utils: Any, model_type: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sides are multiples of 56 and 64, so that qwen-vl-utils does not resize each frame twice."""
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
+    height, width = 9 * 64 * 7 // 8, 16 * 64 * 7 // 8
+    paths = [str(tmp_path / f"{number}.png") for number in range(count)]
+    for number, path in enumerate(paths):
+        Image.fromarray(number_frame(number, height, width)).save(path)
+    part = {"type": "video", "video": paths, "sample_fps": 4.0}
+    expected, metadata = utils.fetch_video(part, PATCH_SIZES[model_type], return_video_metadata=True)
+    video = {"type": "video", "video": str(write_frame_list(paths, {"fps": 4.0}))}
+    prompt = encoder.encode_prompt(Sample("frames", [{"role": "user", "content": [video]}]))
+    [(frames, own_metadata)] = prompt.media
+    assert frames.shape[1:3] == expected.shape[-2:]
+    assert [read_number(frame) for frame in frames] == [*range(count), *[count - 1] * (count % 2)]
+    assert np.abs(frames - expected.permute(0, 2, 3, 1).numpy()).max() <= 1  # it rounds later
+    assert (own_metadata["fps"], own_metadata["total_num_frames"]) == (metadata["fps"], metadata["total_num_frames"])
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_pixels": 150_000}, {"min_pixels": 300_000}, {"total_pixels": 400_000}])
+@pytest.mark.parametrize(("height", "width"), [(480, 640), (100, 60), (333, 1000), (1080, 1920)])
+def test_given_frames_are_predicted_without_qwen_vl_utils(
+    utils: Any, model_type: str, height: int, width: int, settings: dict[str, Any]
+) -> None:
+    patch_size = PATCH_SIZES[model_type]
+    image = Image.new("RGB", (width, height))
+    part = {"type": "video", "video": [image] * 5, **settings}
+    expected = utils.fetch_video(part, patch_size)
+    info = VideoInfo(5, 2.0, height, width, 2.5, is_frames=True)
+    shown = qwen_vl_utils.fit_video(info, settings, 2 * patch_size)
+    assert (len(shown.indices), shown.height, shown.width) == (6, *expected.shape[-2:])
 
 
 # ---------------------------------------------------------------- our account of it, for `data inspect`

@@ -1,23 +1,28 @@
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from dsreason.errors import DataError
 from dsreason.families import FAMILIES
 from dsreason.media import vision
-from dsreason.media.vision import PixelLimits, compute_image_size, compute_video_size, fit_size, sample_frames
+from dsreason.media.vision import (
+    PixelLimits,
+    VideoInfo,
+    compute_image_size,
+    compute_video_size,
+    fit_size,
+    sample_frames,
+)
 
 QWEN2_5_VISION, QWEN3_VISION = FAMILIES["qwen2_5_vl"].vision, FAMILIES["qwen3_vl"].vision
 QWEN2_5 = PixelLimits(factor=28, min_pixels=128 * 784, max_pixels=768 * 784)
 QWEN3 = PixelLimits(factor=32, min_pixels=4 * 1024, max_pixels=24576 * 1024)
 
 
-def video(num_frames: int, rate: float) -> SimpleNamespace:
-    """Stands for a `VideoInfo`."""
-    return SimpleNamespace(num_frames=num_frames, fps=rate, duration=num_frames / rate)
+def video(num_frames: int, rate: float, **fields) -> VideoInfo:
+    return VideoInfo(num_frames, rate, 28, 28, num_frames / rate, **fields)
 
 
 def frames(num_frames: int, rate: float, **part) -> list[int]:
@@ -249,3 +254,57 @@ def test_frames_are_rounded_in_float32_like_torch():
 
 def test_frame_count_matches_qwen_vl_utils_rounding():
     assert len(frames(2000, 12, fps=0.3)) == 48  # 166.67 s x 0.3 is 49.999… in binary
+
+
+# ---------------------------------------------------------------- videos given as frames
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "rate", "part", "expected"),
+    [
+        (4, 10, {}, [0, 1, 2, 3]),  # at the default 2 frames per second, a file would be shown with 2
+        (5, 0.5, {}, [0, 1, 2, 3, 4, 4]),
+        (1, 2, {}, [0, 0]),
+        (5, 2, {"max_frames": 6}, [0, 1, 2, 3, 4, 4]),
+        (5, 2, {"max_frames": 5}, [0, 1, 3, 4]),
+        (9, 2, {"max_frames": 4}, [0, 3, 5, 8]),
+        (10, 3, {"fps": 3}, list(range(10))),
+        (5, 2, {"fps": 7}, [0, 1, 2, 3, 4, 4]),
+        (10, 2, {"fps": 1}, [0, 3, 6, 9]),  # 5 s, so 5 frames, which is rounded to 4
+        (10, 2, {"nframes": 2}, [0, 9]),
+        (10, 2, {"video_start": 1, "video_end": 2}, [2, 3, 4, 4]),
+        (3, 2, {"fps": 0.5, "min_frames": 4}, [0, 1, 2, 2]),
+    ],
+)
+def test_given_frames_are_shown_whole(num_frames, rate, part, expected):
+    info = video(num_frames, rate, is_frames=True)
+    assert list(sample_frames(info, part, QWEN3_VISION).indices) == expected
+
+
+def test_more_frames_than_default_are_sampled():
+    chosen = sample_frames(video(769, 10, is_frames=True), {}, QWEN3_VISION)
+    assert len(chosen.indices) == len(set(chosen.indices)) == 768
+    assert (chosen.indices[0], chosen.indices[-1]) == (0, 768)
+
+
+@pytest.mark.parametrize(
+    ("timestamps", "part", "expected"),
+    [
+        ((0, 0.5, 4, 4.5, 5), {}, [0, 1, 2, 3, 4, 4]),
+        ((0, 0.1, 0.2, 6, 7, 9), {"nframes": 4}, [0, 2, 3, 5]),  # for 0, 3, 6 and 9 s; 3 s is nearest to 0.2 s
+        ((0, 0.1, 0.2, 5.7, 7, 9), {"nframes": 4}, [0, 3, 5, 5]),  # 3 s and 6 s are both nearest to 5.7 s
+        ((10, 11, 12, 20), {"video_start": 10.5, "video_end": 20}, [1, 2, 3, 3]),
+        ((10, 11, 12, 20), {"fps": 0.2}, [0, 1, 2, 3]),  # 4 frames in 13.3 s would be 2.7, and 4 is the least
+        ((0, 1, 2, 3, 4, 5, 6, 14), {"fps": 0.25}, [0, 5, 6, 7]),  # 16 s x 0.25 = 4: 0, 4.7, 9.3 and 14 s
+    ],
+)
+def test_uneven_frames_are_chosen_by_time(timestamps, part, expected):
+    rate = (len(timestamps) - 1) / (timestamps[-1] - timestamps[0])
+    info = video(len(timestamps), rate, is_frames=True, timestamps=timestamps)
+    assert list(sample_frames(info, part, QWEN3_VISION).indices) == expected
+
+
+def test_empty_range_between_frames_is_refused():
+    info = video(3, 0.2, is_frames=True, timestamps=(0.0, 1.0, 10.0))
+    with pytest.raises(DataError, match=r"no frame lies between .*; the first is at 0 s, the last at 10 s"):
+        sample_frames(info, {"video_start": 2, "video_end": 9}, QWEN3_VISION)

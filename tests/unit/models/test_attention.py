@@ -200,7 +200,7 @@ def test_transformers_gets_sample_starts_of_packed_row(model_path: Path, samples
     lengths = [len(sample) for sample in samples[:2]]
     assert attention_inputs["attention_mask"] is None
     assert attention_inputs["position_ids"][0, 0].tolist() == [i for length in lengths for i in range(length)]
-    with pytest.raises(ValueError, match=r"3 rows of positions \(temporal, height, width\); got 4"):
+    with pytest.raises(ValueError, match=r"positions on 3 axes \(temporal, height, width\); got 4"):
         batch = pack(samples)
         four = torch.cat([batch.position_ids[:1], batch.position_ids])
         attention.build_attention_inputs(policy(model_path).model, replace(batch, position_ids=four))

@@ -17,6 +17,7 @@ import pytest
 from dsreason.config.schema_grpo import GRPOConfig, RemoteRewardConfig, RewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
+from dsreason.media.frames import write_frame_list
 from dsreason.rewards import remote as remote_rewards
 from dsreason.rewards.remote import RemoteReward
 from dsreason.rewards.scoring import Scorer
@@ -115,6 +116,15 @@ def test_server_scores_only_selected_rows(server, monkeypatch):
         total = scorer.score(COMPLETIONS, samples).total
     assert [None if np.isnan(value) else value for value in total] == [1, None, None, 4, None]
     assert [body["completions"] for _, body in server.requests] == [[COMPLETIONS[0], COMPLETIONS[3]]]
+
+
+def test_given_frames_are_sent_by_file(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path))
+    video = str(write_frame_list(["/d/1.png", "/d/2.png"], {"fps": 2}))
+    content = [{"type": "video", "video": video}, {"type": "text", "text": "Which way?"}]
+    remote(server).score(["left"], [Sample("7", [{"role": "user", "content": content}], "left")])
+    ((_, body),) = server.requests
+    assert body["media"] == [[{"type": "video", "video": ["/d/1.png", "/d/2.png"], "fps": 2}]]
 
 
 def test_batches_come_back_in_order(server):

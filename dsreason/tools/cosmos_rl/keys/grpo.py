@@ -9,7 +9,7 @@ OWN_BATCHES = "vLLM forms its own batches"
 NO_TURNS = "it applies to multi-turn rollouts, which are off"
 NO_PIPELINE = "it applies to pipeline parallelism, which is off"
 NO_SERVICE = "it applies to use_remote_reward, which is off"
-ONE_TEACHER = "the teacher uses the ranks, the precision and the maximum row length of the policy"
+ONE_TEACHER = "the teacher uses the ranks, the precision and the maximum sequence length of the policy"
 
 POLICY: dict[str, Key] = {
     "variant": make_joint("grpo", "grpo.preset"),

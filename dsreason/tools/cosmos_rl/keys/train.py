@@ -160,8 +160,8 @@ DATA: dict[str, Key] = {
         False,
         False,
         because="it is off",
-        instead="a step has a fixed number of samples, and a row is filled up to its token limit; set it to false, and "
-        "raise max_token_len_per_mini_batch for longer rows",
+        instead="a step has a fixed number of samples, and a packed row is filled up to its token limit; set it to false, "
+        "and raise max_token_len_per_mini_batch for longer packed rows",
     ),
     "train.train_policy.load_balanced_pool_size": make_unused(32, "it applies to load balancing, which is off"),
     "train.train_policy.load_balanced_max_tokens_for_batch": make_unused(

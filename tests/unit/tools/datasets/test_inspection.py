@@ -305,6 +305,25 @@ def test_equally_large_different_files_are_not_duplicates(folder: Path) -> None:
     assert inspect(folder, *rows).parts["training"].duplicates == 0
 
 
+def test_given_frames_are_inspected(folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSMOS_CACHE", str(folder / "cache"))
+    for name, colours in (("x", "rgb"), ("same", "rgb"), ("other", "rbg")):
+        (folder / name).mkdir()
+        for number, colour in enumerate(colours):
+            shade = {"r": "red", "g": "green", "b": "blue"}[colour]
+            Image.new("RGB", (112, 112), shade).save(folder / name / f"{number}.bmp")
+    rows = [row(i, question="q", video=name, fps=4) for i, name in enumerate(("x", "same", "other"))]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    dataset = open_datasets(DataConfig(adapter="auto", path=str(folder / "rows.jsonl")))[0]
+    part = inspect_data({"training": dataset}, encoder).parts["training"]
+    assert (part.rows, part.unusable, part.duplicates) == (3, {}, 1)
+    video = part.media["video"]
+    assert (video.files, video.bytes) == (3, 9 * (folder / "x" / "0.bmp").stat().st_size)
+    assert (video.seconds.median, video.fps.median) == (0.75, 4)
+    assert part.pixels is not None
+    assert re.search(r"x/0\.bmp … 2\.bmp: 4 frames of .*; qwen-vl-utils: 4 frames of 336x336", part.pixels.examples[0])
+
+
 def test_a_limit_looks_at_some_rows_only(folder: Path) -> None:
     part = inspect(folder, *[row(i) for i in range(10)], limit=4).parts["training"]
     assert (part.rows, part.inspected) == (10, 4)
