@@ -83,11 +83,14 @@ def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
         module = import_file(Path(target).expanduser(), what)
     else:
         module = import_module(target, what, known, advice)
-    if attribute and attribute not in vars(module):
+    try:
+        return getattr(module, attribute) if attribute else module  # some packages import it only now
+    except AttributeError:
         near = find_nearest(attribute, vars(module))
         hint = f'; did you mean "{near}"?' if near else ""
-        raise ConfigError(f'{what}: {target} has no "{attribute}"{hint}')
-    return vars(module)[attribute] if attribute else module
+        raise ConfigError(f'{what}: {target} has no "{attribute}"{hint}') from None
+    except Exception as error:
+        raise ConfigError(f"{what}: {name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def find_code_file(name: str) -> Path | None:

@@ -12,10 +12,12 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push, reward_serve, score
+from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push, score
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import find_trainers
+from dsreason.cli.reward import commands as reward
+from dsreason.cli.reward import serve
 from dsreason.errors import Stopped
 from dsreason.job import launch, signals
 from dsreason.job.failures import format_crash
@@ -42,7 +44,8 @@ app.command()(push.push)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.command("import")(import_.import_)
-app.command("reward-serve")(reward_serve.reward_serve)
+app.add_typer(reward.app, name="reward")
+app.command("reward-serve")(serve.reward_serve)
 
 
 def show_version(wanted: bool) -> None:

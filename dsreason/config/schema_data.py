@@ -70,6 +70,9 @@ class SourceConfig(Section):
     columns; without `path`, it reads the built-in task."""
     path: str = ""
     """File, folder, hub name or `s3://…` that the adapter reads."""
+    name: str | None = None
+    """Name of the data set, which becomes the field `data_source` of its rows, unless they have one: for metrics by data set and
+    for `reward.only`."""
     media_path: str = ""
     """Folder that relative media paths refer to. Empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None

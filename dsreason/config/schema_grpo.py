@@ -235,11 +235,25 @@ class RewardConfig(RewardFunctionsConfig):
     options: dict[str, dict[str, Any]] = {}
     """Keyword arguments of each reward, by its name, such as `format.pattern`. Values of `api_key`, `token` and similar keys
     are masked in saved configurations."""
+    only: dict[str, dict[str, list[str | int | float | bool]]] = {}
+    """Rows that a reward scores, by its name: field of the rows → values of which the row must have one, such as
+    `data_source = ["driving"]`. The field is one that the adapter stores in `sample.meta` (`label.weather` for a nested field).
+    Rewards without an entry score all rows."""
     workers: int = Field(2, ge=1)
     """Number of processes per rank that compute rewards."""
     time_limit: float = Field(30.0, gt=0)
     """Time limit of one call of a reward function, in seconds."""
     remote: RemoteRewardConfig = RemoteRewardConfig()
+
+    @model_validator(mode="after")
+    def check_only(self) -> Self:
+        if unknown := sorted(self.only.keys() - self.functions.keys()):
+            raise ValueError(
+                f"only has entries for {', '.join(unknown)}, but functions does not; remove them from only, or add the functions"
+            )
+        if empty := sorted(name for name, fields in self.only.items() if not fields or not all(fields.values())):
+            raise ValueError(f"only.{empty[0]} selects no rows; name a field and its values, or remove the entry")
+        return self
 
 
 class GRPOConfig(RunConfig):

@@ -219,11 +219,12 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
 
     If a row has an answer but does not end with an assistant message, the answer becomes that message. A row without both can
     be used as a prompt, but not for supervised training. A sample without an id gets the path of its first media file as its
-    id, and a sample without options gets those that its question lists.
+    id, a sample without options those that its question lists, and a sample without `data_source` the name of the source.
     """
     check_messages(sample.messages)
     check_options(sample.options)
     raw_messages = list(sample.messages)
+    meta = sample.meta if config.name is None else {"data_source": config.name} | sample.meta
     if sample.answer and raw_messages[-1]["role"] != "assistant":
         raw_messages.append({"role": "assistant", "content": sample.answer})
     messages = finish_messages(raw_messages, config, media_root)
@@ -232,7 +233,7 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
         check_messages(sample.rejected, "rejected")
         rejected = finish_messages(sample.rejected, config, media_root)
     return with_options(
-        replace(sample, id=sample.id or get_first_path(raw_messages), messages=messages, rejected=rejected)
+        replace(sample, id=sample.id or get_first_path(raw_messages), messages=messages, rejected=rejected, meta=meta)
     )
 
 

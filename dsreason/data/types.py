@@ -40,6 +40,8 @@ class Sample:
     """Accepted answers in addition to `answer`."""
     tools: list[dict[str, Any]] | None = None
     """Descriptions of the functions that the model may call, for the chat template. None: no tools."""
+    has_text_prompt: bool = False
+    """Whether the row's prompt is a text instead of messages; rewards of TRL then get completions as texts."""
 
 
 @dataclass(frozen=True)

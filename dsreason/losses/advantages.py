@@ -2,6 +2,8 @@
 
 Notation: rewards are `[P, G]` for P prompts with G completions each; a row is a group. If all rewards of a group are equal,
 its advantages are exactly 0, even if rounding makes its mean differ from the rewards, such as for several rewards of 0.1.
+
+NaN stands for a completion without a reward. It counts in no mean, sum or standard deviation, and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ def group_normalized(rewards: Tensor) -> Tensor:
 
     Example: [1, 0, 0, 0] has mean 0.25 and std 0.4330, and gives [1.7320, -0.5773, -0.5773, -0.5773].
     """
-    std = rewards.std(dim=1, keepdim=True, correction=0)
-    return group_centered(rewards) / (std + EPS)
+    centered = group_centered(rewards)
+    std = (rewards - rewards.nanmean(dim=1, keepdim=True)).square().nanmean(dim=1, keepdim=True).sqrt()
+    return (centered / (std + EPS)).nan_to_num(nan=0.0)
 
 
 def group_centered(rewards: Tensor) -> Tensor:
@@ -30,7 +33,7 @@ def group_centered(rewards: Tensor) -> Tensor:
 
     Example: [1, 0, 0, 0] gives [0.75, -0.25, -0.25, -0.25].
     """
-    return _clear_equal_groups(rewards - rewards.mean(dim=1, keepdim=True), rewards)
+    return _clear_equal_groups(rewards - rewards.nanmean(dim=1, keepdim=True), rewards)
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -38,8 +41,9 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
     Example: [1, 0, 0, 0] gives [1, -1/3, -1/3, -1/3]. A group of one completion gives 0.
     """
-    sum_of_others = rewards.sum(dim=1, keepdim=True) - rewards
-    return _clear_equal_groups(rewards - sum_of_others / (rewards.shape[1] - 1 or 1), rewards)
+    sum_of_others = rewards.nansum(dim=1, keepdim=True) - rewards
+    num_others = (rewards.isfinite().sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    return _clear_equal_groups(rewards - sum_of_others / num_others, rewards)
 
 
 def batch_normalized(rewards: Tensor) -> Tensor:
@@ -49,12 +53,15 @@ def batch_normalized(rewards: Tensor) -> Tensor:
 
     Example: [[1, 0], [1, 1]] has std 0.4330 over all four rewards, and gives [[1.1547, -1.1547], [0, 0]].
     """
-    return group_centered(rewards) / (rewards.std(correction=0) + EPS)
+    std = (rewards - rewards.nanmean()).square().nanmean().sqrt()
+    return (group_centered(rewards) / (std + EPS)).nan_to_num(nan=0.0)
 
 
 def _clear_equal_groups(advantages: Tensor, rewards: Tensor) -> Tensor:
-    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    return torch.where(equal, torch.zeros_like(advantages), advantages)
+    missing = rewards.isnan()
+    largest = rewards.masked_fill(missing, -torch.inf).amax(dim=1, keepdim=True)
+    smallest = rewards.masked_fill(missing, torch.inf).amin(dim=1, keepdim=True)
+    return torch.where((largest <= smallest) | missing, torch.zeros_like(advantages), advantages)
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {

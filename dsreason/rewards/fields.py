@@ -15,7 +15,7 @@ from dsreason.rewards.grounding import SLACK, box_iou, points, temporal_iou
 from dsreason.rewards.numeric import numeric
 from dsreason.rewards.options import RewardValue, Share, check_values, get_defaults
 from dsreason.rewards.reading.plain import find_json_values, get_answer, to_finite_float
-from dsreason.rewards.reference import build_data_error, read_reference
+from dsreason.rewards.reading.reference import build_data_error, read_reference
 from dsreason.rewards.trajectory import trajectory
 from dsreason.text import normalize_answer
 

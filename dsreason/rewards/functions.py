@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.rewards import BUILT_IN, READS_REFERENCE
+from dsreason.rewards import BUILT_IN, READS_REFERENCE, WITHOUT_ANSWER
 from dsreason.rewards.fields import check_fields, json_fields
 from dsreason.rewards.judge import check_judge
 from dsreason.rewards.latex import boxed_math, direct_math
 from dsreason.rewards.options import check_values
+from dsreason.rewards.signatures import ACCEPTED, adapt_function
 from dsreason.user_code import find_code
 
 Result = float | tuple[float, Mapping[str, float]]
@@ -33,17 +35,20 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     """Return the reward function with this name: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
     For a name without `:attr`, see `_find_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for
-    `format`).
+    `format`). Functions of TRL, verl and ms-swift are wrapped; see `dsreason.rewards.signatures`.
 
     Raises:
-        ConfigError: the function does not exist, its file cannot be imported, it cannot be called with (completion, sample), or
-            an option of a built-in function has an invalid value.
+        ConfigError: the function does not exist, its file cannot be imported, it has none of the accepted signatures, or an
+            option of a built-in function has an invalid value.
     """
     function = find_function(name, BUILT_IN, ADVICE)
+    if name not in BUILT_IN and (wrapped := adapt_function(function, options or {}, name)) is not None:
+        return wrapped
     if function in (boxed_math, direct_math):
         import math_verify  # noqa: F401  # takes seconds, which must not count towards the first call's time limit
     arguments = dict(options or {})
-    bound = bind_options(function, arguments, name, {"completion": "", "sample": Sample("id", [])})
+    positional = {"completion": "", "sample": Sample("id", [])}
+    bound = bind_options(function, arguments, name, positional, advice=f". Accepted signatures: {ACCEPTED}")
     if name in BUILT_IN:
         check_values(function, arguments, name)
     if function is json_fields and arguments.get("fields") is not None:
@@ -62,7 +67,19 @@ def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, 
     """Raise DataError if one of these rewards cannot parse the sample's reference answer."""
     for name in rewards:
         if name in READS_REFERENCE:
-            BUILT_IN[name]("", sample, **options.get(name, {}))
+            for accepted in list_accepted(name, sample):
+                BUILT_IN[name]("", accepted, **options.get(name, {}))
+
+
+def list_accepted(name: str, sample: Sample) -> list[Sample]:
+    """Return the samples with which a reward is called; its score is the best of these calls.
+
+    A built-in reward that compares with `sample.answer` is called once for each accepted answer. All other rewards get the
+    sample as it is.
+    """
+    if name not in BUILT_IN or name in WITHOUT_ANSWER or not sample.other_answers:
+        return [sample]
+    return [replace(sample, answer=answer, other_answers=()) for answer in (sample.answer, *sample.other_answers)]
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
@@ -82,29 +99,43 @@ def _make_short_label(name: str) -> str:
     return attribute or Path(target).name.removesuffix(".py").rpartition(".")[2]
 
 
-def bind_options(function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a function. Raise ConfigError if it cannot be called with them and the (positional) `arguments`."""
+def bind_options(
+    function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any], advice: str = ""
+) -> Callable[..., Any]:
+    """Bind options to a function. Raise ConfigError if it cannot be called with them and the (positional) `arguments`.
+
+    `advice` is the end of that error's message.
+    """
     if not callable(function):
         raise ConfigError(f'reward "{name}" must be a function; got an object of type {type(function).__name__}')
     try:
         inspect.signature(function).bind(*arguments.values(), **options)
     except TypeError as error:
         call = ", ".join([*arguments, *(f"{key}=…" for key in options)])
-        raise ConfigError(f'reward "{name}" cannot be called as fn({call}): {error}') from error
+        raise ConfigError(f'reward "{name}" cannot be called as fn({call}): {error}{advice}') from error
     except ValueError:  # a builtin without a signature; an error would appear at the first call
         pass
     return functools.partial(function, **options) if options else function
 
 
 def _find_only_function(module: ModuleType, name: str) -> Any:
-    """Return the function `reward`, or else the only public function that is defined in the module itself."""
-    public_functions = {
+    """Return the function `reward` or `compute_score`, or else the only public function that is defined in the module itself.
+
+    In a module without public functions, classes whose instances can be called count as functions.
+    """
+    members: dict[str, Any] = {
         key: value
         for key, value in vars(module).items()
-        if inspect.isfunction(value) and not key.startswith("_") and value.__module__ == module.__name__
+        if not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
     }
-    if "reward" in public_functions:
-        return public_functions["reward"]
+    public_functions: dict[str, Any] = {key: value for key, value in members.items() if inspect.isfunction(value)}
+    if not public_functions:
+        public_functions = {
+            key: value for key, value in members.items() if inspect.isclass(value) and "__call__" in vars(value)
+        }
+    for default in ("reward", "compute_score"):  # the second is verl's
+        if default in public_functions:
+            return public_functions[default]
     if len(public_functions) != 1:
         listed = f"it has {', '.join(public_functions)}" if public_functions else "it has no public functions"
         raise ConfigError(f'reward "{name}" has no function "reward" ({listed}); specify one as :attr')

@@ -15,10 +15,10 @@ from typing import Literal, TypeVar
 from dsreason.data.types import Sample
 from dsreason.rewards.options import NotNegative, Positive, RewardValue, Share
 from dsreason.rewards.reading.plain import get_answer
+from dsreason.rewards.reading.reference import build_data_error, read_reference
 from dsreason.rewards.reading.shapes import Order, PlaneShape, read_boxes
 from dsreason.rewards.reading.shapes import read_points as read_points
 from dsreason.rewards.reading.times import Span, read_spans
-from dsreason.rewards.reference import build_data_error, read_reference
 from dsreason.text import normalize
 
 Coordinates = Literal["pixels", "0-1000", "0-1"]

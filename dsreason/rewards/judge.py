@@ -65,7 +65,7 @@ async def judge(
 ) -> tuple[float, dict[str, float]]:
     """Return the judge's score, mapped from `lowest` … `highest` to 0 … 1; the mean if there are several `votes`.
 
-    The judge sees the rubric, the text of the question, the reference answer if the sample has one, and the answer, but no media.
+    The judge sees the rubric, the text of the question, all accepted answers of the sample, and the answer, but no media.
     The metrics are `retries`, `prompt_tokens`, `completion_tokens`, `cost` and, with several votes, `agreement`: the share of
     pairs of votes that are equal.
 
@@ -167,15 +167,15 @@ def build_messages(
 ) -> list[dict[str, str]]:
     answer = completion if shown == "completion" else split_response(completion).answer
     question = "\n".join(filter(None, (get_text(message) for message in sample.messages if message["role"] == "user")))
-    parts = {"question": question, "reference": split_response(sample.answer or "").answer, "answer": answer}
+    references = [split_response(text).answer for text in (sample.answer or "", *sample.other_answers)]
+    parts = [("question", question), *(("reference", text) for text in references), ("answer", answer)]
+    several = " Agreement with one of the reference answers is enough." if len(references) > 1 else ""
     # The tags contain a hash of the content, so that an answer cannot close its own tag.
-    mark = hashlib.sha256("\n".join(parts.values()).encode(errors="replace")).hexdigest()[:8]
-    tagged_parts = [
-        f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts.items() if text or name == "answer"
-    ]
+    mark = hashlib.sha256("\n".join(text for _, text in parts).encode(errors="replace")).hexdigest()[:8]
+    tagged_parts = [f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts if text or name == "answer"]
     return [
         {"role": "system", "content": SYSTEM.format(lowest=lowest, highest=highest)},
-        {"role": "user", "content": "\n\n".join([f"Rubric: {rubric}", *tagged_parts])},
+        {"role": "user", "content": "\n\n".join([f"Rubric: {rubric}{several}", *tagged_parts])},
     ]
 
 

@@ -8,7 +8,7 @@ from dsreason.data.types import Sample
 from dsreason.rewards.options import NotNegative, RewardValue
 from dsreason.rewards.reading.numbers import FACTORS, Quantity, read_quantity
 from dsreason.rewards.reading.plain import get_answer
-from dsreason.rewards.reference import read_reference
+from dsreason.rewards.reading.reference import read_reference
 
 # fmt: off
 Unit = Literal[

@@ -39,7 +39,7 @@ CAUSES: dict[int, str] = {
 
 @dataclass(frozen=True)
 class RewardCall:
-    """A call of a reward function (given by its index) for one completion, or for several clips."""
+    """A call of a reward function (given by its index) for one completion, or for several completions or clips."""
 
     function: int
     arguments: tuple[Any, ...]
@@ -153,6 +153,15 @@ class Pool:
             worker.kill()
         self._workers = []
 
+    @property
+    def traits(self) -> list[messages.Trait]:
+        """Properties of the functions, by index."""
+        if self.names and not self._workers:
+            raise RuntimeError(
+                "the workers are not running: use the pool in a with statement, and do not use it after an error"
+            )
+        return (self._workers[0].traits or []) if self._workers else []
+
     def run(self, calls: Sequence[RewardCall]) -> list[messages.ScoredCall]:
         """Return the results in the order of the calls. Any failure kills the workers and raises RewardError."""
         results: dict[int, messages.ScoredCall] = {}
@@ -170,12 +179,8 @@ class Pool:
 
     def _group_calls(self, calls: Sequence[RewardCall]) -> deque[list[int]]:
         """Group calls of the same function into tasks: one per worker if async, otherwise several, to balance the load."""
-        if calls and not self._workers:
-            raise RuntimeError(
-                "the workers are not running: use the pool in a with statement, and do not use it after an error"
-            )
         jobs: deque[list[int]] = deque()
-        for function, trait in enumerate((self._workers[0].traits or []) if self._workers else []):
+        for function, trait in enumerate(self.traits):
             numbers = [number for number, call in enumerate(calls) if call.function == function]
             parts = len(self._workers) * (1 if trait.is_async else 4)
             size = max(1, -(-len(numbers) // parts))
@@ -267,7 +272,7 @@ class Pool:
         if score is None:
             raise RewardError(f"{self._describe_timeout(worker, calls[call])} (see its stack above)")
         log.warning("%s; its score is %g", self._describe_timeout(worker, calls[call]), score)
-        results[call] = messages.ScoredCall(call, score, {"timeouts": 1.0})
+        results[call] = messages.ScoredCall(call, score, {"timeouts": 1.0}, self._get_trait(worker).time_limit)
         if other_pending:
             jobs.appendleft(other_pending)
         self._workers[self._workers.index(worker)] = RewardWorker(self._start)

@@ -4,7 +4,8 @@
     200         {"scores": {"<name>": [float]}}
 
 Each list has one entry per completion. `media` are the image and video parts of the sample, with the paths that the trainer uses.
-`meta` has the sample's `id`, its `options` and the entries of its `meta`. The token is sent only in the `Authorization` header.
+`meta` has the sample's `id`, its `options`, its `other_answers` if it has any, and the entries of its `meta`. The token is sent
+only in the `Authorization` header.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ def _build_body(batch: Sequence[tuple[str, Sample]]) -> bytes:
         text = "\n".join(filter(None, map(get_text, prompt)))
         entry = [text, completion, sample.answer, list(map(expand_part, list_media_parts(prompt)))]
         meta = {"id": sample.id, "options": sample.options, **sample.meta}
+        if sample.other_answers:
+            meta["other_answers"] = sample.other_answers
         try:
             json.dumps([entry, meta], allow_nan=False)
         except (TypeError, ValueError) as error:

@@ -14,8 +14,8 @@ from dsreason.data.types import Sample
 from dsreason.rewards.grounding import SLACK, compute_nearness
 from dsreason.rewards.options import NotNegative, Positive, RewardValue
 from dsreason.rewards.reading.plain import get_answer
+from dsreason.rewards.reading.reference import read_reference
 from dsreason.rewards.reading.shapes import METRES, PlaneShape, PointForm, read_points
-from dsreason.rewards.reference import read_reference
 
 Path = NDArray[np.float64]  # [waypoints, axes]
 MOST_WAYPOINTS = 1000

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
-from dsreason.errors import ConfigError
+from dsreason.errors import ConfigError, DataError
 from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
@@ -76,6 +76,8 @@ class Trait:
     """Maximum number of seconds that one call may take."""
     concurrent_calls: int
     """Maximum number of concurrent calls in one worker; used only for async functions."""
+    is_batched: bool
+    """Whether one call scores several completions."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class ScoredCall:
     score: Any
     """Score as returned by `FunctionKind.check`."""
     metrics: dict[str, float]
+    seconds: float = 0.0
+    """Duration of the call."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,8 @@ def _get_trait(function: Function, time_limit: float) -> Trait:
     score = getattr(inner, "score_on_timeout", None)
     limits = getattr(inner, "call_limits", None)
     seconds, calls = limits(**options) if limits is not None else (time_limit, CONCURRENT_CALLS)
-    return Trait(is_async, None if is_async or score is None else float(score), seconds, calls)
+    is_batched = getattr(inner, "is_batched", False)
+    return Trait(is_async, None if is_async or score is None else float(score), seconds, calls, is_batched)
 
 
 def _run(job: WorkerTask, function: Function, start: Start, runner: asyncio.Runner, send: Send) -> None:
@@ -153,11 +158,12 @@ def _run(job: WorkerTask, function: Function, start: Start, runner: asyncio.Runn
         runner.run(_call_all(function, job.items, send, start.kind, trait))
         return
     for call, arguments in job.items:
+        started = time.perf_counter()
         try:
             result = function(*arguments)
             if inspect.isawaitable(result):
                 result = runner.run(_wait(result))
-            answer = _check_result(call, result, arguments, start.kind)
+            answer = _check_result(call, result, arguments, start.kind, time.perf_counter() - started)
             if isinstance(answer, ScoredCall) and trait.score_on_timeout is not None:
                 answer = replace(answer, metrics={"timeouts": 0.0} | answer.metrics)
         except BaseException as error:  # noqa: BLE001  user code may call sys.exit; the trainer raises the error
@@ -185,11 +191,11 @@ async def _call_all(
 async def _answer(
     call: int, running: Coroutine[Any, Any, Any], arguments: tuple[Any, ...], kind: FunctionKind, time_limit: float
 ) -> ScoredCall | Failed:
-    scope = asyncio.timeout(time_limit)
+    scope, started = asyncio.timeout(time_limit), time.perf_counter()
     try:
         async with scope:
             result = await running
-        return _check_result(call, result, arguments, kind)
+        return _check_result(call, result, arguments, kind, time.perf_counter() - started)
     except BaseException as error:  # noqa: BLE001  user code may call sys.exit; the trainer raises the error
         # The function itself may raise TimeoutError if one of its requests takes too long.
         return Failed(call, describe_timeout(time_limit) if scope.expired() else describe_error(error))
@@ -200,7 +206,12 @@ def describe_timeout(time_limit: float) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error as `raised ValueError: …`, followed by the indented traceback, starting at the user's function."""
+    """Describe an error as `raised ValueError: …`, followed by the indented traceback, starting at the user's function.
+
+    An error about the row (DataError) is described by its message only.
+    """
+    if isinstance(error, DataError):
+        return str(error)
     user_traceback = error.__traceback__
     while user_traceback is not None and user_traceback.tb_frame.f_code.co_filename == __file__:
         user_traceback = user_traceback.tb_next
@@ -211,22 +222,38 @@ def describe_error(error: BaseException) -> str:
     )
 
 
-def _check_result(call: int, result: Any, arguments: tuple[Any, ...], kind: FunctionKind) -> ScoredCall | Failed:
+def _check_result(
+    call: int, result: Any, arguments: tuple[Any, ...], kind: FunctionKind, seconds: float
+) -> ScoredCall | Failed:
     try:
-        return ScoredCall(call, *kind.check(result, arguments))
+        return ScoredCall(call, *kind.check(result, arguments), seconds)
     except ValueError as error:
         return Failed(call, str(error))
 
 
-def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[str, float]]:
-    """Check the result of a reward function, a number or (number, dict of metrics); used as `FunctionKind.check`."""
-    score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not _is_number(score):
+def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float | None | list[float | None], dict[str, float]]:
+    """Check the result of a reward function; used as `FunctionKind.check`.
+
+    The result is a number, None if the reward does not apply to the sample, (number, dict of metrics), or, as in verl, a dict
+    with `score` whose other numbers are metrics. A batched call, whose first argument is a list, returns one number or None per
+    completion.
+    """
+    if isinstance(arguments[0], str):
+        return _check_single(result)
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(values, list | tuple) or len(values) != len(arguments[0]):
+        count = f"{len(values)} values" if isinstance(values, list | tuple) else describe_value(result)
         raise ValueError(
-            f"returned {describe_value(result)}; it must return a finite number, or (number, dict of metrics)"
+            f"returned {count} for {len(arguments[0])} completions; it must return a list with a number or None for each"
         )
-    if abs(score) > LARGEST:
-        raise ValueError(f"returned {describe_value(result)}; {BOUND}")
+    return [None if value is None else _check_number(value, value) for value in values], {}
+
+
+def _check_single(result: Any) -> tuple[float | None, dict[str, float]]:
+    score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if isinstance(result, Mapping) and "score" in result:
+        score = result["score"]
+        metrics = {key: value for key, value in result.items() if key != "score" and isinstance(to_plain(value), Real)}
     if not isinstance(metrics, Mapping):
         raise ValueError(f"returned {describe_value(metrics)} as metrics; they must be a dict of names and numbers")
     for name, value in metrics.items():
@@ -235,11 +262,29 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
                 f"returned the metric {name!r} = {describe_value(value)}; metrics must have strings as names and finite "
                 "values"
             )
-    return float(score), {str(name): float(value) for name, value in metrics.items()}
+    number = None if score is None else _check_number(score, result)
+    return number, {str(name): float(to_plain(value)) for name, value in metrics.items()}
+
+
+def _check_number(score: Any, result: Any) -> float:
+    """Return the score as a plain number; raise ValueError, which quotes the result, if it is not a number within bounds."""
+    if not _is_number(score):
+        raise ValueError(
+            f"returned {describe_value(result)}; it must return a finite number, None, (number, dict of metrics), or a dict "
+            "with score"
+        )
+    if abs(to_plain(score)) > LARGEST:
+        raise ValueError(f"returned {describe_value(result)}; {BOUND}")
+    return float(to_plain(score))
+
+
+def to_plain(value: Any) -> Any:
+    """Return the Python number of a NumPy scalar, an array or a tensor without dimensions; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(number := to_plain(value), Real) and math.isfinite(number)
 
 
 def describe_value(value: Any) -> str:

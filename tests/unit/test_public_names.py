@@ -48,7 +48,8 @@ def test_public_name_exists(module: str, name: str) -> None:
 
 def test_sample_fields_keep_their_order() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(Sample)}
-    assert list(fields) == ["id", "messages", "answer", "options", "meta", "rejected", "other_answers", "tools"]
+    first = ["id", "messages", "answer", "options", "meta", "rejected", "other_answers", "tools"]
+    assert list(fields) == [*first, "has_text_prompt"]
     assert (fields["answer"], fields["options"]) == (None, None)
     assert Sample("1", []).meta == {}
 

@@ -276,6 +276,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         messages=messages,
         answer=accepted[0] if accepted else get_last_reply(messages),
         other_answers=tuple(accepted[1:]),
+        has_text_prompt=isinstance(row.get("prompt"), str),
         options=conversation.options,
         meta=meta,
         rejected=rejected,

@@ -15,7 +15,7 @@ from dsreason.evaluation.questions.similarity import Similarity, compute_overlap
 from dsreason.evaluation.types import KIND, Question
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.functions import check_references, check_reward
-from dsreason.rewards.scoring import Scorer
+from dsreason.rewards.scoring import Scorer, to_optional
 from dsreason.text import split_response
 
 
@@ -65,7 +65,7 @@ class Grader:
     `scorer` is a reward, `fn(completion, sample)`; see `dsreason.rewards.functions.find_reward`. It gets the complete
     response and the `scorer_options`, and its value is stored as a score under its short name. If `scorer_threshold` is set,
     a parsed answer is correct if its value is at least the threshold. Otherwise, the scorer does not affect correctness,
-    because some rewards, such as `format`, do not measure it.
+    because some rewards, such as `format`, do not measure it. If the scorer returns None, the answer has no such score.
 
     With `compat`, every question is graded as by cosmos-reason1: only the letters are compared, regardless of kind and scorer.
 
@@ -107,9 +107,10 @@ class Grader:
                 scores["similarity"] = self._similarity.compute_cosine(parsed.answer, reference)
         if self._scorer is not None:
             sample = replace(question.sample, answer=question.answer, options=options)
-            value = float(self._scorer.score([text], [sample]).total[0])
-            scores[self._scorer.labels[0]] = value
-            if self.threshold is not None:
+            value = to_optional(self._scorer.score([text], [sample]).total[0])
+            if value is not None:
+                scores[self._scorer.labels[0]] = value
+            if value is not None and self.threshold is not None:
                 is_correct = parsed.answer != "" and value >= self.threshold
                 return Graded(parsed, is_correct, scores, f"{self._scorer.labels[0]} >= {self.threshold:g}")
         return Graded(parsed, is_correct, scores)

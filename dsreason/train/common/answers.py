@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,11 @@ class GeneratedAnswer:
     """Whether the answer is correct. None, like `reference`, if the row has no reference answer."""
     finish_reason: str
     media: list[str]
-    rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards by function name, with the weighted sum under ""; empty if the run has no rewards."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Rewards by function name, with the weighted sum under ""; empty if the run has no rewards. None: the function does not
+    apply to the row."""
+    data_source: str | None = None
+    """Value of `meta["data_source"]` of the sample; None if it has none."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,34 @@ def compute_accuracies(answers: Sequence[GeneratedAnswer]) -> dict[str, float]:
 
 
 def compute_mean_rewards(answers: Sequence[GeneratedAnswer]) -> dict[str, float]:
-    """Compute `val/reward/mean`, and `val/reward/<function>/mean` for each reward function."""
-    names = dict.fromkeys(name for answer in answers for name in answer.rewards)
-    return {
-        f"val/reward/{name}/mean".replace("//", "/"): sum(answer.rewards[name] for answer in answers) / len(answers)
-        for name in names
-    }
+    """Compute `val/reward/mean`, and `val/reward/<function>/mean` for each reward function; see `summarise_rewards`."""
+    return summarise_rewards(
+        [answer.rewards for answer in answers], [answer.data_source for answer in answers], "val/reward"
+    )
+
+
+def summarise_rewards(
+    rewards: Sequence[Mapping[str, float | None]], sources: Sequence[str | None], prefix: str
+) -> dict[str, float]:
+    """Compute means of rewards: `<prefix>/mean` for the weighted sum, which has the name "", and `<prefix>/<function>/mean`.
+
+    Completions without a reward (None) do not count; their share is `<prefix>/<function>/none_fraction`, which is omitted
+    if it is 0. Rows with a data source also count in `<prefix>/<function>/mean/<source>`.
+    """
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for completion_rewards in rewards for name in completion_rewards):
+        values = [completion_rewards[name] for completion_rewards in rewards]
+        key = f"{prefix}/{name}" if name else prefix
+        by_source: dict[str, list[float]] = {}
+        for source, value in zip(sources, values, strict=True):
+            if value is not None:
+                by_source.setdefault(f"{key}/mean", []).append(value)
+                if source is not None:
+                    by_source.setdefault(f"{key}/mean/{source}", []).append(value)
+        metrics |= {mean_key: sum(existing) / len(existing) for mean_key, existing in by_source.items()}
+        if None in values:
+            metrics[f"{key}/none_fraction"] = values.count(None) / len(values)
+    return metrics
 
 
 def score_completions(
@@ -127,11 +152,18 @@ def score_completions(
         add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    return scorer.score([completion.text for completion in completions], samples)
+    texts, ids = [completion.text for completion in completions], [completion.ids for completion in completions]
+    return scorer.score(texts, samples, ids)
 
 
 def get_question(sample: Sample) -> str:
     return next((get_text(message) for message in reversed(sample.messages) if message["role"] == "user"), "")
+
+
+def get_data_source(sample: Sample) -> str | None:
+    """Return the data set of a sample, by which metrics are split: its field `data_source`."""
+    source = sample.meta.get("data_source")
+    return None if source is None else str(source)
 
 
 def get_modality(sample: Sample) -> str:

@@ -25,7 +25,7 @@ from dsreason.engine.zero3 import release_gathered
 from dsreason.errors import DataError
 from dsreason.job.ranks import World, gather_objects, reduce_sum, share_errors
 from dsreason.monitor.progress import Advance, Progress
-from dsreason.rewards.scoring import Scorer
+from dsreason.rewards.scoring import Scorer, to_optional
 from dsreason.rollout.batches import merge_groups
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
 from dsreason.train.common.answers import (
@@ -34,6 +34,7 @@ from dsreason.train.common.answers import (
     compute_accuracies,
     compute_mean_rewards,
     describe,
+    get_data_source,
     get_modality,
     get_question,
     score_completions,
@@ -227,17 +228,17 @@ def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
 
 def score(
     prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling, scorer: Scorer | None
-) -> list[dict[str, float]]:
+) -> list[dict[str, float | None]]:
     """Return the rewards of each completion by function name, with the weighted sum under ""; no rewards without a scorer."""
     if scorer is None:
         return [{} for _ in completions]
     scores = score_completions(scorer, prompts, completions, sampling)
     scores_by_name = {"": scores.total, **scores.by_function}
-    return [{name: float(values[i]) for name, values in scores_by_name.items()} for i in range(len(completions))]
+    return [{name: to_optional(values[i]) for name, values in scores_by_name.items()} for i in range(len(completions))]
 
 
 def to_answer(
-    row: int, prompt: EncodedPrompt, completion: Completion, tokenizer: Any, rewards: dict[str, float]
+    row: int, prompt: EncodedPrompt, completion: Completion, tokenizer: Any, rewards: dict[str, float | None]
 ) -> GeneratedAnswer:
     sample = prompt.sample
     reference = get_reference(sample)
@@ -254,4 +255,5 @@ def to_answer(
         finish_reason=completion.finish_reason,
         media=list_media_paths(sample.messages),
         rewards=rewards,
+        data_source=get_data_source(sample),
     )

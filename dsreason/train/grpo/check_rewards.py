@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -9,16 +10,18 @@ from typing import Any
 
 from dsreason.answers.compat import extract_hash_number
 from dsreason.answers.parsing import parse
-from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema_grpo import GRPOConfig, RewardConfig
 from dsreason.data.messages import get_text, prompt_messages
 from dsreason.data.prompts import Check
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError, DataError
+from dsreason.errors import ConfigError, DataError, RewardError
 from dsreason.rewards import BUILT_IN, READS_REFERENCE, WITHOUT_ANSWER
-from dsreason.rewards.functions import REMOTE, check_references, check_reward
-from dsreason.rewards.scoring import open_remote
-from dsreason.rewards.text import FORMAT, REQUEST, compute_soft_overlong, describe_format_problem
+from dsreason.rewards.functions import REMOTE, check_references, check_reward, list_accepted
+from dsreason.rewards.scoring import Scorer, applies, open_remote
+from dsreason.rewards.text import FORMAT, REQUEST, add_length, compute_soft_overlong, describe_format_problem
 from dsreason.train.grpo.teacher_server import check_no_media
+
+log = logging.getLogger(__name__)
 
 
 def check_functions(config: GRPOConfig) -> None:
@@ -48,7 +51,7 @@ def check_functions(config: GRPOConfig) -> None:
 def build_row_check(config: GRPOConfig) -> Check:
     """Return a function that raises DataError if a training row does not suit the run's rewards or its teacher."""
     names = tuple(name for name in config.reward.functions if name in BUILT_IN)
-    check_rewards = partial(check_answer, names, options=config.reward.options)
+    check_rewards = partial(check_selected, names, config.reward, check_answer)
     if not config.distill.by_server:
         return check_rewards
 
@@ -65,13 +68,21 @@ def build_held_out_check(config: GRPOConfig) -> Check:
     Without this check, such a row would stop the run at the first validation.
     """
     names = tuple(name for name in config.reward.functions if name in READS_REFERENCE)
-    return partial(check_references, names, config.reward.options)
+    return partial(check_selected, names, config.reward, check_references)
 
 
-def check_answer(
-    rewards: Sequence[str], sample: Sample, options: Mapping[str, Mapping[str, Any]] | None = None
+def check_selected(
+    names: Sequence[str],
+    reward: RewardConfig,
+    check: Callable[[Sequence[str], Mapping[str, Mapping[str, Any]], Sample], None],
+    sample: Sample,
 ) -> None:
-    """Raise DataError if any of the built-in `rewards` cannot use the sample's reference answer.
+    """Call a check of reference answers with those of the rewards that score the sample; see `reward.only`."""
+    check([name for name in names if applies(reward.only, name, sample)], reward.options, sample)
+
+
+def check_answer(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]], sample: Sample) -> None:
+    """Raise DataError if any of the built-in `rewards` cannot use an accepted answer of the sample.
 
     Args:
         options: name of a reward → its options.
@@ -84,12 +95,66 @@ def check_answer(
                 f"sample {sample.id!r}: field 'answer' is {sample.answer!r}, but the reward {name} compares with it; "
                 "add it, skip such rows (data.on_bad_row), or use a reward that needs no answer"
             )
-        problem = UNUSABLE[name](sample.answer, sample.options or {}) if name in UNUSABLE else None
-        if problem is not None:
-            raise DataError(
-                f"sample {sample.id!r}: field 'answer' is {sample.answer!r:.100}, but the reward {name} needs {problem}"
+        for accepted in list_accepted(name, sample):
+            answer = accepted.answer or ""
+            problem = UNUSABLE[name](answer, sample.options or {}) if name in UNUSABLE else None
+            if problem is not None:
+                raise DataError(
+                    f"sample {sample.id!r}: field 'answer' is {answer!r:.100}, but the reward {name} needs {problem}"
+                )
+    check_references(rewards, options, sample)
+
+
+def try_own_functions(
+    config: GRPOConfig, rows: Sequence[tuple[str, Sample]], tokenize: Callable[[str], Sequence[int]]
+) -> None:
+    """Call each function of the user once, with the reference answer of a row that it scores as completion.
+
+    Servers are not queried, because they may start later.
+
+    Args:
+        rows: location and sample of some rows.
+
+    Raises:
+        RewardError: a function raises, exceeds its time limit or returns an invalid value; the message names the row.
+    """
+    names_by_row: dict[int, list[str]] = {}
+    for name in config.reward.functions:
+        if name in BUILT_IN or name.startswith(REMOTE) or not rows:
+            continue
+        selected = (i for i, (_, sample) in enumerate(rows) if applies(config.reward.only, name, sample))
+        number = next(selected, None)
+        if number is None:
+            log.warning(
+                'reward "%s": reward.only selects none of the %d rows that were inspected, so it was not tried; check the '
+                "names and values of the fields",
+                name,
+                len(rows),
             )
-    check_references(rewards, options or {}, sample)
+        else:
+            names_by_row.setdefault(number, []).append(name)
+    for number, names in names_by_row.items():
+        location, sample = rows[number]
+        text = sample.answer or ""
+        ids = tokenize(text)
+        measured = add_length(sample, len(ids), config.rollout.max_completion_length)
+        try:
+            with Scorer(select_functions(config.reward, names)) as scorer:
+                scorer.score([text], [measured], [ids])
+        except RewardError as error:
+            raise RewardError(
+                f"{location}: {error}\nThe reward was tried with the row's answer as completion ({text!r:.100}); correct it, and "
+                "try it without training: dsreason reward try"
+            ) from error
+
+
+def select_functions(reward: RewardConfig, names: Sequence[str], *, workers: int = 1) -> RewardConfig:
+    """Return the configuration with only the functions with these names."""
+    tables = {
+        key: {name: value for name, value in getattr(reward, key).items() if name in names}
+        for key in ("functions", "options", "only")
+    }
+    return reward.model_copy(update={**tables, "workers": workers})
 
 
 def find_option_problem(answer: str, options: dict[str, str]) -> str | None:

@@ -23,7 +23,13 @@ from dsreason.losses.objective import build_objective
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.train.common.preflight import check_dataset, check_model, find_model, order_coarse_to_fine
-from dsreason.train.grpo.check_rewards import build_held_out_check, build_row_check, check_format, check_functions
+from dsreason.train.grpo.check_rewards import (
+    build_held_out_check,
+    build_row_check,
+    check_format,
+    check_functions,
+    try_own_functions,
+)
 from dsreason.train.grpo.teacher import check_teacher
 
 log = logging.getLogger(__name__)
@@ -45,10 +51,11 @@ def check(config: GRPOConfig) -> None:
     check_profiled_steps(config.monitor.profile, total_steps)
     if note := describe_long_warmup(total_steps, config.optim):
         log.warning("%s", note)
-    first = [
-        read_row(training, index, lambda sample: sample) for index in order_coarse_to_fine(len(training))[:NUM_PROMPTS]
-    ]
-    check_format(config, [sample for sample in first if isinstance(sample, Sample)])
+    indices = order_coarse_to_fine(len(training))[:NUM_PROMPTS]
+    first = [(training.describe_location(index), read_row(training, index, lambda sample: sample)) for index in indices]
+    rows = [(location, sample) for location, sample in first if isinstance(sample, Sample)]
+    check_format(config, [sample for _, sample in rows])
+    try_own_functions(config, rows, lambda text: encoder.processor.tokenizer(text)["input_ids"])
     check_dataset("training", training, prompts, config, build_row_check(config))
     check_dataset("validation", validation, encoder, config, build_held_out_check(config))
     check_best_metric(config, validation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsreason.config.schema_grpo import GRPOConfig
@@ -21,7 +21,7 @@ BEST_SCORES = dict.fromkeys(BUILT_IN, 1.0) | {"overlong": 0.0}
 
 @dataclass(frozen=True)
 class ScoreCounts:
-    """Scores of a reward function: their number and range, and the problems of its calls."""
+    """Scores of a reward function, except None: their number and range, and the problems of its calls."""
 
     number: int = 0
     lowest: float = math.inf
@@ -56,7 +56,7 @@ class RolloutCounts:
     rollouts: int
     groups: int
     groups_without_signal: int
-    """Number of groups whose completions all have the same reward."""
+    """Number of groups whose completions all have the same reward, or none."""
     truncated: int
     """Number of completions that were cut off at the maximum length."""
     learned: int
@@ -92,27 +92,35 @@ def count_rewards(
     objective, size = build_objective(config.grpo), config.grpo.num_generations
     tolerance = config.grpo.dynamic_tolerance if objective.dynamic_sampling else 0.0
     rewards = [row["reward"] for row in rows]
-    groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
+    groups = [select_existing(rewards[first : first + size]) for first in range(0, len(rewards), size)]
     is_trained = [
         row["trained"] and not (objective.overlong_filter and row["finish_reason"] == "length") for row in rows
     ]
     by_function: dict[str, ScoreCounts] = {}
     for name in dict.fromkeys(name for row in rows for name in row["rewards"]):
-        scores = [row["rewards"][name] for row in rows if name in row["rewards"]]
+        scores = select_existing([row["rewards"].get(name) for row in rows])
         timeouts, retries = (
             round(sum(sums[key][0] for sums in reward_sums if key in sums))
             for key in (f"{name}/timeouts", f"{name}/retries")
         )
-        by_function[name] = ScoreCounts(len(scores), min(scores), max(scores), timeouts, retries)
+        by_function[name] = replace(count_scores(scores), timeouts=timeouts, retries=retries)
     return RolloutCounts(
         rollouts=1,
         groups=len(groups),
-        groups_without_signal=sum(max(group) - min(group) <= tolerance for group in groups),
+        groups_without_signal=sum(not group or max(group) - min(group) <= tolerance for group in groups),
         truncated=sum(row["finish_reason"] == "length" for row in rows),
         learned=sum(trained and row["advantage"] != 0 for trained, row in zip(is_trained, rows, strict=True)),
-        total=ScoreCounts(len(rewards), min(rewards), max(rewards)) if rewards else ScoreCounts(),
+        total=count_scores(select_existing(rewards)),
         by_function=by_function,
     )
+
+
+def select_existing(scores: Sequence[float | None]) -> list[float]:
+    return [score for score in scores if score is not None]
+
+
+def count_scores(scores: Sequence[float]) -> ScoreCounts:
+    return ScoreCounts(len(scores), min(scores, default=math.inf), max(scores, default=-math.inf))
 
 
 def find_reward_problems(counts: RolloutCounts, config: GRPOConfig) -> dict[str, str]:
@@ -125,13 +133,16 @@ def find_reward_problems(counts: RolloutCounts, config: GRPOConfig) -> dict[str,
             f"grpo: in {counts.groups_without_signal} of {counts.groups} groups ({rollouts}) all completions scored the "
             f"same, so nothing was learned from them; {advise_on_equal_groups(counts, config)}"
         )
-    if counts.truncated >= MOST * counts.total.number:
+    num_completions = counts.groups * config.grpo.num_generations
+    if counts.truncated >= MOST * num_completions:
         problems["truncated"] = (
-            f"grpo: {counts.truncated} of {counts.total.number} completions ({rollouts}) were cut off at "
+            f"grpo: {counts.truncated} of {num_completions} completions ({rollouts}) were cut off at "
             f"rollout.max_completion_length ({config.rollout.max_completion_length}), probably before their answer; raise "
             "it, or request shorter answers in data.system_prompt"
         )
     for name, scores in counts.by_function.items():
+        if not scores.number:  # the function applied to no completion
+            continue
         is_learned = scores.lowest == BEST_SCORES.get(name)
         if scores.is_constant and not counts.total.is_constant and not is_learned:
             problems[f"constant {name}"] = (
@@ -154,6 +165,8 @@ def find_reward_problems(counts: RolloutCounts, config: GRPOConfig) -> dict[str,
 def advise_on_equal_groups(counts: RolloutCounts, config: GRPOConfig) -> str:
     """Return the likely cause of groups whose completions all score the same, and what to do about it."""
     total = counts.total
+    if not total.number:
+        return "no reward applied to any completion: check reward.only and which rows the functions return None for"
     if not total.is_constant:
         dynamic = "" if build_objective(config.grpo).dynamic_sampling else ", or set grpo.dynamic_sampling = true"
         return (

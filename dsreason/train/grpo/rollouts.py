@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -13,7 +14,7 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import join_media
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.types import Batch, EncodedSample
-from dsreason.rewards.scoring import CompletionScores
+from dsreason.rewards.scoring import CompletionScores, to_optional
 from dsreason.rollout.protocol import Completion, CompletionSegment
 
 PromptPlace = tuple[int, int]
@@ -29,10 +30,10 @@ class Rollout:
 
     prompt: EncodedPrompt
     completion: Completion
-    reward: float
-    """Weighted sum of `rewards`."""
-    rewards: dict[str, float]
-    """Name of the reward function → unweighted reward."""
+    reward: float | None
+    """Weighted sum of `rewards`; None if no function applies to the sample."""
+    rewards: dict[str, float | None]
+    """Name of the reward function → unweighted reward; None if the function does not apply to the sample."""
     advantage: float = 0.0
     group: int | None = 0
     """Index of the rollout's group among the trained groups of all ranks; None if the group is not trained."""
@@ -89,8 +90,8 @@ def make_rollouts(
         Rollout(
             prompt=prompt,
             completion=completion,
-            reward=float(scores.total[i]),
-            rewards={name: float(values[i]) for name, values in scores.by_function.items()},
+            reward=to_optional(scores.total[i]),
+            rewards={name: to_optional(values[i]) for name, values in scores.by_function.items()},
             group=None,
             place=place,
         )
@@ -102,10 +103,11 @@ def is_informative(group: Group, tolerance: float) -> bool:
     """Return whether dynamic sampling keeps the group, whose rewards must differ by more than `tolerance` (DAPO, 2503.14476).
 
     A tolerance is needed because continuous rewards are rarely exactly equal, and dividing by the std would amplify their
-    noise. The range is compared instead of the std, because rounding errors can keep the std from being exactly 0.
+    noise. The range is compared instead of the std, because rounding errors can keep the std from being exactly 0. Rollouts
+    without a reward do not count.
     """
-    rewards = [rollout.reward for rollout in group]
-    return max(rewards) - min(rewards) > tolerance
+    rewards = [rollout.reward for rollout in group if rollout.reward is not None]
+    return max(rewards, default=0.0) - min(rewards, default=0.0) > tolerance
 
 
 def add_advantages(
@@ -118,15 +120,15 @@ def add_advantages(
     """Return this rank's rollouts with their group indices and advantages. Collective.
 
     The first usable groups of all ranks, at most `num_trained`, are trained. They are numbered in the order of their
-    prompts, and `compute_advantages` (`[P, G]` → `[P, G]`) gets the rewards of all of them at once. Rollouts of the other
-    groups have the group index None and an advantage of 0.
+    prompts, and `compute_advantages` (`[P, G]` → `[P, G]`) gets the rewards of all of them at once, NaN for a rollout without
+    a reward. Rollouts of the other groups have the group index None and an advantage of 0.
     """
     local_rewards = [
-        (group[0].place, [rollout.reward for rollout in group])
+        (group[0].place, [math.nan if rollout.reward is None else rollout.reward for rollout in group])
         for group, keep in zip(groups, usable, strict=True)
         if keep
     ]
-    trained = sorted(item for part in exchange(local_rewards) for item in part)[:num_trained]
+    trained = sorted((item for part in exchange(local_rewards) for item in part), key=itemgetter(0))[:num_trained]
     trained_groups: dict[PromptPlace, tuple[int, list[float]]] = {}
     if trained:
         table = compute_advantages(torch.tensor([rewards for _, rewards in trained], dtype=torch.float64))

@@ -13,7 +13,13 @@ from dsreason.data.messages import list_media_paths
 from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World, gather_objects
 from dsreason.monitor.metrics import Metrics
-from dsreason.train.common.answers import get_modality, get_question, write_rows
+from dsreason.train.common.answers import (
+    get_data_source,
+    get_modality,
+    get_question,
+    summarise_rewards,
+    write_rows,
+)
 from dsreason.train.common.contact_sheet import draw_contact_sheet
 from dsreason.train.grpo.reward_counts import RolloutCounts, count_rewards
 from dsreason.train.grpo.rollouts import Rollout
@@ -54,7 +60,9 @@ def show_rollouts(
             if len(advantages):
                 metrics.log_histogram(step, "rollout/advantage", advantages)
             for name in rows[0]["rewards"]:
-                metrics.log_histogram(step, f"reward/{name}", np.array([row["rewards"][name] for row in rows]))
+                values = [row["rewards"][name] for row in rows if row["rewards"][name] is not None]
+                if values:
+                    metrics.log_histogram(step, f"reward/{name}", np.array(values))
             examples = [example for _, part, _ in parts for example in part]
             metrics.log_text(step, "rollout/completions", "\n\n".join(text for text, _ in examples))
             metrics.log_images(step, "rollout/completions", [sheet for _, sheet in examples])
@@ -66,6 +74,7 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     return {
         "id": sample.id,
         "modality": get_modality(sample),
+        "data_source": get_data_source(sample),
         "version": completion.version,
         "prompt": tokenizer.decode(rollout.prompt.prompt_ids),
         "completion": completion.text,
@@ -83,23 +92,36 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
 def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
     """Compute the metrics of a rollout from its rows, in which the completions of a prompt must be adjacent.
 
-    The metrics cover all sampled completions, including those that dynamic sampling or the overlong filter discards.
+    The metrics cover all sampled completions, including those that dynamic sampling or the overlong filter discards. Rewards
+    that do not exist (None) count in no mean or standard deviation.
     """
     if not rows:  # all rows were skipped
         return {}
     rewards = np.array([row["reward"] for row in rows], dtype=np.float64).reshape(-1, num_generations)
     lengths = np.array([row["length"] for row in rows], dtype=np.float64)
-    by_function = {name: np.array([row["rewards"][name] for row in rows]) for name in rows[0]["rewards"]}
+    spreads = [np.ptp(group[~np.isnan(group)]) if not np.isnan(group).all() else 0.0 for group in rewards]
+    named_rewards = [{"": row["reward"], **row["rewards"]} for row in rows]
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/zero_std_fraction": float((np.ptp(rewards, axis=1) == 0).mean()),
-        **{f"reward/{name}/mean": float(values.mean()) for name, values in by_function.items()},
-        **{f"reward/{name}/std": float(values.std()) for name, values in by_function.items()},
+        "reward/zero_std_fraction": float(np.mean([spread == 0 for spread in spreads])),
+        **summarise_rewards(named_rewards, [row["data_source"] for row in rows], "reward"),
+        **compute_stds(named_rewards),
         "completion/length_mean": float(lengths.mean()),
         "completion/length_max": float(lengths.max()),
         "completion/truncated_fraction": float(np.mean([row["finish_reason"] == "length" for row in rows])),
         "rollout/trained_fraction": float(np.mean([row["trained"] for row in rows])),
+    }
+
+
+def compute_stds(rewards: Sequence[dict[str, float | None]]) -> dict[str, float]:
+    """Compute `reward/std` of the weighted sum, which has the name "", and `reward/<function>/std`; see `summarise_rewards`."""
+    by_name = {
+        name: [value for completion_rewards in rewards if (value := completion_rewards[name]) is not None]
+        for name in rewards[0]
+    }
+    return {
+        f"reward/{name}/std" if name else "reward/std": float(np.std(values))
+        for name, values in by_name.items()
+        if values
     }
 
 
@@ -121,11 +143,15 @@ def draw_contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_s
     num_local, sheets = -(-config.rollout.show // world_size), []
     for rollout in rollouts[:: config.grpo.num_generations][:num_local]:
         sample = rollout.prompt.sample
-        rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
+        rewards = ", ".join(f"{name} {format_reward(value)}" for name, value in rollout.rewards.items())
         reference = "" if sample.answer is None else f"reference: {sample.answer}\n"
         text = (
             f"{get_question(sample)}\ncompletion: {rollout.completion.text}\n{reference}"
-            f"reward {rollout.reward:g} ({rewards}), advantage {rollout.advantage:+.2f}"
+            f"reward {format_reward(rollout.reward)} ({rewards}), advantage {rollout.advantage:+.2f}"
         )
         sheets.append((text, draw_contact_sheet(rollout.prompt.media, text)))
     return sheets
+
+
+def format_reward(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"

@@ -67,3 +67,8 @@ def test_reference_is_answer_or_last_turn(given, reference):
 )
 def test_a_completion_is_graded_like_an_answer(completion, given, right):
     assert is_correct(completion, given) is right
+
+
+def test_any_accepted_answer_is_correct():
+    accepted = Sample("7", [{"role": "user", "content": "?"}], answer="6", other_answers=("six",))
+    assert [is_correct(text, accepted) for text in ("6", "Six.", "seven")] == [True, True, False]

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsreason.cli.main import app
-from dsreason.cli.reward_serve import find_device, read_token
+from dsreason.cli.reward.serve import find_device, read_token
 from dsreason.errors import ConfigError, DataError
 
 

@@ -74,6 +74,12 @@ def test_sources_are_concatenated_with_weights(folder):
     assert (ids(last), weights(last)) == (["0"], [([0], 3.0)])  # nothing of the first source
 
 
+def test_source_name_is_data_source_of_rows_without_one(folder):
+    write(folder, [row(0), row(1, data_source="own")])
+    training, _ = open_datasets(config(folder, name="general"))
+    assert [training[i].meta["data_source"] for i in range(2)] == ["general", "own"]
+
+
 @pytest.mark.parametrize("index", [-1, 10])
 def test_out_of_range_index_is_rejected(folder, index):
     training, _ = open_datasets(config(folder))

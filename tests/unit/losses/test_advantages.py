@@ -62,3 +62,27 @@ def test_advantages_are_zero_when_rewards_are_equal(kind, size):
     rewards = torch.full((2, size), 0.1)
     rewards[1] = torch.arange(size)
     assert ADVANTAGES[kind](rewards)[0].tolist() == [0.0] * size
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_missing_rewards_do_not_change_the_others(kind):
+    rewards = torch.tensor([[1.0, NAN, 0.0, NAN, 0.5], [NAN, NAN, NAN, 2.0, NAN], [NAN] * 5], dtype=torch.float64)
+    advantages = ADVANTAGES[kind](rewards)
+    existing = torch.tensor([[1.0, 0.0, 0.5]], dtype=torch.float64)
+    if kind != "batch_normalized":  # its std also covers the other groups
+        assert advantages[0, [0, 2, 4]].tolist() == pytest.approx(ADVANTAGES[kind](existing)[0].tolist())
+    assert advantages[0, [1, 3]].tolist() == [0, 0]
+    assert advantages[1:].abs().sum().item() == 0
+
+
+def test_batch_std_ignores_missing_rewards():
+    # 1, 0 and 2: mean 1, std sqrt(2/3) = 0.816497; ±0.5 / 0.816498
+    advantages = batch_normalized(torch.tensor([[1.0, 0.0], [2.0, NAN]]))
+    assert advantages.flatten().tolist() == pytest.approx([0.612372, -0.612372, 0, 0], abs=1e-6)
+
+
+def test_batch_without_rewards_has_no_advantages():
+    assert batch_normalized(torch.tensor([[NAN, NAN]])).tolist() == [[0, 0]]

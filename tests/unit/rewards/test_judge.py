@@ -7,6 +7,7 @@ import importlib
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,9 +30,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         yield result
 
 
-def ask(server: StandIn, completion: str = "It falls.", **options: Any) -> tuple[float, dict[str, float]]:
+def ask(
+    server: StandIn, completion: str = "It falls.", sample: Sample = SAMPLE, **options: Any
+) -> tuple[float, dict[str, float]]:
     value = {"url": f"{server.url}/v1", "model": "big", "time_limit": 5.0, "retries": 2} | options
-    return asyncio.run(judge(completion, SAMPLE, **value))
+    return asyncio.run(judge(completion, sample, **value))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,16 @@ def test_judged_text_cannot_close_its_tags(server: StandIn) -> None:
     assert text.count(opening.replace("<", "</")) == 1
     assert "What happens next?" in text
     assert "The cup falls." in text
+
+
+def test_judge_sees_all_accepted_answers(server: StandIn) -> None:
+    server.respond = lambda path, body: chat('{"score": 1}')
+    ask(server, sample=replace(SAMPLE, other_answers=("It drops.",)))
+    text = server.requests[0]["messages"][1]["content"]
+    lines = text.splitlines()
+    references = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("<reference-")]
+    assert references == ["The cup falls.", "It drops."]
+    assert "Agreement with one of the reference answers is enough." in lines[0]
 
 
 @pytest.mark.parametrize(

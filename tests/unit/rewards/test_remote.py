@@ -6,10 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsreason.config.schema_grpo import GRPOConfig, RemoteRewardConfig, RewardConfig
@@ -98,6 +100,22 @@ def test_request_has_all_fields_and_token_header(server):
         "media": [[{"type": "video", "video": "/d/7.mp4", "fps": 2}]] * 2,
         "meta": [{"id": "0", "options": None, "kind": "direction"}, {"id": "1", "options": None, "kind": "direction"}],
     }
+
+
+def test_request_has_all_accepted_answers(server):
+    remote(server).score(COMPLETIONS[:1], [replace(SAMPLES[0], other_answers=("to the left",))])
+    ((_, body),) = server.requests
+    assert (body["answers"], body["meta"][0]["other_answers"]) == (["left"], ["to the left"])
+
+
+def test_server_scores_only_selected_rows(server, monkeypatch):
+    monkeypatch.setenv("REMOTE_REWARD_URL", server.url)
+    samples = [replace(sample, meta={"kind": kind}) for sample, kind in zip(SAMPLES, "abcab", strict=True)]
+    config = RewardConfig(functions={"remote:length": 1.0}, only={"remote:length": {"kind": ["a"]}})
+    with Scorer(config) as scorer:
+        total = scorer.score(COMPLETIONS, samples).total
+    assert [None if np.isnan(value) else value for value in total] == [1, None, None, 4, None]
+    assert [body["completions"] for _, body in server.requests] == [[COMPLETIONS[0], COMPLETIONS[3]]]
 
 
 def test_given_frames_are_sent_by_file(server, tmp_path, monkeypatch):

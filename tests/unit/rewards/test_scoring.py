@@ -9,12 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
-from dsreason.rewards.scoring import Scorer
+from dsreason.rewards.scoring import Scorer, applies
 
 FUNCTIONS = """
 import asyncio, os, signal, subprocess, sys, time
@@ -206,7 +207,6 @@ def test_forked_worker_does_not_answer_for_original(file):
     [
         ("float('nan')", "nan"),
         ("float('inf')", "inf"),
-        ("None", "None"),
         ("'1.0'", "'1.0'"),
         ("[1.0]", "list"),
         ("(1.0, {'a': float('nan')})", "metric 'a'"),
@@ -226,6 +226,67 @@ def test_nonfinite_or_non_numeric_result_is_rejected(file, value, text):
 def test_numpy_numbers_and_booleans_are_numbers(file):
     completions = ["__import__('numpy').float32(0.5)", "True", "__import__('numpy').int64(2)", "(1, {})"]
     assert score({f"{file}:gives": 1.0}, completions=completions).total.tolist() == [0.5, 1, 2, 1]
+
+
+def test_scalars_of_other_packages_are_numbers(file):
+    numpy, torch = "__import__('numpy')", "__import__('torch')"
+    completions = [f"{numpy}.True_", f"{numpy}.array(0.25)", f"{torch}.tensor(3)", f"({torch}.tensor(0.5), {{}})"]
+    assert score({f"{file}:gives": 1.0}, completions=completions).total.tolist() == [1, 0.25, 3, 0.5]
+
+
+def test_array_with_dimensions_is_rejected(file):
+    with pytest.raises(RewardError, match=r'sample "0": returned array\(\[1\]\)'):
+        score({f"{file}:gives": 1.0}, completions=["__import__('numpy').array([1])"], samples=SAMPLES[:1])
+
+
+def test_none_is_left_out_of_total(file):
+    scores = score({f"{file}:gives": 2.0}, completions=["None", "(None, {'tried': 1})", "0.5", "-1"])
+    assert np.isnan(scores.total).tolist() == [True, True, False, False]
+    assert scores.total[2:].tolist() == [1.0, -2.0]
+    assert scores.metric_sums == {"gives/tried": (1.0, 1)}
+
+
+def test_other_functions_still_count_beside_none(file):
+    scores = score({f"{file}:gives": 2.0, "format": 1.0}, completions=["None"], samples=SAMPLES[:1])
+    assert scores.total.tolist() == [0.0]
+    assert np.isnan(scores.by_function["gives"]).tolist() == [True]
+
+
+def test_reward_scores_only_selected_rows(file):
+    samples = [Sample(str(i), [], answer="a b", meta={"data_source": name}) for i, name in enumerate("xxyz")]
+    only = {f"{file}:length": {"data_source": ["x"]}, "exact_match": {"data_source": ["y", "z"]}}
+    scores = score({f"{file}:length": 0.5, "exact_match": 4.0}, samples=samples, only=only)
+    assert scores.total.tolist() == [1.5, 0.5, 0, 0]
+    assert np.isnan(scores.by_function["length"]).tolist() == [False, False, True, True]
+    assert np.isnan(scores.by_function["exact_match"]).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("meta", "values", "selected"),
+    [
+        ({"label": {"weather": "rain"}}, {"label.weather": ["rain"]}, True),
+        ({"level": 3}, {"level": [2, 3]}, True),
+        ({"hard": True}, {"hard": [True]}, True),
+        ({"level": 3}, {"level": [3], "kind": ["yes_no"]}, False),
+        ({}, {"level": [3]}, False),
+    ],
+)
+def test_rows_are_selected_by_any_field(meta, values, selected):
+    assert applies({"format": values}, "format", Sample("0", [], meta=meta)) == selected
+    assert applies({"format": values}, "other", Sample("0", [], meta=meta))
+
+
+def test_best_accepted_answer_counts(file):
+    samples = [Sample("0", [], answer="a", other_answers=("b", "c")), Sample("1", [], answer="a")]
+    scores = score({"exact_match": 1.0, f"{file}:right": 1.0}, completions=["c", "c"], samples=samples)
+    assert scores.by_function["exact_match"].tolist() == [1, 0]
+    assert scores.by_function["right"].tolist() == [0, 0]  # a function of the user chooses for itself
+
+
+def test_duration_of_calls_is_reported(file):
+    with scorer_for({f"{file}:pid": 1.0}) as scorer:
+        scores, _ = scorer.score_by_function(["x"], SAMPLES[:1])
+    assert 0.05 <= scores["pid"][0].seconds < 1
 
 
 def gone(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,15 @@ import pytest
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError, DataError
+from dsreason.errors import ConfigError, DataError, RewardError
 from dsreason.rewards.text import COSMOS_FORMAT, REQUEST
-from dsreason.train.grpo.check_rewards import build_row_check, check_answer, check_format, check_functions
+from dsreason.train.grpo.check_rewards import (
+    build_row_check,
+    check_answer,
+    check_format,
+    check_functions,
+    try_own_functions,
+)
 
 OPTIONS = {"A": "left", "B": "to the right"}
 SPACE = "Answer in the following format: <think> your reasoning </think> <answer> your answer </answer>."
@@ -89,7 +96,7 @@ def test_user_reward_must_accept_its_options(own):
     ],
 )
 def test_a_reference_that_can_be_met_passes(reward, answer, options):
-    check_answer([reward], Sample("7", [], answer=answer, options=options))
+    check_answer([reward], {}, Sample("7", [], answer=answer, options=options))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +119,7 @@ def test_a_reference_that_can_be_met_passes(reward, answer, options):
 )
 def test_a_reference_that_never_can_is_refused(reward, answer, options, text):
     with pytest.raises(DataError, match=text):
-        check_answer(["format", reward], Sample("7", [], answer=answer, options=options))
+        check_answer(["format", reward], {}, Sample("7", [], answer=answer, options=options))
 
 
 def test_rows_are_checked_only_for_builtin_rewards(own):
@@ -122,6 +129,75 @@ def test_rows_are_checked_only_for_builtin_rewards(own):
     with pytest.raises(DataError, match="exact_match"):
         check(asks("q", answer=None))
     build_row_check(config("format", own, "remote:a"))(asks("q", answer=None))
+
+
+def test_rows_are_checked_only_for_rewards_that_score_them():
+    only = {"gsm8k": {"data_source": ["math"]}}
+    check = build_row_check(config("gsm8k", "exact_match", only=only))
+    check(replace(asks("q"), meta={"data_source": "other"}))
+    with pytest.raises(DataError, match="reward gsm8k needs a number"):
+        check(replace(asks("q"), meta={"data_source": "math"}))
+
+
+def test_every_accepted_answer_is_checked():
+    sample = Sample("7", [], answer="72", other_answers=("seventy-two",))
+    with pytest.raises(DataError, match="field 'answer' is 'seventy-two', but the reward gsm8k needs a number"):
+        check_answer(["gsm8k"], {}, sample)
+
+
+def test_entries_of_only_need_functions_and_values():
+    with pytest.raises(ValueError, match="only has entries for format"):
+        config("exact_match", only={"format": {"a": ["b"]}})
+    with pytest.raises(ValueError, match="only.format selects no rows"):
+        config("format", only={"format": {"a": []}})
+
+
+TRIED = """
+def length(completion, sample):
+    return float(len(completion))
+
+def fails(completions, completion_ids, level, **kwargs):
+    assert [completion[0]["content"] for completion in completions] == ["left"] and completion_ids == [[4]]
+    raise ValueError(f"level {level}")
+
+def waits(completion, sample):
+    import time
+    time.sleep(60)
+"""
+
+
+def try_functions(tmp_path: Path, *names: str, **reward: Any) -> None:
+    (tmp_path / "mine.py").write_text(TRIED)
+    rows = [
+        (f"rows.jsonl, row {i}", replace(asks("q"), id=str(i), answer="left", meta={"level": i})) for i in range(1, 4)
+    ]
+    own = [f"{tmp_path / 'mine.py'}:{name}" for name in names]
+    only = {f"{tmp_path / 'mine.py'}:{name}": fields for name, fields in reward.pop("only", {}).items()}
+    try_own_functions(config(*own, "exact_match", only=only, **reward), rows, lambda text: [len(text)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("fails", r"rows.jsonl, row 2: reward .*mine.py:fails\", sample \"2\": raised ValueError: level \[2\]"),
+        ("waits", r"row 2: reward .*mine.py:waits.* within the time limit of 0.5 s"),
+    ],
+)
+def test_own_function_is_tried_on_row_it_scores(tmp_path, name, text):
+    with pytest.raises(RewardError, match=text) as error:
+        try_functions(tmp_path, "length", name, only={name: {"level": [2]}}, time_limit=0.5)
+    assert "row's answer as completion ('left')" in str(error.value)
+
+
+def test_own_function_without_rows_is_reported(tmp_path, caplog):
+    try_functions(tmp_path, "length", "fails", only={"fails": {"level": [4]}})
+    assert 'mine.py:fails": reward.only selects none of the 3 rows that were inspected' in caplog.text
+
+
+def test_servers_are_not_tried(tmp_path, monkeypatch):
+    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # nobody listens
+    settings = config("judge", "remote:quality", "exact_match")
+    try_own_functions(settings, [("rows.jsonl, row 1", asks("q"))], lambda text: [])
 
 
 @pytest.mark.parametrize(

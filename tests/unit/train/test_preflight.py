@@ -13,7 +13,7 @@ import pytest
 from dsreason.config.schema import OptimConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.order import StepOrder, WeightedRows
-from dsreason.errors import ConfigError, DataError
+from dsreason.errors import ConfigError, DataError, RewardError
 from dsreason.rewards.text import REQUEST
 from dsreason.train.common import preflight
 from dsreason.train.common.global_batches import list_step_notes
@@ -96,6 +96,13 @@ def test_rows_need_no_answer_without_comparing_rewards(tmp_path, tiny_qwen3_vl, 
     (tmp_path / "own.py").write_text(OWN)
     functions = {str(tmp_path / "own.py") if reward == "own" else reward: 1.0}
     check_grpo(config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": functions}))
+
+
+def test_own_reward_that_raises_stops_before_training(tmp_path, tiny_qwen3_vl):
+    (tmp_path / "own.py").write_text("def own(completions, level, **kwargs):\n    return [1.0 for _ in level]\n")
+    settings = config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {str(tmp_path / "own.py"): 1.0}})
+    with pytest.raises(RewardError, match=r"row 1: reward .*own.py.*: the function needs level"):
+        check_grpo(settings)
 
 
 def test_comparing_reward_rejects_rows_without_answer(tmp_path, tiny_qwen3_vl):

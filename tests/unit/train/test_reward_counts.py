@@ -166,3 +166,18 @@ def test_frequent_timeouts_and_retries_are_reported(counts: ScoreCounts, kind: s
     problems = find_reward_problems(rollouts, make_config())
     assert list(problems) == ([kind] if kind else [])
     assert "".join(problems.values()).startswith(text)
+
+
+def test_missing_scores_are_not_counted() -> None:
+    missing = {**row(0.0), "reward": None, "rewards": {"right": None, "short": None}}
+    one_short = {**row(0.5, right=1), "rewards": {"right": 1.0, "short": None}}
+    counts = count([one_short, missing, missing, missing])
+    assert (counts.total, counts.groups_without_signal) == (ScoreCounts(1, 1, 1), 2)
+    assert counts.by_function == {"right": ScoreCounts(1, 1, 1), "short": ScoreCounts()}
+
+
+def test_rollout_without_any_reward_is_explained() -> None:
+    missing = {**row(0.0), "reward": None, "rewards": {"right": None}}
+    problems = find([missing, missing])
+    assert list(problems) == ["groups"]
+    assert "no reward applied to any completion: check reward.only" in problems["groups"]

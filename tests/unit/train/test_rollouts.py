@@ -132,6 +132,16 @@ def test_rewards_within_tolerance_are_uninformative() -> None:
     assert is_informative(group((0, 1), [0.50, 0.60]), 0.05)
 
 
+def test_rollouts_without_reward_have_no_advantage() -> None:
+    nan = float("nan")
+    groups = [group((0, 0), [1.0, nan, 0.0]), group((0, 1), [nan, nan, nan])]
+    assert [is_informative(item, 0.0) for item in groups] == [True, False]
+    rollouts = add_advantages(groups, [True, True], 2, group_centered, with_others())
+    assert [item.advantage for item in rollouts] == [0.5, 0.0, -0.5, 0.0, 0.0, 0.0]
+    assert [item.reward for item in rollouts] == [1.0, None, 0.0, None, None, None]
+    assert rollouts[1].rewards == {"right": None}
+
+
 def test_without_any_informative_group_none_is_trained() -> None:
     local = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
     advantages = add_advantages(local, [False, False], 3, group_centered, with_others([]))

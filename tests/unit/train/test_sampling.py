@@ -51,7 +51,10 @@ class Scorer:
     def __init__(self, equal: set[str]) -> None:
         self.equal = equal
 
-    def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> CompletionScores:
+    def score(
+        self, completions: Sequence[str], samples: Sequence[Sample], completion_ids: Sequence[Sequence[int]]
+    ) -> CompletionScores:
+        assert list(completion_ids) == [(5,)] * len(completions)
         rewards = [
             0.0 if item.id in self.equal else float(text.split()[1])
             for text, item in zip(completions, samples, strict=True)

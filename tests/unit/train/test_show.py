@@ -9,10 +9,13 @@ import pytest
 from dsreason.train.grpo.show import compute_reward_means, summarise
 
 
-def row(reward: float, length: int, finish: str = "stop", trained: bool = True) -> dict[str, Any]:
+def row(
+    reward: float | None, length: int, finish: str = "stop", trained: bool = True, source: str | None = None
+) -> dict[str, Any]:
     return {
         "reward": reward,
         "rewards": {"right": reward},
+        "data_source": source,
         "length": length,
         "finish_reason": finish,
         "trained": trained,
@@ -34,6 +37,36 @@ def test_metrics_include_untrained_completions() -> None:
             "rollout/trained_fraction": 0.5,
         }
     )
+
+
+def test_missing_rewards_do_not_count_in_means() -> None:
+    metrics = summarise([row(1, 4), row(None, 4), row(0, 4), row(0, 4), row(None, 4), row(None, 4)], num_generations=2)
+    assert metrics["reward/mean"] == metrics["reward/right/mean"] == pytest.approx(1 / 3)
+    assert metrics["reward/none_fraction"] == metrics["reward/right/none_fraction"] == 0.5
+    assert metrics["reward/std"] == pytest.approx(0.4714045)
+    assert metrics["reward/zero_std_fraction"] == 1.0  # one completion with a reward, equal rewards, no rewards
+
+
+def test_rewards_are_averaged_per_data_source() -> None:
+    metrics = summarise([row(1, 4, source="a"), row(0, 4, source="a"), row(0.5, 4, source="b/c")], num_generations=1)
+    means = {key: value for key, value in metrics.items() if key.startswith("reward/") and "mean" in key}
+    assert means == {
+        "reward/mean": 0.5,
+        "reward/mean/a": 0.5,
+        "reward/mean/b/c": 0.5,
+        "reward/right/mean": 0.5,
+        "reward/right/mean/a": 0.5,
+        "reward/right/mean/b/c": 0.5,
+    }
+
+
+def test_rollout_without_any_reward_has_no_mean() -> None:
+    metrics = summarise([row(None, 4)], num_generations=1)
+    assert {key for key in metrics if key.startswith("reward/")} == {
+        "reward/zero_std_fraction",
+        "reward/none_fraction",
+        "reward/right/none_fraction",
+    }
 
 
 def test_empty_rollout_has_no_metrics() -> None:

@@ -82,6 +82,21 @@ def test_answers_without_reference_count_only_for_reward() -> None:
     assert result.summary(5) == "validation at step 5: reward 0.5000"
 
 
+def test_rewards_are_averaged_where_they_exist() -> None:
+    answers = [
+        replace(answer(0, True, "video"), rewards={"": 1.0, "short": 1.0}, data_source="a"),
+        replace(answer(1, True, "video"), rewards={"": 0.5, "short": None}, data_source="b"),
+    ]
+    assert compute_mean_rewards(answers) == {
+        "val/reward/mean": 0.75,
+        "val/reward/mean/a": 1.0,
+        "val/reward/mean/b": 0.5,
+        "val/reward/short/mean": 1.0,
+        "val/reward/short/mean/a": 1.0,
+        "val/reward/short/none_fraction": 0.5,
+    }
+
+
 def test_no_answers_give_no_accuracy() -> None:
     assert compute_accuracies([]) == {}
 

@@ -234,3 +234,8 @@ def test_named_format_keeps_other_columns():
 def test_repeated_prompt_is_kept_for_rewards():
     sample: Sample = read_row({"messages": [ASK, REPLY], "prompt": "Up?"})
     assert sample.meta == {"prompt": "Up?"}
+
+
+def test_text_prompts_are_marked_for_rewards() -> None:
+    assert read_row({"prompt": "Up?", "answer": "yes"}).has_text_prompt
+    assert not read_row({"prompt": [ASK], "answer": "yes"}).has_text_prompt

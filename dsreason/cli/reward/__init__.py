@@ -1,0 +1,1 @@
+"""`dsreason reward` and `dsreason reward-serve`: rewards without training."""
