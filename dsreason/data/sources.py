@@ -25,7 +25,7 @@ from dsreason.files.address import S3Address, is_s3
 from dsreason.files.archives import get_media_cache, write_embedded
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.own_files import is_inside
-from dsreason.files.remote import check_place, join_address, read_address
+from dsreason.files.remote import check_location, join_address, read_address
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
 from dsreason.secrets import mask_credentials
@@ -193,8 +193,8 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
 
 
 def open_source(config: SourceConfig, weight: float = 1.0) -> DataSource:
-    check_place("data.path", config.path)
-    check_place("data.media_path", config.media_path)
+    check_location("data.path", config.path)
+    check_location("data.media_path", config.media_path)
     adapter = find_adapter(config.adapter)
     if config.video_pattern is not None and config.adapter in set(list_shipped_adapters()) - {"local_labels"}:
         raise ConfigError(

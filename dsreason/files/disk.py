@@ -1,4 +1,4 @@
-"""Files and folders on the local disk: hashes, small files and checks."""
+"""Helpers for files and folders on the local disk: hashes, reading of small files, and checks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ END_BYTES = 64 * 1024
 
 
 def to_os_error(error: Exception) -> OSError | None:
-    """Convert an error to an OSError, parsing messages of Rust libraries: `I/O error: No space left on device (os error 28)`.
+    """Convert an error to an OSError; parse the message of a Rust library (`I/O error: No space left on device (os error 28)`).
 
     Returns:
-        The OSError; None for other errors.
+        The OSError; None if the error did not come from the operating system.
     """
     if isinstance(error, OSError):
         return error
@@ -39,9 +39,9 @@ def compute_sha256(file: Path) -> str:
 
 
 def hash_end(file: Path) -> str:
-    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits, which takes one read for a file of any size.
+    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits; this is fast for a file of any size.
 
-    torch writes zip archives, which end with a checksum of each member, so any change to the content changes the end.
+    torch writes zip archives. They end with a checksum of each member, so any change to the content changes the end.
     """
     with file.open("rb") as content:
         content.seek(max(0, content.seek(0, os.SEEK_END) - END_BYTES))
@@ -91,7 +91,7 @@ def make_folder(folder: Path, option: str) -> None:
 def check_writable(folder: Path, option: str) -> None:
     """Raise a ConfigError that names the option if no file can be created in the folder.
 
-    To find out, a temporary file is created and removed in the folder, or in its nearest existing parent.
+    The test creates and deletes a temporary file in the folder, or in its nearest existing parent.
     """
     existing = folder
     try:
@@ -112,7 +112,10 @@ def find_existing(path: Path) -> Path:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file written by dsreason; return an empty one if that fails, as it can be recomputed."""
+    """Read the JSON object in a file written by dsreason; return an empty one if that fails.
+
+    The content of such files can be recomputed, so a damaged one is no error.
+    """
     try:
         document = json.loads(read_small(file))
     except (OSError, ValueError, RecursionError):
