@@ -145,7 +145,10 @@ def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
     cut = call("clip", "--dataset", "holoassist", "--workers", "0")
     assert cut.exit_code == 0 and "1 cut" in cut.stderr, cut.output
     second = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
-    assert "0 raw videos to fetch" in second.stdout and "manual download: download video_pitch_shifted.tar" in second.stdout
+    assert (
+        "0 raw videos to fetch" in second.stdout
+        and "manual download: download video_pitch_shifted.tar" in second.stdout
+    )
 
 
 def test_password_in_raw_video_url_is_masked(holoassist: str) -> None:
