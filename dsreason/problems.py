@@ -1,4 +1,4 @@
-"""Helpers for error messages, which combine problems, shorten lists and suggest corrections of misspelt words."""
+"""Helpers for error messages: they combine problems, shorten lists and suggest corrections for misspelt words."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def build_config_error(problems: Sequence[str]) -> ConfigError:
 
 
 def join_first(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> str:
-    """Join the first `most` texts and the number of remaining ones: `a; b; and 3 more`."""
+    """Join the first `most` texts, and add the number of remaining ones: `a; b; and 3 more`."""
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return separator.join([*texts[:most], *more])
 
 
 def describe_first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:
-    """Describe the first invalid value and what it should be: `scores.bleu is 'x': input should be a valid number`.
+    """Describe the first invalid value, and what it should be: `scores.bleu is 'x': input should be a valid number`.
 
     `hide` masks secrets. It is applied to the value before truncation, and again to the complete message.
     """
