@@ -59,7 +59,7 @@ class DPOTrainer:
     run: TrainingRun[DPOConfig]
     engine: DeepSpeedEngine
     sampler: Sampler
-    """Sampler that generates answers to the held-out rows."""
+    """Sampler that generates answers to held-out rows."""
     held_out: HeldOut[DPOConfig]
     loader: PairLoader
     reference: PairReference
@@ -69,7 +69,7 @@ class DPOTrainer:
     watch: ChosenWatch = field(default_factory=ChosenWatch)
 
     def validate(self, step: int) -> PreferenceResult | None:
-        """Measure the policy on the held-out rows; return None if there are none. Collective."""
+        """Measure the policy on the held-out rows; return None if the run has no such rows. Collective."""
         if len(self.held_out.dataset) == 0:
             return None
         metrics = validate_preferences(self.engine, self.reference, self.held_out, self.baseline, self.run.progress)
@@ -88,7 +88,7 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
         order = build_step_order(rows.training, config)
         with job.watchdog.track_phase("load_model"):
             engine = build_policy_engine(config, job.deepspeed, job.model_path, world.group)
-        reference = open_reference(job, rows, engine, order)  # before a checkpoint is loaded
+        reference = open_reference(job, rows, engine, order)  # before a checkpoint replaces the weights
         with job.watchdog.track_phase("load_model"):
             state = start_policy(job, engine)
         settings = TransformersSettings(attention=config.model.attention, batch_size=config.validation.micro_batch_size)
@@ -152,7 +152,7 @@ def measure_missing(
     num_rows: int,
     job: TrainingJob[DPOConfig],
 ) -> None:
-    """Measure the rows of `batches` and add them to `stored`. Collective."""
+    """Measure the rows of `batches` with the engine's weights and add them to `stored`. Collective."""
     num_done, logged = 0, time.monotonic()
     while num_done < num_rows:
         with job.watchdog.track_phase("data"):
