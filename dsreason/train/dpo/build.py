@@ -88,7 +88,7 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
         order = build_step_order(rows.training, config)
         with job.watchdog.track_phase("load_model"):
             engine = build_policy_engine(config, job.deepspeed, job.model_path, world.group)
-        reference = open_reference(job, rows, engine, order)  # before a checkpoint replaces the weights
+        reference = open_reference(job, rows, engine, order)  # before a checkpoint is loaded
         with job.watchdog.track_phase("load_model"):
             state = start_policy(job, engine)
         settings = TransformersSettings(attention=config.model.attention, batch_size=config.validation.micro_batch_size)
