@@ -148,7 +148,7 @@ class Runner:
                 return
             remaining = deadline - time.monotonic()
             if remaining < SHORTEST:
-                yield part, Ended("skipped", 0.0, {}, f"the time limit of {seconds:g} s is used up")
+                yield part, Ended("skipped", 0.0, {}, f"the {seconds:g} s are used up")
             else:
                 yield part, self.run(part, min(get_limit(part, self.setting), remaining))
 
