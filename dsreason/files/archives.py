@@ -199,14 +199,14 @@ class Budget:
 
     def __init__(self, archive: Path) -> None:
         self.archive = archive
-        self.most = min(MAX_UNPACKED_BYTES, max(SMALL_BYTES, MAX_RATIO * archive.stat().st_size))
+        self.max_bytes = min(MAX_UNPACKED_BYTES, max(SMALL_BYTES, MAX_RATIO * archive.stat().st_size))
         self.spent = 0
 
     def spend(self, size: int) -> None:
         self.spent += size
-        if self.spent > self.most:
+        if self.spent > self.max_bytes:
             raise DataError(
-                f"{self.archive}: unpacks to more than the maximum of {self.most} bytes; unpack it yourself if you trust it"
+                f"{self.archive}: unpacks to more than the maximum of {self.max_bytes} bytes; unpack it yourself if you trust it"
             )
 
 

@@ -48,19 +48,19 @@ def hash_end(file: Path) -> str:
         return hashlib.sha256(content.read()).hexdigest()
 
 
-def read_small(file: Path, most: int | None = None) -> bytes:
-    """Read a small file of at most `most` bytes (None: `MOST_BYTES`), without blocking if the path is not a regular file.
+def read_small(file: Path, max_bytes: int | None = None) -> bytes:
+    """Read a small file of at most `max_bytes` bytes (None: `MOST_BYTES`), without blocking if the path is not a regular file.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is too large; `strerror` has the reason.
     """
-    most = MOST_BYTES if most is None else most
+    max_bytes = MOST_BYTES if max_bytes is None else max_bytes
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as opened:
         check_regular(descriptor, file)
-        content = opened.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"is larger than the maximum of {most} bytes", str(file))
+        content = opened.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"is larger than the maximum of {max_bytes} bytes", str(file))
     return content
 
 

@@ -168,13 +168,13 @@ def get_tls_context() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-async def read(response: httpx2.Response, most: int) -> bytes:
+async def read(response: httpx2.Response, max_bytes: int) -> bytes:
     unpack = make_unpacker(response.headers.get("Content-Encoding", ""))
     content = bytearray()
     async for part in response.aiter_raw():
-        content += unpack(part, most + 1 - len(content))
-        if len(content) > most:
-            raise BadAnswer(f"the response is longer than the maximum of {most} bytes")
+        content += unpack(part, max_bytes + 1 - len(content))
+        if len(content) > max_bytes:
+            raise BadAnswer(f"the response is longer than the maximum of {max_bytes} bytes")
     return bytes(content)
 
 
@@ -182,7 +182,7 @@ def make_unpacker(encoding: str) -> Callable[[bytes, int], bytes]:
     """Return the decompression function of an encoding: (compressed bytes, maximum length of the result) → bytes."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
-        return lambda part, most: part[:most]
+        return lambda part, max_bytes: part[:max_bytes]
     if name not in PACKED:
         raise BadAnswer(f"the response has the encoding {encoding[:80]!r}, which was not requested")
     return zlib.decompressobj(GZIP_OR_ZLIB).decompress

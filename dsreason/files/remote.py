@@ -91,14 +91,14 @@ def _fetch_copy(text: str) -> Path:
         return build_once(folder, lambda partial: _fetch(source, partial / name)) / name
 
 
-def fetch_folder(text: str, wanted: Callable[[str], bool]) -> Path:
-    """Return a local copy of a folder that contains the objects for whose relative paths `wanted` returns true.
+def fetch_folder(text: str, is_wanted: Callable[[str], bool]) -> Path:
+    """Return a local copy of a folder that contains the objects for whose relative paths `is_wanted` returns true.
 
     The errors are the same as for `fetch_file`.
     """
     address = read_address(text)
     objects = list_objects(address)
-    chosen_objects = {name: source for name, source in sorted(objects.items()) if wanted(name)}
+    chosen_objects = {name: source for name, source in sorted(objects.items()) if is_wanted(name)}
     if not chosen_objects:
         content = "usable files" if objects else "objects"
         raise DataError(f"{address}: no {content} exist below this URI; correct it")

@@ -43,15 +43,15 @@ def select_not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals
     ]
 
 
-def should_end_at_once(number: int, noted: float) -> bool:
+def should_end_at_once(number: int, first_time: float) -> bool:
     """Return whether a signal after the first stop request ends the command immediately.
 
     SIGUSR1 never does, and signals within `ECHO_TIME` of the first one are considered echoes of it.
 
     Args:
-        noted: monotonic time of the first request.
+        first_time: monotonic time of the first request.
     """
-    return number != signal.SIGUSR1 and time.monotonic() - noted > ECHO_TIME
+    return number != signal.SIGUSR1 and time.monotonic() - first_time > ECHO_TIME
 
 
 def end_at_signals() -> None:
@@ -59,15 +59,15 @@ def end_at_signals() -> None:
 
     Code that can save its state before it ends installs its own handlers instead.
     """
-    noted: list[float] = []
+    request_times: list[float] = []
 
     def end(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if not noted:
-            noted.append(time.monotonic())
+        if not request_times:
+            request_times.append(time.monotonic())
             STOPPED_BY.append(name)
             raise Interrupted(name)
-        if should_end_at_once(number, noted[0]):
+        if should_end_at_once(number, request_times[0]):
             with suppress(OSError):
                 os.write(2, f"ended immediately by a second {name}\n".encode())
             os._exit(128 + number)
@@ -106,13 +106,13 @@ def forward_signals() -> Iterator[list[str]]:
     rank has started yet, the first signal ends the command.
     """
     received: list[str] = []
-    noted = 0.0
+    first_time = 0.0
 
     def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal noted
-        if received and not should_end_at_once(number, noted):
+        nonlocal first_time
+        if received and not should_end_at_once(number, first_time):
             return
-        noted = noted or time.monotonic()
+        first_time = first_time or time.monotonic()
         received.append(signal.Signals(number).name)
         ranks = [child for child in psutil.Process().children() if _is_started_rank(child)]
         if not ranks:

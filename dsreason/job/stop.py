@@ -24,7 +24,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.name = ""
-        self.noted = 0.0
+        self.first_time = 0.0
         """Monotonic time of the first signal, in seconds."""
         self.before: dict[int, Any] = {}
 
@@ -39,8 +39,8 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.name:
-            self.name, self.noted = signal.Signals(number).name, time.monotonic()
-        elif should_end_at_once(number, self.noted):
+            self.name, self.first_time = signal.Signals(number).name, time.monotonic()
+        elif should_end_at_once(number, self.first_time):
             signal.signal(number, self.before[number])
             signal.raise_signal(number)
 

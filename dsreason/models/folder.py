@@ -99,10 +99,10 @@ def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]
         return build_once(folder, builders[name])
 
 
-def fetch_model_folder(path: str, wanted: Callable[[str], bool], kind: str) -> Path:
-    """Return a local copy of those files of an S3 folder that are `wanted`; `kind` describes the expected folder in messages."""
+def fetch_model_folder(path: str, is_wanted: Callable[[str], bool], kind: str) -> Path:
+    """Return a local copy of those files of an S3 folder for which `is_wanted` is true; `kind` names the expected folder."""
     try:
-        return fetch_folder(path, wanted)
+        return fetch_folder(path, is_wanted)
     except DataError as error:
         raise CheckpointError(f"model.path: {error}; it must be {kind}") from None
 
