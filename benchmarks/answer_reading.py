@@ -1,12 +1,12 @@
-"""Answers read, left unread and misread by our reader and by VLMEvalKit's and lmms-eval's rules, on the same responses.
+"""Comparison of our answer reader with the rules of VLMEvalKit and lmms-eval: answers read, unread and misread.
 
     python benchmarks/answer_reading.py [--show tuned|held-out|new] [--write]
 
 The responses are in `tests/unit/answers/responses.jsonl`, each with the option that a person would read, or null if it names
-no option. The others' rules run if their packages are installed (`pip install --no-deps ms-vlmeval lmms-eval` is enough), and
-`--write` saves their readings to `others_readings.json` next to the responses; without the packages, that file is read.
-Neither judge models nor random draws are used: a rule that would draw counts as unread. All rules get the response without
-its thoughts. If the options have no texts, the others' rules get the letters A to E.
+no option. The other packages' rules run if these are installed (`pip install --no-deps ms-vlmeval lmms-eval` suffices), and
+`--write` saves the readings to `others_readings.json` next to the responses; without packages, the saved readings are used.
+Neither judge models nor random choices are used: if a rule would choose at random, the answer counts as unread. All rules get
+the response without its thoughts. If the options have no texts, the other packages' rules get the letters A to E.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NO_TEXTS = "ABCDE"
 UNREAD = "-"
 
 Rule = Callable[[str, "dict[str, str] | None"], str]
-"""(response, options) → letter, or anything else if the rule reads no letter."""
+"""Function (response, options) → letter, or any other string if the rule reads no letter."""
 
 
 class Row(NamedTuple):
     part: str
-    """`tuned`: seen while the rules were written; `held-out`: not seen; `new`: written after the last change of a rule."""
+    """`tuned`: used while the rules were written; `held-out`: not used then; `new`: written after the last change to a rule."""
     options: dict[str, str] | None
     response: str
     reading: str | None
@@ -47,8 +47,8 @@ class Row(NamedTuple):
 class Counts(NamedTuple):
     """Numbers of responses by outcome.
 
-    `read`: the option that a person reads; `unread`: nothing, although a person reads an option; `misread`: another option, or
-    an option although a person reads none.
+    `read`: the rule reads the same option as a person; `unread`: it reads nothing, although a person reads an option;
+    `misread`: it reads a different option, or any option although a person reads none.
     """
 
     read: int
@@ -66,13 +66,13 @@ def read_ours(rows: Sequence[Row]) -> str:
 
 
 def load_others(file: Path = OTHERS) -> dict[str, str]:
-    """Return the saved readings of the others' rules: rule → one character per row."""
+    """Return the saved readings of the other packages' rules: rule → one character per row."""
     readings: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     return readings
 
 
 def count_outcomes(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
-    """Count the outcomes. If a row means B, `B` is read, `-` unread and `A` misread; if it means nothing, `B` is misread."""
+    """Count the outcomes. If a person reads B, `B` is read, `-` unread and `A` misread; if none, `B` is misread."""
     outcomes: Counter[str] = Counter()
     for row, reading in zip(rows, readings, strict=True):
         if part is not None and row.part != part:
@@ -112,7 +112,7 @@ def load_rules() -> dict[str, Rule]:
 
 
 def skip_init(package: str, *below: str) -> None:
-    """Make modules of a package importable without running its `__init__`, whose imports they do not need."""
+    """Make modules of a package importable without running `__init__`, which imports much that these modules do not need."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     for name in ("", *below):
@@ -128,7 +128,7 @@ def build_vlmeval_rule() -> Rule:
     def can_infer(response: str, options: dict[str, str] | None) -> str:
         if options is None:
             return rules.can_infer_option(response, dict.fromkeys(NO_TEXTS, "")) or UNREAD
-        return rules.can_infer(response, dict(options)) or UNREAD  # the rule modifies its argument
+        return rules.can_infer(response, dict(options)) or UNREAD  # a copy, because the rule modifies its argument
 
     return can_infer
 
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument(
         "--show", choices=["tuned", "held-out", "new"], help="print the rows of a part that our reader gets wrong"
     )
-    parser.add_argument("--write", action="store_true", help="save the readings of the others' rules")
+    parser.add_argument("--write", action="store_true", help="save the readings of the other packages' rules")
     arguments = parser.parse_args()
     rows = load_rows()
     their_readings = {name: read_with(rule, rows) for name, rule in load_rules().items()}

@@ -1,11 +1,11 @@
-"""Time that training waits for a checkpoint written in the background, relative to one that it waits for.
+"""Time that training waits for a checkpoint written in the background, relative to one written in the foreground.
 
     python benchmarks/checkpoint_stall.py [--gib 1.0] [--rounds 5] [--nproc 1]
 
-A plain stack of linear layers under ZeRO-3 whose checkpoint has at least `--gib` GiB. Measured in
-turn: a save that training waits for, with files flushed to disk; a background save, whose stall is the time until `start`
-returns; steps while it is being written, and steps without a save. The first background save, which has to allocate memory for
-its copy, is reported separately.
+The model is a stack of linear layers under ZeRO-3 whose checkpoint has at least `--gib` GiB. Each round measures a save for
+which training waits, with files flushed to disk; a background save, whose stall is the time until `start` returns; steps during
+the background save; and steps without a save. The first background save is reported separately, because it has to allocate
+memory for its copy.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def run_step(engine, width: int) -> float:
     loss = engine(torch.ones(16, width, device=engine.device)).square().mean()
     engine.backward(loss)
     engine.step()
-    loss.item()  # on a GPU the work above is only queued
+    loss.item()  # waits for the GPU, on which the work above is only queued
     return time.perf_counter() - started
 
 
 def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[str, list[float]], int]:
-    """Return the seconds of each measurement, by round (the first one warms up), and a checkpoint's bytes. Collective."""
+    """Return the seconds of each measurement by round, of which the first is a warm-up, and a checkpoint's bytes. Collective."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
@@ -89,7 +89,7 @@ def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[s
 
 
 def compute_medians(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Return the medians without the first round, which has to allocate memory for the copy."""
+    """Return the medians over all rounds but the first, which has to allocate memory for the copy."""
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/eval_throughput.py [--engine vllm] [--questions 128] [--rounds 3]
 
-Both sides answer the same built-in questions, greedily in float32, on the same tiny random model and engine, in turn. The rate
-is the evaluation's own, without the start of the engine and the report. Retries are off, so both sides draw the same number of
-tokens. If an answer differs between the sides, the exit code is 1. `--length` sets the number of tokens per answer.
+Both sides take turns to answer the same built-in questions, greedily and in float32, with the same tiny random model and
+engine. The rate is the one that the evaluation reports; it excludes the start of the engine and the report. Retries are off, so
+both sides sample the same number of tokens. If an answer differs between the sides, the exit code is 1. `--length` sets the
+number of tokens per answer.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--model", default="tiny:qwen2_5_vl")
     parser.add_argument("--questions", type=int, default=128)
-    parser.add_argument("--length", type=int, default=32, help="longest answer, in tokens")
+    parser.add_argument("--length", type=int, default=32, help="maximum length of an answer, in tokens")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     rates: dict[str, list[float]] = {name: [] for name in SIDES}
@@ -80,16 +81,16 @@ def main() -> None:
 
 
 def compare(batched: dict[str, str], single: dict[str, str]) -> None:
-    """Exit with the differences, if any: with different answers the work differs, and the ratio means nothing."""
+    """Exit with a list of the answers that differ, if any do: the sides then did different work, and the ratio means nothing."""
     differing = sorted(id for id in batched.keys() | single.keys() if batched.get(id) != single.get(id))
     if differing or not batched:
         examples = "".join(
             f"\n  {id}: {batched.get(id)!r} in batches, {single.get(id)!r} one at a time" for id in differing[:5]
         )
         sys.exit(
-            f"{len(differing)} of {len(batched)} questions have a different answer in batches than one at a time:{examples}"
+            f"{len(differing)} of {len(batched)} questions have different answers in batches and one at a time:{examples}"
         )
-    print(f"the sides agree on all {len(batched)} questions")
+    print(f"both sides gave the same answers to all {len(batched)} questions")
 
 
 if __name__ == "__main__":

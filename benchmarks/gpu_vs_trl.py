@@ -1,14 +1,15 @@
-"""Speed of dsreason and TRL on one GPU, each in its own process: SFT, or GRPO with colocated vLLM in sleep mode.
+"""Speed of dsreason relative to TRL on one GPU, each in a separate process: SFT, or GRPO with colocated vLLM in sleep mode.
 
     python benchmarks/gpu_vs_trl.py sft|grpo [--size 2B] [--sides dsreason trl] [--seconds 150]
 
 SFT trains on image rows of 50 to 1,500 tokens, 64 per step, in bf16 with gradient checkpointing. TRL's weights are bf16, as is
-usual for it; dsreason keeps float32 master weights. GRPO draws 8 completions of 256 tokens for each of 16 prompts, and
-both sides let vLLM sleep while the policy trains. The model is random, and its end token is never drawn, so every
-completion has all of its tokens.
+usual there; dsreason keeps float32 master weights. GRPO samples 8 completions of 256 tokens for each of 16 prompts, and both
+sides let vLLM sleep while the policy trains. The model is random, and its end token is never sampled, so every completion has
+the full length.
 
-Prints seconds per step after two warm-up steps and, last, the ratio. A side that exceeds its time limit is stopped, and the
-steps that it finished count. Without a GPU the model is tiny and TRL generates by itself: its weight sync fails on CPUs.
+The output is seconds per step after two warm-up steps and, at the end, the ratio. A side that exceeds its time limit is stopped,
+and the steps that it has finished count. Without a GPU, the model is tiny, and TRL generates without vLLM, because its weight
+sync fails on CPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import log_uniform, time_steps, trl_clock, write_rows
+from sides import build_trl_clock, make_log_uniform_lengths, time_steps, write_rows
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -49,9 +50,9 @@ def has_gpu() -> bool:
 
 
 def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
-    """Write the model, rows and reward of a comparison; return the facts that both sides need.
+    """Write the model, rows and reward of a comparison; return the values that both sides need.
 
-    `media_ids` must not be drawn: TRL's forward would treat them as missing media, dsreason's sampling bans them.
+    `media_ids` must not be sampled: TRL's forward pass would take them for missing media, and dsreason bans them.
     """
     import torch
     from transformers import AutoTokenizer, GenerationConfig
@@ -66,7 +67,7 @@ def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
     never_drawn = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     GenerationConfig(eos_token_id=[never_drawn], pad_token_id=tokenizer.pad_token_id).save_pretrained(model)
     (folder / "rewards.py").write_text(REWARD)
-    lengths = log_uniform(ROWS, 50, 1500)
+    lengths = make_log_uniform_lengths(ROWS, 50, 1500)
     if task == "sft":
         answers = [max(1, length // 2) for length in lengths]
         questions = [max(1, length - 50 - answer) for length, answer in zip(lengths, answers, strict=True)]
@@ -149,7 +150,7 @@ def run_trl(task: str, facts: dict[str, Any], output: Path) -> None:
         "disable_tqdm": True,
     }
     build = {"sft": build_trl_sft, "grpo": build_trl_grpo}[task]
-    trainer = build(model, processor, common, facts, [trl_clock(ends), PrintEnds()])
+    trainer = build(model, processor, common, facts, [build_trl_clock(ends), PrintEnds()])
     trainer.train()
 
 
@@ -236,7 +237,7 @@ SIDES: dict[str, Callable[[str, dict[str, Any], Path], None]] = {"dsreason": run
 
 
 def measure(side: str, arguments: argparse.Namespace, facts: dict[str, Any], folder: Path) -> float | None:
-    """Run one side in its own process; return its seconds per step, or None if it finished too few."""
+    """Run one side in a separate process; return its seconds per step, or None if it finished too few steps."""
     command = [sys.executable, __file__, arguments.task, "--side", side, "--facts", json.dumps(facts)]
     command += ["--output", str(folder / side)]
     variables = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "TOKENIZERS_PARALLELISM": "false"}
@@ -252,7 +253,7 @@ def measure(side: str, arguments: argparse.Namespace, facts: dict[str, Any], fol
     reports = [line for line in lines if line.startswith("ENDS ")]
     ends = {int(step): end for step, end in json.loads(reports[-1][5:]).items()} if reports else {}
     if len(ends) <= WARMUP:
-        print(f"{side}: only {len(ends)} steps within {arguments.seconds} s; raise --seconds. Its last lines:")
+        print(f"{side}: finished only {len(ends)} steps within {arguments.seconds} s; raise --seconds. Its last lines:")
         print("\n".join(lines[-25:]))
         return None
     last = max(ends)

@@ -1,12 +1,13 @@
-"""The time of a GRPO step by phase: generate, forward, backward, and everything else.
+"""Time of a GRPO step by phase: generate, forward, backward, and everything else.
 
     python benchmarks/grpo_overhead.py [--nproc 2] [--engine vllm] [--ds-config zero3.json] [--steps 6] [--profile 25]
 
-The loop of `dsreason grpo` trains a random model that is large enough for generate, forward and backward to take seconds, on
-image rows, with clocks around its calls; `--profile` also runs it under cProfile and prints the functions that took most. A
-step lasts from the end of the previous one to its own end; the time that no clock covers is `other`. The output has means of
-rank 0 over the steps after the warm-up: `work` is generate, forward and backward, `apart` the optimizer step and the weight
-sync; waiting for another rank counts in the phase that waits. No completion ends early; nothing is saved or validated.
+The loop of `dsreason grpo` trains a random model on image rows, with clocks around its calls; the model is large enough for
+generate, forward and backward to take seconds. `--profile` also runs the loop under cProfile and prints the functions that took
+the most time. A step lasts from the end of the previous step to its own end; the time that no clock covers is `other`. The
+output contains means of rank 0 over the steps after the warm-up: `work` is generate, forward and backward, and `apart` is the
+optimizer step and the weight sync; time spent waiting for another rank counts towards the phase that waits. No completion ends
+early; nothing is saved or validated.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ WORK = ("generate", "forward", "backward")
 APART = ("optimizer step", "sync")
 
 Seconds = np.ndarray[Any, np.dtype[np.float64]]
-"""Seconds of wall-clock time and of CPU time."""
+"""Seconds of wall-clock time, and of CPU time."""
 
 
 class PhaseClock:
-    """Seconds by phase of each step, of wall-clock time and of this process's CPU time; phases do not nest."""
+    """A clock for the wall-clock time and this process's CPU time of each phase of each step; phases do not nest."""
 
     def __init__(self) -> None:
         self.now: dict[str, Seconds] = defaultdict(lambda: np.zeros(2))
@@ -60,7 +61,7 @@ class PhaseClock:
         return call_timed
 
     def wrap(self, owner: Any, **phases: str) -> None:
-        """Put a clock around each named attribute of `owner`."""
+        """Put a clock around the methods of `owner` that are named in `phases`: method → phase."""
         for name, phase in phases.items():
             setattr(owner, name, self.add_clock(phase, getattr(owner, name)))
 
@@ -81,7 +82,7 @@ def read_clocks() -> Seconds:
 
 
 def watch(trainer: GRPOTrainer) -> PhaseClock:
-    """Put clocks around the calls of the loop."""
+    """Put clocks around the calls that the training loop makes."""
     from dsreason.train.grpo import loop as grpo
 
     clock = PhaseClock()
@@ -95,7 +96,7 @@ def watch(trainer: GRPOTrainer) -> PhaseClock:
 
 
 class Waiting:
-    """An iterator whose waits count as `prompts`."""
+    """An iterator that counts the time to get an item as the phase `prompts`."""
 
     def __init__(self, items: Iterator[Any], clock: PhaseClock) -> None:
         self.take = clock.add_clock("prompts", items.__next__)
@@ -170,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ds-config", default="zero3.json")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=8, help="prompts per step, over all ranks")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step, on all ranks together")
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="tokens per completion")

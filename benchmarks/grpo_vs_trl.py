@@ -1,15 +1,16 @@
-"""Samples per second of `dsreason grpo`, relative to TRL's GRPOTrainer: same model, image prompts, lengths, and fp32.
+"""Samples per second of `dsreason grpo`, relative to TRL's GRPOTrainer, with the same model, image prompts and lengths, in fp32.
 
     python benchmarks/grpo_vs_trl.py [--engines transformers vllm] [--rounds 1] [--threads 1]
 
-Each side is the whole trainer in a separate process; the sides take turns, each pinned to one core per thread. dsreason
-samples with transformers, or with the engines of `--engines`; TRL samples with transformers' `generate`, as its vLLM does not
-run on a CPU. All sides use the same prompts and completions per step, samples per forward, one optimizer step per rollout,
-AdamW, no KL, and random rewards. No completion ends early: neither side may draw the model's end token. TRL is patched to
-compute the logits of completions only, as it does on a GPU; on a CPU it would compute those of all tokens (`TRL as it comes`).
+Each side is a complete trainer in a separate process; the sides take turns, each pinned to one core per thread. dsreason samples
+with the engines in `--engines`, by default transformers; TRL samples with transformers' `generate`, as its vLLM does not run on
+a CPU. All sides use the same number of prompts and completions per step and of samples per forward, one optimizer step per
+rollout, AdamW, no KL, and random rewards. No completion ends early: neither side may sample the model's end token. TRL is
+patched to compute only the logits of completions, as it does on a GPU; on a CPU, it would compute those of all tokens (`TRL as
+it comes`).
 
-Times run from the end of the warm-up to the last step, by the clock and in CPU time of the process. On an otherwise idle core
-the two agree; if other work runs, CPU time is more reliable.
+Times run from the end of the warm-up to the end of the last step, in wall-clock time and in CPU time of the process. On an
+otherwise idle core, the two agree; if other work runs, CPU time is more reliable.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from sides import (
     Ends,
     add_size,
     build_model,
+    build_trl_clock,
+    compute_seconds_per_step,
     report,
     run_side,
     score_trained_tokens_only,
-    seconds_per_step,
     time_calls,
     time_steps,
-    trl_clock,
     write_rows,
 )
 
@@ -44,11 +45,11 @@ SETTINGS = ("steps", "prompts", "generations", "micro_batch", "length", "ds_conf
 REWARD = "import random\n\ndef chance(completion, sample):\n    return random.random()\n"
 NEVER_DRAWN = "<|image_pad|>"
 AROUND = 44
-"""Mean tokens of a prompt in addition to its question: picture and chat format."""
+"""Mean number of tokens that picture and chat format add to the question of a prompt."""
 
 
 def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:
-    """Build a model whose end token neither side ever draws."""
+    """Build a model whose end token neither side ever samples."""
     from transformers import AutoTokenizer, GenerationConfig
 
     build_model(arguments, folder)
@@ -58,8 +59,8 @@ def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:
     return folder
 
 
-def dsreason_side(task: dict[str, Any]) -> None:
-    """Run `dsreason grpo` as a job of one process; print when each step ended."""
+def run_dsreason_side(task: dict[str, Any]) -> None:
+    """Run `dsreason grpo` as a job with one process; print the time at which each step ended."""
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.job.launch import prepare_environment
 
@@ -83,7 +84,7 @@ def dsreason_side(task: dict[str, Any]) -> None:
         "rollout": {
             "engine": task["side"].removeprefix(f"{OURS}, "),
             "max_completion_length": task["length"],
-            "batch_size": task["prompts"] * task["generations"],  # all at once, as TRL does
+            "batch_size": task["prompts"] * task["generations"],  # all completions at once, as in TRL
         },
         "reward": {"functions": {f"{Path(task['data']).parent / 'rewards.py'}:chance": 1.0}},
         "validation": {"before_training": False, "generate": False},
@@ -96,8 +97,8 @@ def dsreason_side(task: dict[str, Any]) -> None:
     print(json.dumps({"ends": ends, "lengths": lengths, "sampling": sampling, "updates": updates}))
 
 
-def trl_side(task: dict[str, Any]) -> None:
-    """Run TRL's GRPO on image rows; print when each step ended."""
+def run_trl_side(task: dict[str, Any]) -> None:
+    """Run TRL's GRPO on image rows; print the time at which each step ended."""
     import random
 
     import torch
@@ -159,7 +160,7 @@ def trl_side(task: dict[str, Any]) -> None:
         args=settings,
         train_dataset=dataset,
         processing_class=processor,
-        callbacks=[trl_clock(ends)],
+        callbacks=[build_trl_clock(ends)],
     )
     sampling = time_calls(trainer, "_generate")
     trainer.train()
@@ -174,12 +175,14 @@ def parse() -> argparse.Namespace:
     add_size(parser)
     parser.add_argument("--engines", nargs="+", choices=("vllm", "transformers"), default=("transformers",))
     parser.add_argument(
-        "--as-it-comes", action="store_true", help="also run TRL unpatched, with the logits of all tokens"
+        "--as-it-comes",
+        action="store_true",
+        help="also run TRL without the patch, so that it computes the logits of all tokens",
     )
     parser.add_argument("--ds-config", default="zero2.json")
     parser.add_argument("--prompts", type=int, default=2, help="prompts per step")
     parser.add_argument(
-        "--prompt-length", type=int, default=512, help="tokens per prompt, picture and chat format included"
+        "--prompt-length", type=int, default=512, help="tokens per prompt, including picture and chat format"
     )
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=8)
@@ -195,7 +198,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     if arguments.side:
-        (dsreason_side if arguments.side["side"].startswith(OURS) else trl_side)(arguments.side)
+        (run_dsreason_side if arguments.side["side"].startswith(OURS) else run_trl_side)(arguments.side)
         return
     sides = [TRL, *[AS_IT_COMES] * arguments.as_it_comes, *(f"{OURS}, {engine}" for engine in arguments.engines)]
     num_samples = arguments.prompts * arguments.generations
@@ -218,8 +221,8 @@ def main() -> None:
                 side_task = task | {"side": side, "output": str(folder / f"{side.replace(', ', '_')}_{number}")}
                 result = run_side(__file__, side_task, arguments.threads)
                 if set(result["lengths"]) != {arguments.length}:
-                    sys.exit(f"{side}: completions of {set(result['lengths'])} tokens instead of {arguments.length}")
-                wall, cpu = seconds_per_step(result, arguments.warmup)
+                    sys.exit(f"{side}: completions have {set(result['lengths'])} tokens instead of {arguments.length}")
+                wall, cpu = compute_seconds_per_step(result, arguments.warmup)
                 seconds[side].append((wall, cpu))
                 sampling = statistics.mean(cpu for _, cpu in result["sampling"][arguments.warmup :])
                 print(

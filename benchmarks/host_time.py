@@ -1,16 +1,16 @@
-"""CPU time that ZeRO-3 adds to the host's work, relative to ZeRO-2, on a model that computes next to nothing.
+"""CPU time of the host's work under ZeRO-3, relative to ZeRO-2, for a model that computes next to nothing.
 
     python benchmarks/host_time.py [--task sft|grpo|dpo|world] [--family qwen3_vl] [--steps 24] [--one-kind]
 
-The model has the number of modules of one of 2e9 parameters (28 layers, 24 vision blocks) and a width of 64, so that its CPU
-seconds are those of Python, DeepSpeed's hooks and kernel launches. On a GPU they are idle time of the card if they exceed
-the time of the kernels. Rows of text, images and clips take turns, so that micro-batches differ as real ones do. `grpo` measures
-updates with old and reference log-probabilities on made-up completions, `dpo` with a reference, `world` SFT of a video
-transformer with 28 blocks.
+The model has as many modules as one with 2e9 parameters (28 layers, 24 vision blocks), but a width of 64, so that its CPU seconds
+are those of Python, DeepSpeed's hooks and kernel launches. If they exceed the time of the kernels, a GPU is idle in between.
+Rows of text, images and clips alternate, so that micro-batches differ as real ones do. `grpo` measures updates with old and
+reference log-probabilities on made-up completions, `dpo` updates with a reference, and `world` SFT of a video transformer with
+28 blocks.
 
-Both DeepSpeed files train in their own processes and take turns, step by step, so that changes in the machine's speed affect
-both alike. Prints CPU seconds per micro-batch for both, the mean after four warm-up steps, and, last, their
-ratio and the slowest ZeRO-3 step relative to its median.
+The two DeepSpeed files train in separate processes, which take turns step by step, so that changes in the machine's speed affect
+both alike. The output is the mean CPU seconds per micro-batch of both, after four warm-up steps, and, at the end, their ratio and
+the slowest ZeRO-3 step relative to the median.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SECONDS = "SECONDS "
 """Prefix of the line that reports a measured step."""
 FILES = ("zero2.json", "zero3.json")
 Step = Callable[[], int]
-"""Run one step and return the number of its micro-batches."""
+"""Function that runs one step and returns the number of its micro-batches."""
 
 
 def prepare_rows(arguments: argparse.Namespace) -> None:
-    """Write rows with short answers; each has a rejected answer as well."""
+    """Write rows with short answers, each with a rejected answer as well."""
     path = write_rows(Setting(arguments.scratch, cards=0, tiny=True), 48)
     rows = [json.loads(line) | {"rejected": "I see nothing."} for line in path.read_text().splitlines()]
     kept_rows = [row for row in rows if "image" in row or not arguments.one_kind]
@@ -116,7 +116,7 @@ def iter_dpo_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[
 
 
 def iter_grpo_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
-    """Yield two optimizer steps over a rollout's completions, including the log-probabilities that they need."""
+    """Yield functions that run two optimizer steps on a rollout's completions, and compute the log-probabilities for them."""
     import torch
 
     from dsreason.config.deepspeed import resolve_deepspeed
@@ -156,7 +156,7 @@ def iter_grpo_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator
 
 
 def make_rollouts(prompts: list[Any], seed: int) -> list[Any]:
-    """Make four completions of made-up tokens for each prompt."""
+    """Make four completions from made-up tokens for each prompt."""
     import numpy as np
 
     from dsreason.rollout.protocol import make_single_turn
@@ -203,7 +203,7 @@ TASKS = {"sft": iter_sft_steps, "grpo": iter_grpo_steps, "dpo": iter_dpo_steps, 
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Run a step for each line of the standard input, and print its CPU seconds per micro-batch."""
+    """Run a step for each line of standard input, and print the CPU seconds per micro-batch of that step."""
     from dsreason.job.launch import prepare_environment
 
     prepare_environment()
@@ -230,7 +230,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def start_side(arguments: argparse.Namespace, file: str, scratch: Path) -> subprocess.Popen[str]:
-    """Start the training with one DeepSpeed file in its own process."""
+    """Start training with one DeepSpeed file in a separate process."""
     command = [sys.executable, __file__, "--task", arguments.task, "--family", arguments.family]
     command += ["--file", file, "--scratch", str(scratch)]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -253,15 +253,15 @@ def run_step(side: subprocess.Popen[str], log: Path) -> float:
     for line in side.stdout:
         if line.startswith(SECONDS):
             return float(line.removeprefix(SECONDS))
-    sys.exit(f"a side failed; its log ends with:\n{log.read_text()[-3000:]}")
+    sys.exit(f"the training failed; its log ends with:\n{log.read_text()[-3000:]}")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="sft")
     parser.add_argument("--family", help="default: qwen3_vl, or wan for world models")
-    parser.add_argument("--steps", type=int, default=24, help="the first four are not counted")
-    parser.add_argument("--one-kind", action="store_true", help="rows of images only")
+    parser.add_argument("--steps", type=int, default=24, help="steps per side, of which the first four are not counted")
+    parser.add_argument("--one-kind", action="store_true", help="use only rows with images")
     parser.add_argument("--file", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Memory of a rank that trains adapters, relative to one that trains all weights: parameters, gradients and optimizer.
+"""Memory for parameters, gradients and optimizer of a rank that trains adapters, relative to one that trains all weights.
 
     python benchmarks/lora_memory.py [--gb 1.0] [--rank 16] [--quantize] [--ds-config zero3.json]
 
-Each side trains the same random model in bf16 for two steps, in a fresh process, and reports the memory that it holds before
-the second optimizer step, minus that before the model was loaded: anonymous memory on a CPU (mapped weight files belong to the
-page cache), allocated memory on a GPU. `--quantize` also measures adapters on a base in 4 bits. The training text is a few
+Each side trains the same random model in bf16 for two steps, in a new process, and reports the memory in use before the second
+optimizer step minus that before the model was loaded: anonymous memory on a CPU (mapped weight files belong to the page cache),
+allocated memory on a GPU. `--quantize` also measures adapters on a base model in 4 bits. The training text is a few
 words, so activations are negligible.
 """
 
@@ -24,10 +24,10 @@ import torch
 GOAL = 0.15
 HIDDEN, INTERMEDIATE = 1024, 4096
 LAYER = HIDDEN * (2 * HIDDEN + 2 * 64 + 3 * INTERMEDIATE)
-"""Parameters of a layer, without the norms."""
+"""Number of parameters of a layer, without the norms."""
 
 
-def held_bytes(device: torch.device) -> int:
+def measure_held_bytes(device: torch.device) -> int:
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated()
@@ -62,14 +62,14 @@ def measure(model: Path, lora_rank: int, ds_config: str, quantize: str | None) -
     batch = collate([encoder.encode(Sample(id="0", messages=turns))], pad_id=encoder.pad_id)
     kind = "cuda" if world.device.type == "cuda" else "cpu"
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=kind, world_size=world.size)
-    before = held_bytes(world.device)
+    before = measure_held_bytes(world.device)
     engine = build_policy_engine(config, deepspeed, model)
     for step in range(2):
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(
             compute_sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets)), scale_wrt_gas=False
         )
-        held = held_bytes(world.device) - before
+        held = measure_held_bytes(world.device) - before
         if step == 0:
             engine.step()
     policy = engine.module
@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the weights, in 10^9 bytes")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--quantize", action="store_true", help="also with model.quantize = nf4")
+    parser.add_argument("--quantize", action="store_true", help="also measure adapters with model.quantize = nf4")
     parser.add_argument("--ds-config", default="zero3.json")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--bits", help=argparse.SUPPRESS)
@@ -127,9 +127,9 @@ def main() -> None:
 
 def build_environment() -> dict[str, str]:
     root = str(Path(__file__).parents[1])
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # DeepSpeed looks for ninja
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # DeepSpeed searches PATH for ninja
     accelerator = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
-    # Otherwise the allocator keeps freed memory, and it would count.
+    # Otherwise, the allocator would keep freed memory, which would then be counted.
     return os.environ | accelerator | {"PATH": path, "PYTHONPATH": root, "MALLOC_TRIM_THRESHOLD_": "0"}
 
 

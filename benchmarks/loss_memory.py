@@ -1,10 +1,10 @@
-"""Peak memory of the chunked loss relative to full float32 logits, forward and backward.
+"""Peak memory of forward and backward with the chunked loss, relative to full float32 logits.
 
     python benchmarks/loss_memory.py [--tokens 4096] [--vocabulary 151936] [--hidden 1024] [--device cpu|cuda]
 
-Each side runs in a fresh process that holds the same inputs and reports what forward and backward added at their peak:
-resident memory on a CPU (high-water mark, reset before the measured part), `max_memory_allocated` on CUDA. The
-gradients of the hidden states and of the output embedding count on both sides.
+Each side runs in a new process with the same inputs, and reports the memory that forward and backward add at their peak: resident
+memory on a CPU (high-water mark, reset before the measurement), `max_memory_allocated` on CUDA. The gradients of the hidden
+states and of the output embedding count on both sides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GOAL = 0.25
 
 
 def compute_plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute the loss as transformers' causal language models do: logits of all tokens in float32, cross entropy."""
+    """Compute the loss as in transformers' causal language models: cross entropy of the float32 logits of all tokens."""
     logits = (hidden @ weight.t()).float()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
@@ -43,7 +43,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 class PeakMemory:
-    """Bytes that the enclosed block added at its peak to the memory in use before."""
+    """A measurement of the bytes that the block adds, at its peak, to the memory in use before."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.added = device, 0
@@ -53,16 +53,16 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self.before = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the current size
-            self.before = status_bytes("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # "5" resets the high-water mark to the current size
+            self.before = read_status_bytes("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
-        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else status_bytes("VmHWM")
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else read_status_bytes("VmHWM")
         self.added = peak - self.before
 
 
-def status_bytes(field: str) -> int:
+def read_status_bytes(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
@@ -73,7 +73,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     hidden = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(arguments.vocabulary, arguments.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
     targets = torch.randint(arguments.vocabulary, (arguments.tokens,), device=device)
-    # A small call comes first, so that one-time allocations of the libraries do not count.
+    # Start with a small call, so that one-time allocations of the libraries do not count.
     small = weight.detach()[:64].clone().requires_grad_()
     LOSSES[name](hidden.detach()[:8].clone().requires_grad_(), small, targets[:8] % 64).backward()
     start = time.perf_counter()

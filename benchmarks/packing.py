@@ -1,15 +1,15 @@
-"""Savings by rows of segments: shared prompts, no padding, and less memory per rank when ranks share a row.
+"""Savings through rows of segments: shared prompts, no padding, and less memory per rank if ranks share a row.
 
     python benchmarks/packing.py [prompts] [rows] [memory] [--rounds 3] [--threads 1]
 
-Each side runs in a separate process, in turn, pinned to one core per thread, in fp32 without recomputation.
+The sides run in turn, each in a separate process pinned to one core per thread, in fp32 without recomputation.
 
-`prompts`: seconds of a GRPO update (forward, backward, optimizer) of 8 completions of 128 tokens with a prompt of 1,024
-tokens: with the prompt in each row / with a shared prompt; 8 samples per forward, packed on both sides.
-`rows`: seconds of an SFT step of rows of 50 to 1,500 tokens, padded / packed, with the same number of tokens per forward.
-`memory`: what forward and backward of a row add to a rank's memory at their peak (high-water mark of the resident memory;
-the larger of the ranks, in the second step): a row of twice `--tokens` on 2 ranks that share it / one of `--tokens` on one
-rank. Then the same for rows that are mostly a video, together with what the vision tower's forward adds.
+`prompts`: seconds of a GRPO update (forward, backward, optimizer) on 8 completions of 128 tokens to a prompt of 1,024 tokens:
+with a copy of the prompt per completion / with a shared prompt; 8 samples per forward, packed on both sides.
+`rows`: seconds of an SFT step on rows of 50 to 1,500 tokens, padded / packed, with the same number of tokens per forward.
+`memory`: memory that forward and backward of a row add to a rank at their peak (high-water mark of the resident memory in the
+second step; the maximum over the ranks): for a row of 2 x `--tokens` on 2 ranks that share it / a row of `--tokens` on one rank.
+Then the same for rows that consist mostly of a video, together with the memory that the vision tower's forward adds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from typing import Any
 
 import grpo_vs_trl
 import sft_vs_trl
-from sides import add_size, build_model, log_uniform, report, run_side, seconds_per_step, words, write_rows
+from sides import (
+    add_size,
+    build_model,
+    compute_seconds_per_step,
+    make_log_uniform_lengths,
+    make_words,
+    report,
+    run_side,
+    write_rows,
+)
 
 Pair = tuple[float, float]
 GENERATIONS, PROMPT, COMPLETION = 8, 1024, 128
@@ -37,11 +46,11 @@ def run_grpo_side(task: dict[str, Any]) -> None:
 
     if task["side"] == "each its own":
         RunConfig.shares_prompts = property(lambda config: False)
-    grpo_vs_trl.dsreason_side(task | {"side": "transformers"})
+    grpo_vs_trl.run_dsreason_side(task | {"side": "transformers"})
 
 
 def run_sft_side(task: dict[str, Any]) -> None:
-    sft_vs_trl.dsreason_side(task | {"packing": task["side"] == "packed"})
+    sft_vs_trl.run_dsreason_side(task | {"packing": task["side"] == "packed"})
 
 
 def prompts(arguments: argparse.Namespace, folder: Path) -> None:
@@ -61,7 +70,7 @@ def prompts(arguments: argparse.Namespace, folder: Path) -> None:
 
 def rows(arguments: argparse.Namespace, folder: Path) -> None:
     model = build_model(arguments, folder / "model")
-    lengths = log_uniform(arguments.rows, sft_vs_trl.SHORTEST, sft_vs_trl.LONGEST)
+    lengths = make_log_uniform_lengths(arguments.rows, sft_vs_trl.SHORTEST, sft_vs_trl.LONGEST)
     answers = [max(1, length // 10) for length in lengths]
     questions = [max(1, length - sft_vs_trl.AROUND - n) for length, n in zip(lengths, answers, strict=True)]
     data = write_rows(folder, questions, answers)
@@ -71,7 +80,7 @@ def rows(arguments: argparse.Namespace, folder: Path) -> None:
         "SFT steps/s",
         ("padded", "packed"),
         task,
-        lambda result: seconds_per_step(result, arguments.warmup),
+        lambda result: compute_seconds_per_step(result, arguments.warmup),
         folder,
         arguments,
     )
@@ -81,7 +90,7 @@ def memory(arguments: argparse.Namespace, folder: Path) -> None:
     from dsreason.job import launch
 
     launch.prepare_environment()
-    # Otherwise the allocator keeps freed memory, and the next step's peak does not show.
+    # Otherwise, the allocator would keep freed memory, which would hide the peak of the next step.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     model = build_model(arguments, folder / "model")
     for kind, write in (("text", write_text), ("video", write_video)):
@@ -115,7 +124,7 @@ def write_text(folder: Path, tokens: int) -> Path:
 
 
 def write_video(folder: Path, tokens: int) -> Path:
-    """Write a row of `tokens` tokens, half of them a video's: 256 tokens for two frames."""
+    """Write a row of `tokens` tokens, half of them from a video, which has 256 tokens per two frames."""
     import av
     import numpy as np
 
@@ -129,18 +138,23 @@ def write_video(folder: Path, tokens: int) -> Path:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
         container.mux(stream.encode())
     answer = tokens // 10
-    row = {"id": "0", "video": "clip.mp4", "question": words(tokens - tokens // 2 - answer), "answer": words(answer)}
+    row = {
+        "id": "0",
+        "video": "clip.mp4",
+        "question": make_words(tokens - tokens // 2 - answer),
+        "answer": make_words(answer),
+    }
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     return folder / "rows.jsonl"
 
 
 def run_memory_side(task: dict[str, Any]) -> None:
-    """Run one rank; write what its second step added to its memory next to the rows."""
+    """Run one rank; write the memory that its second step added to a file next to the rows."""
     from dsreason.job import launch
 
     launch.enter_rank()
     import torch
-    from loss_memory import PeakMemory, status_bytes
+    from loss_memory import PeakMemory, read_status_bytes
 
     from dsreason.config.schema import SFTConfig
     from dsreason.train.sft import loop
@@ -151,8 +165,8 @@ def run_memory_side(task: dict[str, Any]) -> None:
         tower = engine.module.model.model.visual
         before: list[int] = []
         hooks = [
-            tower.register_forward_pre_hook(lambda *_: before.append(status_bytes("VmRSS"))),
-            tower.register_forward_hook(lambda *_: results.update(tower=status_bytes("VmRSS") - before[-1])),
+            tower.register_forward_pre_hook(lambda *_: before.append(read_status_bytes("VmRSS"))),
+            tower.register_forward_hook(lambda *_: results.update(tower=read_status_bytes("VmRSS") - before[-1])),
         ]
         with PeakMemory(torch.device("cpu")) as peak:
             loss = accumulate(engine, batches, *arguments)
@@ -187,7 +201,7 @@ def compare(
     unit: str,
     sides: tuple[str, str],
     task: dict[str, Any],
-    seconds_of: Callable[[dict[str, Any]], Pair],
+    compute_seconds: Callable[[dict[str, Any]], Pair],
     folder: Path,
     arguments: argparse.Namespace,
     goal: float | None = None,
@@ -196,7 +210,7 @@ def compare(
     for number in range(arguments.rounds):
         for side in sides:
             side_task = task | {"side": side, "output": str(folder / f"{side.replace(' ', '_')}_{number}")}
-            seconds[side].append(seconds_of(run_side(__file__, side_task, arguments.threads)))
+            seconds[side].append(compute_seconds(run_side(__file__, side_task, arguments.threads)))
             wall, cpu = seconds[side][-1]
             print(f"{side:20}{wall:8.3f} s, {cpu:.3f} of CPU (load {os.getloadavg()[0]:.1f})", flush=True)
     wall, cpu = report(seconds, 1, unit, sides[0])[sides[1]]
@@ -222,9 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32, help="rows per SFT step")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument(
-        "--tokens", type=int, default=4096, help="tokens of the row whose memory is measured on one rank"
-    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the row that is measured on one rank")
     parser.add_argument("--recompute", action="store_true", help="measure memory with recomputation")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)

@@ -1,13 +1,14 @@
-"""Frame numbers, sizes and tokens of clips: this package compared with qwen-vl-utils, as cosmos-rl calls it. No GPU, seconds.
+"""Frame numbers, sizes and tokens of clips in dsreason and in qwen-vl-utils, as cosmos-rl calls it; takes seconds, without a GPU.
 
     python benchmarks/pixels.py [--all]
 
-Both families, with the processors' files of published checkpoints (`tests/published/`), clips from 1 s to 5 min and from
-240p to 4K, and settings from none to those of cosmos-reason1's and the cookbook's recipes. The clips exist only as headers:
-the frames of 5 min in 4K would take 15 GB. The real `fetch_video` of qwen-vl-utils runs on a reader that returns tensors without
-data, so everything except decoding is its own code.
+The comparison covers both families, with the processor files of published checkpoints (`tests/published/`), clips from 1 s to
+5 min and from 240p to 4K, and settings from none to those in the recipes of cosmos-reason1 and the cookbook. The clips exist only
+as headers, because the frames of 5 min in 4K would take 15 GB. The real `fetch_video` of qwen-vl-utils runs on a reader that
+returns tensors without data, so everything except decoding is the library's code.
 
-Prints the combinations that differ (with `--all` every one), then their number. `docs/data.md` lists the intended differences.
+The output is the combinations that differ (with `--all`, every combination), followed by their number. `docs/data.md` lists the
+intended differences.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ SETTINGS: list[dict[str, float]] = [
     {"min_frames": 12, "max_frames": 40},
 ]
 LIMITED: list[dict[str, float]] = [{"fps": 1, "max_pixels": 81_920}, {"fps": 1, "max_pixels": 40_960}]
-"""Settings that qwen-vl-utils 0.0.14 refuses: `max_pixels` below its smallest frame, 128 tokens, without a `min_pixels`."""
+"""Settings that qwen-vl-utils 0.0.14 refuses without `min_pixels`: `max_pixels` below its smallest frame, 128 tokens."""
 
 
 class ShownPixels(NamedTuple):
-    """Frames, size and tokens in which a model sees a clip."""
+    """The frame numbers, size and number of tokens with which a model sees a clip."""
 
     indices: list[int]
     size: tuple[int, int]
@@ -87,7 +88,7 @@ class ShownPixels(NamedTuple):
 
 
 class HeaderOnly:
-    """Stand-in for torchcodec's `VideoDecoder`."""
+    """A stand-in for torchcodec's `VideoDecoder` that reads only headers."""
 
     def __init__(self, path: str, num_ffmpeg_threads: int) -> None:
         self.clip = next(clip for clip in CLIPS if clip.path == path)
@@ -109,7 +110,10 @@ def patch_decoding() -> Iterator[Any]:
     vars(decoders)["VideoDecoder"] = HeaderOnly
     modules = {"torchcodec": ModuleType("torchcodec"), "torchcodec.decoders": decoders}
     read = vision_process._read_video_torchcodec
-    readers = {"torchcodec": read, "torchvision": read}  # torchvision would be tried after an error, and hide it
+    readers = {
+        "torchcodec": read,
+        "torchvision": read,
+    }  # qwen-vl-utils would try torchvision after an error, and hide the error
     with (
         patch.dict(sys.modules, modules),
         patch.object(vision_process, "get_video_reader_backend", return_value="torchcodec"),
@@ -119,7 +123,7 @@ def patch_decoding() -> Iterator[Any]:
 
 
 def show_with_qwen(utils: Any, clip: ClipFile, settings: dict[str, float], patch_size: int) -> ShownPixels | str:
-    """Return what qwen-vl-utils makes of a clip, or its error message if it refuses the clip."""
+    """Return the pixels that qwen-vl-utils makes of a clip, or its error message if it refuses the clip."""
     part = {"type": "video", "video": clip.path, **settings}
     try:
         frames, metadata = utils.fetch_video(part, image_patch_size=patch_size, return_video_metadata=True)
@@ -135,7 +139,7 @@ def show_with_qwen(utils: Any, clip: ClipFile, settings: dict[str, float], patch
 
 
 def build_published(tiny: Path, model_type: str, folder: Path) -> Path:
-    """Copy the tiny model, with the processors' files of the published models."""
+    """Copy the tiny model, and replace its processor files with those of the published model."""
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*processor_config.json"))
     for file in (PUBLISHED / model_type).iterdir():
         shutil.copy(file, folder)
@@ -143,7 +147,7 @@ def build_published(tiny: Path, model_type: str, folder: Path) -> Path:
 
 
 def open_published(tiny: Path, model_type: str, folder: Path) -> Any:
-    """Open the encoder of the tiny model with published processors' files."""
+    """Open an encoder of the tiny model with the processor files of the published model."""
     import torch
 
     from dsreason.models.processors.loading import open_encoder

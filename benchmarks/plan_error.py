@@ -2,12 +2,12 @@
 
     python benchmarks/plan_error.py [training] [vllm] [--cases full lora nf4 video fp32 …] [--threads 1]
 
-`training`: random models of several hundred million parameters, on 1 and 2 ranks of ZeRO-3, with rows of several lengths. Each
-case trains for two steps in its own processes. The second step is measured: what a rank holds before it (weights, gradients,
-optimizer), what forward and backward add at their peak, and what the optimizer adds. On a CPU this is resident memory
-(anonymous memory and its high-water mark), on a GPU allocated memory. The buckets of the DeepSpeed JSON are smaller than those
-of `zero3.json` in proportion to the models.
-`vllm` (GPUs only): the number of blocks in vLLM's KV cache, for the model of `--vllm-model`.
+`training`: random models of several hundred million parameters, on 1 and 2 ranks under ZeRO-3, with rows of several lengths. Each
+case trains for two steps in new processes. The second step is measured: the memory that a rank holds before the step (weights,
+gradients, optimizer), and the memory that forward and backward, and then the optimizer, add at their peak. On a CPU, this is
+resident memory (anonymous memory and its high-water mark); on a GPU, allocated memory. The buckets in the DeepSpeed JSON are
+smaller than those in `zero3.json`, in proportion to the models.
+`vllm` (GPUs only): the number of blocks in vLLM's KV cache, for the model `--vllm-model`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from lora_memory import held_bytes
+from lora_memory import measure_held_bytes
 from loss_memory import PeakMemory
 from PIL import Image
-from sides import words
+from sides import make_words
 
 GOAL = 0.15
 MATTERS = 40 * 2**20
-"""Bytes below which an error is printed but does not count."""
+"""Number of bytes below which an error is printed, but does not count."""
 BUCKETS = {
     "reduce_bucket_size": 4e6,
     "stage3_prefetch_bucket_size": 2e6,
@@ -47,7 +47,7 @@ class Case:
     ranks: int = 1
     tokens: int = 2048
     images: int = 0
-    """Images of 256 tokens each, which count as tokens of the row."""
+    """Number of images of 256 tokens each, which count towards the tokens of the row."""
     lora: int = 0
     quantize: str | None = None
     precision: str = "bf16"
@@ -62,7 +62,7 @@ class Case:
 
 FULL = Case("full")
 FROZEN: dict[str, Any] = {"layers": 8, "vocabulary": 196608, "tokens": 1024}
-"""Sizes of models with frozen weights: larger, as these take little memory."""
+"""Sizes of models with frozen weights, which are larger because such weights take little memory."""
 CASES = [
     replace(FULL, tokens=512),
     FULL,
@@ -82,7 +82,7 @@ CASES = [
     replace(FULL, name="video, frozen tower", tokens=2048, images=7, hidden=512, freeze=("visual",)),
 ]
 VISION = {"hidden": 768, "depth": 6}
-"""Vision tower of the models that get images; the others have a tiny one."""
+"""Sizes of the vision tower of models that get images; the other models have a tiny tower."""
 
 
 def build_model(case: Case, folder: Path) -> Path:
@@ -122,7 +122,7 @@ def build_run_config(case: Case, model: Path, tokens: int, ds_config: Path) -> A
 
 
 def build_conversation(case: Case, folder: Path, side: int) -> list[dict[str, Any]]:
-    """Build a conversation of about `case.tokens` tokens: pictures of `side` pixels, and an answer that fills the row."""
+    """Build a conversation of about `case.tokens` tokens: square pictures of `side` pixels, and an answer that fills the row."""
     random = np.random.default_rng(0)
     parts: list[dict[str, Any]] = []
     for number in range(case.images):
@@ -131,14 +131,14 @@ def build_conversation(case: Case, folder: Path, side: int) -> list[dict[str, An
         parts.append({"type": "image", "image": str(file)})
     answer = case.tokens - 256 * case.images - 64 - 2 * case.images
     return [
-        {"role": "user", "content": [*parts, {"type": "text", "text": words(16)}]},
-        {"role": "assistant", "content": words(answer)},
+        {"role": "user", "content": [*parts, {"type": "text", "text": make_words(16)}]},
+        {"role": "assistant", "content": make_words(answer)},
     ]
 
 
 def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str, float]:
-    """Return the bytes that a rank holds, and what the two halves of the second step add."""
-    import peft  # noqa: F401 (imported first, as a plan's phases exclude the memory of libraries)
+    """Return the bytes that a rank holds before the second step, and the bytes that the two halves of the step add."""
+    import peft  # noqa: F401 (imported first, because the phases of a plan exclude the memory of libraries)
 
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.micro_batches import align_micro_batches
@@ -155,13 +155,13 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
     sample = encoder.encode(Sample(id="0", messages=build_conversation(case, folder, side)))
     kind = "cuda" if world.device.type == "cuda" else "cpu"
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=kind, world_size=world.size)
-    before = held_bytes(world.device)
+    before = measure_held_bytes(world.device)
     engine = build_policy_engine(config, deepspeed, model)
     results: dict[str, float] = {"tokens": len(sample), "trained": int(sample.loss_mask.sum())}
     for _ in range(2):
         (batch,) = align_micro_batches([[sample]], encoder, gather_objects, packing=True)
         engine.set_gradient_accumulation_boundary(True)
-        results["held"] = held_bytes(world.device) - before
+        results["held"] = measure_held_bytes(world.device) - before
         with PeakMemory(world.device) as peak:
             loss = compute_sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets))
             engine.backward(loss, scale_wrt_gas=False)
@@ -180,7 +180,7 @@ def estimate(case: Case, model: Path, ds_config: Path, results: dict[str, float]
     from dsreason.tools.planning.training import forward_backward, plan_optimizer_step
 
     machine = Machine(case.ranks, device=device)
-    media = 256 * case.images or 4  # a row without media gets a small dummy image
+    media = 256 * case.images or 4  # a row without media gets a small dummy image of 4 tokens
     config = build_run_config(case, model, int(results["tokens"]), ds_config)
     tokens = {"media_tokens": media, "trained_tokens": int(results["trained"])}
     request = PlanRequest("sft", config, machine, str(ds_config), **tokens)
@@ -200,7 +200,7 @@ def training(arguments: argparse.Namespace, folder: Path) -> None:
     from dsreason.job import launch
 
     launch.prepare_environment()
-    # Otherwise the allocator keeps freed memory, and the next peak does not show.
+    # Otherwise, the allocator would keep freed memory, which would hide the next peak.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     offload_sections = {f"offload_{states}": {"device": "cpu"} for states in ("optimizer", "param")}
@@ -242,7 +242,7 @@ def vllm(arguments: argparse.Namespace, folder: Path) -> None:
     from dsreason.job import launch
 
     if not torch.cuda.is_available():
-        print("vllm: needs a GPU and found none; skipped")
+        print("vllm: skipped, because no GPU is available")
         return
     launch.prepare_environment()
     task = json.dumps({"model": arguments.vllm_model, "folder": str(folder)})
@@ -253,7 +253,7 @@ def vllm(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def run_vllm_side(task: dict[str, Any]) -> None:
-    """Start the engine of a GRPO run, without a policy, and write the number of tokens that its cache holds."""
+    """Start the engine of a GRPO run, without a policy, and write the number of tokens that fit into its cache."""
     from dsreason.cli.plan import find_machine
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.files.cache import get_cache_dir
@@ -294,7 +294,7 @@ PARTS = {"training": training, "vllm": vllm}
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=(*PARTS, []), help="default: all")
-    parser.add_argument("--cases", nargs="*", help="names of cases or prefixes of them; default: all")
+    parser.add_argument("--cases", nargs="*", help="names of cases, or prefixes of names; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(

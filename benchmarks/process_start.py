@@ -1,10 +1,11 @@
-"""CPU seconds of starting a command, now and at an earlier commit.
+"""CPU seconds that the start of a command takes, now and at an earlier commit.
 
     python benchmarks/process_start.py [--against COMMIT] [--rounds 3]
 
-Measures `--version`, `--help`, a misspelt key, a missing file, `sft --dry-run` of the built-in task, and `sft --nproc 2` of it
-up to the first step in metrics.jsonl: user and system time of the command and of all processes it started, the lowest of the
-rounds. The commits take turns; the earlier one runs from a separate git worktree, with this environment's packages.
+The commands are `--version`, `--help`, a run with a misspelt key, one with a missing file, `sft --dry-run` on the built-in task,
+and `sft --nproc 2` on that task up to the first step in metrics.jsonl. The result is the user and system time of the command and
+of all processes that it started; the minimum of the rounds counts. The commits take turns; the earlier commit runs from a
+separate git worktree, with the packages of this environment.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 GOALS = {"--version": 0.5, "--help": 0.5, "a misspelt key": 0.5, "a missing file": 0.5, "sft --dry-run": 8.0}
-"""Largest CPU seconds."""
+"""Maximum number of CPU seconds, by command."""
 FIRST_STEP = "sft --nproc 2, to the first step"
 FIRST_STEP_GOAL = 0.5
-"""Largest share of the earlier commit's CPU seconds."""
+"""Maximum ratio to the CPU seconds of the earlier commit."""
 TIME_LIMIT_S = 900.0
 
 
@@ -43,7 +44,7 @@ def build_commands(folder: Path) -> dict[str, list[str]]:
 
 
 def start(tree: Path, arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start `dsreason ARGUMENTS` of the working tree `tree`."""
+    """Start `dsreason ARGUMENTS` from the working tree `tree`."""
     command = [sys.executable, "-P", "-m", "dsreason", *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(tree)}, **quiet)
@@ -75,7 +76,7 @@ def time_first_step(tree: Path, folder: Path) -> float:
 
 
 def sum_cpu_seconds(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process and its descendants, those that have ended included."""
+    """Return the CPU seconds of a process and its descendants, including those that have ended."""
     seconds = 0.0
     for member in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,12 +85,12 @@ def sum_cpu_seconds(process: psutil.Process) -> float:
 
 
 def compile_bytecode(tree: Path) -> None:
-    """Compile the sources of a tree, so that this does not happen while it is measured."""
+    """Compile the sources of a tree in advance, so that Python does not compile them during a measurement."""
     subprocess.run([sys.executable, "-m", "compileall", "-q", tree / "dsreason", tree / "data_adapters"], check=True)
 
 
 def measure(trees: list[Path], folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the lowest CPU seconds of each tree by name of the command."""
+    """Return the minimum CPU seconds of each command in each tree: command → one value per tree."""
     rounds_by_name: dict[str, list[list[float]]] = {}
     for number in range(rounds):
         for side, tree in enumerate(trees):

@@ -1,19 +1,19 @@
-"""Tokens per second of `dsreason sft`, relative to TRL's SFTTrainer: same model, image rows, global batch, and fp32.
+"""Tokens per second of `dsreason sft`, relative to TRL's SFTTrainer, with the same model, image rows and global batch, in fp32.
 
     python benchmarks/sft_vs_trl.py [--lengths spread|even] [--trained 0.1] [--rounds 1] [--threads 1]
 
-Each side runs in a separate process, in turn, pinned to one core per thread; both decode the images in that process. Neither
-side saves, validates or recomputes activations. Every step has all rows, so all measured steps have the same tokens: with
-`--lengths spread`, rows of 50 to 1,500 tokens with evenly spaced logarithms; with `even`, all rows have the mean length of
-those. Padding does not count as tokens.
+The sides run in turn, each in a separate process pinned to one core per thread, which also decodes the images. Neither side
+saves, validates or recomputes activations. Every step uses all rows, so all measured steps have the same tokens: with `--lengths
+spread`, rows of 50 to 1,500 tokens whose logarithms are evenly spaced; with `even`, rows that all have the mean length of those.
+Padding does not count.
 
-For a fair comparison, dsreason fills rows up to `--budget` tokens, and TRL's batch is the largest that has at most that many
-padded tokens if all its rows are as long as the longest, which is what its users would choose for the same memory. TRL draws
-its batches at random, its default, and does not support packing and padding-free for vision-language models (1.16). Both sides
-train only the answers, `--trained` of each row's tokens. On a CPU TRL would compute the logits of all tokens: `TRL` is patched
-to compute those of trained tokens, as on a GPU, and `TRL as it comes` is not patched.
+For a fair comparison, dsreason fills rows with up to `--budget` tokens, and TRL's batch size is the largest for which a batch of
+only the longest rows does not exceed that number, as its users would choose it for the same memory. TRL draws its batches at
+random, which is its default, and supports neither packing nor padding-free training for vision-language models (1.16). Both sides
+train only on the answers, which are `--trained` of each row's tokens. On a CPU, TRL would compute the logits of all tokens:
+`TRL` is patched to compute only those of trained tokens, as on a GPU, and `TRL as it comes` is not patched.
 
-`--video` instead tries a video row with TRL and prints whether the model got its pixels.
+`--video` instead trains TRL on a video row, and prints whether the model received its pixels.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from sides import (
     Ends,
     add_size,
     build_model,
-    log_uniform,
+    build_trl_clock,
+    compute_seconds_per_step,
+    make_log_uniform_lengths,
     report,
     run_side,
     score_trained_tokens_only,
-    seconds_per_step,
     time_steps,
-    trl_clock,
     write_rows,
 )
 
 GOALS = {"spread": 1.8, "even": 1.1}
 SHORTEST, LONGEST = 50, 1500
 AROUND = 50
-"""Mean tokens of a prompt in addition to its question: picture and chat format."""
+"""Mean number of tokens that picture and chat format add to the question of a prompt."""
 TRL, AS_IT_COMES, OURS = "TRL", "TRL as it comes", "dsreason"
 
 
 def make_rows(folder: Path, arguments: argparse.Namespace) -> Path:
-    lengths = log_uniform(arguments.rows, SHORTEST, LONGEST)
+    lengths = make_log_uniform_lengths(arguments.rows, SHORTEST, LONGEST)
     if arguments.lengths == "even":
         lengths = [round(sum(lengths) / len(lengths))] * len(lengths)
     answers = [max(1, round(arguments.trained * length)) for length in lengths]
@@ -61,7 +61,7 @@ def make_rows(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def measure(model: Path, rows: Path) -> tuple[list[int], int]:
-    """Return the tokens of each row, vision tokens included, and the number of trained tokens in all rows."""
+    """Return the number of tokens of each row, including vision tokens, and the number of trained tokens in all rows."""
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
     from dsreason.train.common.preflight import build_encoder
@@ -73,12 +73,12 @@ def measure(model: Path, rows: Path) -> tuple[list[int], int]:
 
 
 def compute_largest_batch(longest: int, num_rows: int, budget: int) -> int:
-    """Return the number of rows per batch for TRL: the largest that fits and divides the step."""
+    """Return TRL's number of rows per batch: the largest that fits into the budget and divides the rows of a step."""
     return max(size for size in range(1, num_rows + 1) if num_rows % size == 0 and size * longest <= budget)
 
 
-def dsreason_side(task: dict[str, Any]) -> None:
-    """Run `dsreason sft` as a job of one process; print when each step ended."""
+def run_dsreason_side(task: dict[str, Any]) -> None:
+    """Run `dsreason sft` as a job with one process; print the time at which each step ended."""
     from dsreason.config.schema import SFTConfig
     from dsreason.job.launch import prepare_environment
 
@@ -105,8 +105,8 @@ def dsreason_side(task: dict[str, Any]) -> None:
     print(json.dumps({"ends": ends}))
 
 
-def trl_side(task: dict[str, Any]) -> None:
-    """Run TRL's SFT on image rows; print when each step ended."""
+def run_trl_side(task: dict[str, Any]) -> None:
+    """Run TRL's SFT on image rows; print the time at which each step ended."""
     import torch
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
@@ -156,14 +156,14 @@ def trl_side(task: dict[str, Any]) -> None:
         args=settings,
         train_dataset=dataset,
         processing_class=AutoProcessor.from_pretrained(task["model"]),
-        callbacks=[trl_clock(ends)],
+        callbacks=[build_trl_clock(ends)],
     )
     trainer.train()
     print(json.dumps({"ends": ends}))
 
 
 def try_trl_video(task: dict[str, Any]) -> None:
-    """Run one step of SFTTrainer on a video row; print whether the model got the video."""
+    """Run one step of SFTTrainer on a video row; print whether the model received the video."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -192,7 +192,7 @@ def try_trl_video(task: dict[str, Any]) -> None:
 
 
 def describe_video_trial(model: Path, folder: Path) -> str:
-    """Return what TRL does with a video row; the video is given as frames, so that no decoder is involved."""
+    """Describe what TRL does with a video row. The video is passed as frames, so that no decoder is involved."""
     frames = [folder / f"frame_{i}.png" for i in range(8)]
     for i, path in enumerate(frames):
         Image.new("RGB", (64, 64), (30 * i, 0, 0)).save(path)
@@ -205,7 +205,7 @@ def describe_video_trial(model: Path, folder: Path) -> str:
     return completed.stdout.strip().splitlines()[-1]
 
 
-SIDES = {TRL: trl_side, AS_IT_COMES: trl_side, OURS: dsreason_side, "video": try_trl_video}
+SIDES = {TRL: run_trl_side, AS_IT_COMES: run_trl_side, OURS: run_dsreason_side, "video": try_trl_video}
 
 
 def parse() -> argparse.Namespace:
@@ -214,14 +214,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ds-config", default="zero2.json")
     parser.add_argument("--sides", nargs="+", choices=(TRL, AS_IT_COMES, OURS), default=(TRL, OURS))
     parser.add_argument("--lengths", choices=tuple(GOALS), default="spread", help="lengths of the rows")
-    parser.add_argument("--trained", type=float, default=0.1, help="share of a row's tokens that are its answer")
+    parser.add_argument("--trained", type=float, default=0.1, help="share of a row's tokens that belong to its answer")
     parser.add_argument("--rows", type=int, default=16, help="rows per step")
     parser.add_argument("--budget", type=int, default=6144, help="tokens per forward")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--video", action="store_true", help="try a video row with TRL instead")
+    parser.add_argument("--video", action="store_true", help="train TRL on a video row instead")
     parser.add_argument("--side", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -253,7 +253,7 @@ def main() -> None:
             for side in arguments.sides:
                 side_task = task | {"side": side, "output": str(folder / f"{side}_{number}")}
                 seconds[side].append(
-                    seconds_per_step(run_side(__file__, side_task, arguments.threads), arguments.warmup)
+                    compute_seconds_per_step(run_side(__file__, side_task, arguments.threads), arguments.warmup)
                 )
                 wall, cpu = seconds[side][-1]
                 print(f"{side:20}{wall:8.2f} s per step, {cpu:.2f} of CPU (load {os.getloadavg()[0]:.1f})", flush=True)

@@ -1,4 +1,4 @@
-"""Shared parts of the comparisons with TRL: rows, model, and a timed process for each side."""
+"""Common parts of the comparisons with TRL: rows, model, and a timed process for each side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 JUDGED = {"hidden": 1024, "layers": 8, "vocabulary": 151_936}
-"""Size for which the goals hold: matrix products dominate, and the vocabulary is that of a real model."""
+"""Sizes to which the goals apply: matrix products dominate, and the vocabulary is as large as that of a real model."""
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "yellow": (220, 220, 30)}
 WORDS = (
     "yes",
@@ -37,9 +37,9 @@ WORDS = (
     "five",
     "six",
 )
-"""Words that are one token each."""
+"""Words that consist of one token each."""
 Ends = dict[int, tuple[float, float]]
-"""Time at which each step ended: by the clock, and in CPU time of the process."""
+"""Step → the time at which it ended: wall-clock time, and CPU time of the process."""
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -56,20 +56,20 @@ def build_model(arguments: argparse.Namespace, folder: Path) -> Path:
     return build_tiny(arguments.family, folder, **sizes)
 
 
-def log_uniform(count: int, shortest: int, longest: int) -> list[int]:
-    """Return lengths whose logarithms are evenly spaced, in a fixed random order."""
+def make_log_uniform_lengths(count: int, shortest: int, longest: int) -> list[int]:
+    """Return `count` lengths whose logarithms are evenly spaced, in a fixed random order."""
     lengths = np.geomspace(shortest, longest, count).round().astype(int)
     return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
 
 
-def words(count: int, first: int = 0) -> str:
+def make_words(count: int, first: int = 0) -> str:
     return " ".join(WORDS[(first + i) % len(WORDS)] for i in range(count))
 
 
 def write_rows(folder: Path, prompts: Sequence[int], answers: Sequence[int]) -> Path:
-    """Write rows of a picture (56 to 168 pixels per side), a question and an answer with the given numbers of tokens.
+    """Write rows of a picture (56 to 168 pixels per side), a question and an answer; the arguments are their numbers of tokens.
 
-    A prompt also has 4 to 36 tokens of its picture, and those of the chat format.
+    The picture adds 4 to 36 tokens to a prompt, and the chat format adds a fixed number.
     """
     random = np.random.default_rng(0)
     rows = []
@@ -78,14 +78,16 @@ def write_rows(folder: Path, prompts: Sequence[int], answers: Sequence[int]) -> 
         pixels = random.integers(0, 60, (height, width, 3), dtype=np.uint8)
         pixels[10:40, 10:40] = COLOURS[list(COLOURS)[i % len(COLOURS)]]
         Image.fromarray(pixels).save(folder / f"{i}.png")
-        rows.append({"id": str(i), "image": f"{i}.png", "question": words(prompt, i), "answer": words(answer, i)})
+        rows.append(
+            {"id": str(i), "image": f"{i}.png", "question": make_words(prompt, i), "answer": make_words(answer, i)}
+        )
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def run_side(program: str, task: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """Run `program --side task` in a process pinned to one core per thread; return what its last line of output says."""
+    """Run `program --side task` in a process pinned to one core per thread; return the JSON in the last line of its output."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "CUDA_VISIBLE_DEVICES": "",
@@ -93,7 +95,9 @@ def run_side(program: str, task: Mapping[str, Any], threads: int) -> dict[str, A
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    cores = sorted(os.sched_getaffinity(0))[-threads:]  # no side may use more cores, whatever its launcher sets
+    cores = sorted(os.sched_getaffinity(0))[
+        -threads:
+    ]  # no side may use more cores, regardless of what its launcher sets
     command = [sys.executable, program, "--side", json.dumps(task)]
     pin = partial(os.sched_setaffinity, 0, cores)
     completed = subprocess.run(command, check=False, env=environment, text=True, capture_output=True, preexec_fn=pin)
@@ -104,7 +108,7 @@ def run_side(program: str, task: Mapping[str, Any], threads: int) -> dict[str, A
 
 
 def time_steps(report: Callable[[Ends], None] = lambda ends: None) -> Ends:
-    """Return when each step of a trainer in this process ended; filled while it trains, and reported after each step."""
+    """Return a dict to which each step of a trainer in this process adds its end; after each step, pass the dict to `report`."""
     from dsreason.train.common.run import TrainingRun
 
     ends: Ends = {}
@@ -120,7 +124,7 @@ def time_steps(report: Callable[[Ends], None] = lambda ends: None) -> Ends:
 
 
 def time_calls(owner: Any, name: str) -> list[tuple[float, float]]:
-    """Return the seconds of calls of an attribute of `owner`, by the clock and of CPU time; filled as the calls are made."""
+    """Return a list that each call of a method of `owner` extends by its seconds of wall-clock time and of CPU time."""
     times: list[tuple[float, float]] = []
     call = getattr(owner, name)
 
@@ -134,8 +138,8 @@ def time_calls(owner: Any, name: str) -> list[tuple[float, float]]:
     return times
 
 
-def trl_clock(ends: Ends) -> Any:
-    """Return a callback for TRL's trainers that fills `ends`."""
+def build_trl_clock(ends: Ends) -> Any:
+    """Build a callback for TRL's trainers that adds the end of each step to `ends`."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # untyped
@@ -146,14 +150,14 @@ def trl_clock(ends: Ends) -> Any:
 
 
 def score_trained_tokens_only() -> None:
-    """Make TRL compute only the logits of trained tokens on a CPU, as on a GPU, instead of those of all tokens."""
+    """Make TRL compute only the logits of trained tokens on a CPU, as it does on a GPU, instead of those of all tokens."""
     from trl.trainer import utils
 
-    utils._use_triton = lambda device: True  # has no other effect in that module
+    utils._use_triton = lambda device: True  # this function has no other effect in that module
 
 
-def seconds_per_step(result: Mapping[str, Any], warmup: int) -> tuple[float, float]:
-    """Return the mean seconds of the steps after the warm-up: by the clock, and of CPU time."""
+def compute_seconds_per_step(result: Mapping[str, Any], warmup: int) -> tuple[float, float]:
+    """Return the mean seconds per step after the warm-up: wall-clock time, and CPU time."""
     ends = {int(step): end for step, end in result["ends"].items()}
     last = max(ends)
     wall, cpu = ((ends[last][i] - ends[warmup][i]) / (last - warmup) for i in range(2))
@@ -163,7 +167,7 @@ def seconds_per_step(result: Mapping[str, Any], warmup: int) -> tuple[float, flo
 def report(
     seconds: Mapping[str, Sequence[tuple[float, float]]], amount: float, unit: str, base: str
 ) -> dict[str, tuple[float, float]]:
-    """Print each side's speed, the median of its rounds, and return its ratios to `base`: by the clock, and of CPU time."""
+    """Print the median speed of each side, and return its ratios to `base`: in wall-clock time, and in CPU time."""
     print(f"{unit:32}{'wall':>9}{f'/ {base}':>18}{'CPU':>9}{f'/ {base}':>18}")
     speeds = {
         side: [amount / statistics.median(times) for times in zip(*rounds, strict=True)]

@@ -1,16 +1,17 @@
-"""Clips per second from a video file to the model's pixels: this package, and qwen-vl-utils with the Hugging Face processor.
+"""Clips per second from a video file to a model's pixels: dsreason, and qwen-vl-utils with the Hugging Face processor.
 
     python benchmarks/video_decode.py [--media F]... [--seconds 30 120] [--fps 2 4] [--max-pixels 81920 default]
                                       [--readers decord torchcodec] [--rounds 5] [--threads 1]
 
-All sides turn the same conversation into token ids and pixels: dsreason by `Encoder.encode_prompt`, the others by
-`process_vision_info` and the processor of Qwen2.5-VL (resizing off, as its authors advise). Each side runs in a separate
-process on the same `--threads` cores, like a data worker; they take turns, A B C, A B C, …, and the median round counts. CPU
-time, of all threads, is the better measure if other work on the machine disturbs the clock. Our cache of file headers is
-cleared before every round. Videos of `--seconds` at 1280x720 and 30 frames per second are made first: H.264, a moving texture.
+All sides convert the same conversation to token ids and pixels: dsreason with `Encoder.encode_prompt`, the others with
+`process_vision_info` and the processor of Qwen2.5-VL (without resizing, as its authors advise). Each side runs in a separate
+process on the same `--threads` cores, like a data worker; the sides take turns (A B C, A B C, …), and the median round counts.
+The CPU time of all threads is the better measure if other work on the machine disturbs the wall-clock time. dsreason's cache of
+file headers is cleared before every round. First, videos of `--seconds` are made: a moving texture in H.264, 1280x720 at 30
+frames per second.
 
-The column `frames` shows whether frames and size equal those of dsreason. The pixels are normalised; one step of an 8-bit pixel
-is 0.0145 to 0.0153, as the standard deviations of the colours differ.
+The column `frames` shows whether frames and size equal those of dsreason. Pixels are normalised: one step of an 8-bit pixel is
+0.0145 to 0.0153, depending on the standard deviation of the colour channel.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ OURS = "dsreason"
 HEIGHT, WIDTH, RATE = 720, 1280, 30
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 FRAME_LIMITS = {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2}
-"""Limits of Qwen2.5-VL's frames in qwen-vl-utils, which its video processor gets as well."""
+"""Limits on the pixels of Qwen2.5-VL's frames in qwen-vl-utils, which the video processor gets as well."""
 
 
 class Encoded(NamedTuple):
-    """Result of encoding a clip by one side."""
+    """The result of one side for a clip."""
 
     indices: list[int]
     grid: list[int]
@@ -46,7 +47,7 @@ class Encoded(NamedTuple):
 
 
 def make_video(path: Path, seconds: float) -> Path:
-    """Write a video of a camera that moves over a texture."""
+    """Write a video in which the camera moves over a texture."""
     import av
     from PIL import Image
 
@@ -69,7 +70,7 @@ side: Any = None
 
 
 def start(name: str, threads: int) -> None:
-    """Set what libraries read at their import, then build the side."""
+    """Set the variables that libraries read on import, then build the side."""
     global side
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     os.environ |= {"FORCE_QWENVL_VIDEO_READER": name, "TORCHCODEC_NUM_THREADS": str(threads)}
@@ -150,14 +151,14 @@ class Theirs:
 
 
 def measure(messages: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the wall-clock seconds, and the CPU seconds of all threads."""
+    """Encode the conversation; return the wall-clock seconds, and the CPU seconds of all threads."""
     started, cpu_started = time.perf_counter(), time.process_time()
     side.encode(messages)
     return time.perf_counter() - started, time.process_time() - cpu_started
 
 
 def save_pixels(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[int]]:
-    """Return frames and grid; save the pixels to `file`."""
+    """Encode the conversation; save the pixels to `file`, and return frames and grid."""
     encoded = side.encode(messages)
     np.save(file, encoded.pixels)
     return encoded.indices, encoded.grid
@@ -167,7 +168,7 @@ def save_pixels(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], 
 
 
 def measure_differences(ours: Path, theirs: Path) -> tuple[float, float]:
-    """Return the mean and the largest absolute difference of the normalised pixels, read piece by piece."""
+    """Return the mean and the largest absolute difference between normalised pixels, which are read piece by piece."""
     a, b = np.load(ours, mmap_mode="r"), np.load(theirs, mmap_mode="r")
     total, largest = 0.0, 0.0
     for first in range(0, len(a), 4096):
@@ -184,7 +185,7 @@ def build_conversation(file: Path, fps: float, max_pixels: int | None) -> list[d
 
 
 class Found(NamedTuple):
-    """Medians of one side, and how its result differs from that of dsreason."""
+    """The medians of one side, and how its result differs from that of dsreason."""
 
     seconds: float
     cpu_seconds: float
@@ -194,7 +195,7 @@ class Found(NamedTuple):
 def compare(
     sides: dict[str, ProcessPoolExecutor], messages: list[dict[str, Any]], rounds: int, scratch: Path
 ) -> dict[str, Found]:
-    """Measure all sides; the first call of each, which also warms up, is used to compare their results."""
+    """Measure all sides. The first call of each is a warm-up, and also provides the results to compare."""
     times: dict[str, list[tuple[float, float]]] = {}
     apart: dict[str, str] = {}
     for name, process in sides.items():
@@ -222,7 +223,7 @@ def parse() -> argparse.Namespace:
     real = [SHARED / name for name in ("sample.mp4", "packer.mp4") if (SHARED / name).is_file()]
     parser.add_argument("--media", type=Path, nargs="*", default=real, help="video files to measure")
     parser.add_argument(
-        "--seconds", type=float, nargs="*", default=[30, 120], help="lengths of the videos that are made"
+        "--seconds", type=float, nargs="*", default=[30, 120], help="lengths, in seconds, of the videos to make"
     )
     parser.add_argument("--fps", type=float, nargs="+", default=[2, 4])
     parser.add_argument("--max-pixels", nargs="+", default=["81920", "default"])
@@ -245,7 +246,7 @@ def main() -> None:
     columns = f"{'file':14}{'fps':>4} {'max_pixels':>10}  {'side':11}{'clips/s':>8}{'ratio':>7}{'CPU s':>8}{'ratio':>7}"
     print(f"{columns}  frames  mean diff  max diff")
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in arguments.readers}
-    spawn = multiprocessing.get_context("spawn")  # a fork would share the state of the libraries
+    spawn = multiprocessing.get_context("spawn")  # forked processes would share the state of the libraries
     sides = {
         name: ProcessPoolExecutor(1, mp_context=spawn, initializer=start, initargs=(name, arguments.threads))
         for name in (OURS, *arguments.readers)

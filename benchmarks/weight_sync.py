@@ -1,12 +1,12 @@
-"""Time to gather the policy's weights for the rollout engine: in buckets, and with one `GatheredParameters` per parameter.
+"""Time to gather the policy's weights for the rollout engine, in buckets or with one `GatheredParameters` per parameter.
 
     python benchmarks/weight_sync.py [--layers 26] [--hidden 256] [--buckets 1 4 16 512] [--rounds 15] [--threshold 0]
 
-Two real ranks over gloo hold a tiny Qwen3-VL under ZeRO-3, and the ways of gathering take turns: A B C … A B C …. `gather`
-only iterates over the parameters; `sync` does what a training run does: it copies them into the transformers engine's model,
-which computes fingerprints of the received weights. Seconds are from barrier to barrier: the median of the rounds, and the
-fastest round, which other work on the machine disturbs least. `peak` is the largest number of bytes of partitioned parameters
-that were gathered at a time; `collectives` is gloo's count.
+Two real ranks, connected by gloo, hold a tiny Qwen3-VL under ZeRO-3, and the ways of gathering take turns (A B C … A B C …).
+`gather` only iterates over the parameters; `sync` does the same as a training run: it copies the parameters into the model of the
+transformers engine, which computes fingerprints of the received weights. Seconds are measured from barrier to barrier; the output
+is the median of the rounds, and the fastest round, which other work on the machine disturbs least. `peak` is the maximum number
+of bytes of partitioned parameters that are gathered at a time; `collectives` is the number that gloo counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from dsreason.job import launch
 
-if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
+if TYPE_CHECKING:  # nothing may import torch before `launch.prepare_environment` runs
     from deepspeed import DeepSpeedEngine
     from torch import Tensor
 
@@ -38,7 +38,7 @@ Weights = Iterator[tuple[str, "Tensor"]]
 
 
 def iter_one_by_one(engine: DeepSpeedEngine) -> Weights:
-    """Yield the weights as `iter_full_parameters` does, but with a context for each parameter."""
+    """Yield the weights as `iter_full_parameters` does, but gather each parameter in a separate context."""
     import deepspeed
 
     from dsreason.engine.engine import is_partitioned, to_hf_name
@@ -72,7 +72,7 @@ def build_engines(arguments: argparse.Namespace, world: World) -> tuple[DeepSpee
 
 
 def inspect(engine: DeepSpeedEngine, weights: Weights) -> tuple[int, int]:
-    """Return the number of collectives of one walk on this rank, and the peak bytes of gathered partitioned parameters."""
+    """Walk over the weights once; return the number of collectives on this rank, and the peak bytes of gathered parameters."""
     import torch.distributed as dist
 
     partitioned = [p for p in engine.module.parameters() if p.numel() == 0]
@@ -141,7 +141,7 @@ def report(facts: dict[str, tuple[int, int]], gather: dict[str, list[float]], sy
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=26, help="layers, of 11 tensors each")
+    parser.add_argument("--layers", type=int, default=26, help="number of layers, which have 11 tensors each")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--buckets", type=float, nargs="+", default=[1, 4, 16, 512], metavar="MIB")
     parser.add_argument("--threshold", type=int, default=0, help="parameters with fewer values are not partitioned")

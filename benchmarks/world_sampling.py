@@ -1,13 +1,13 @@
-"""Time of sampling clips by a run's engine, relative to diffusers' own pipeline.
+"""Time to sample clips with the engine of a run, relative to diffusers' pipeline.
 
     python benchmarks/world_sampling.py [--ds-config zero3.json] [--steps 10] [--batch 2] [--scale 3] [--rounds 5]
 
-A random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, one rank and
-one thread. The sides take turns on the same prompts and noise, from embeddings to pixels: the pipeline's call, the solver
-that validations use, whose pixels must equal the pipeline's, and a rollout's noisy steps with their log-probabilities.
-The output has medians of seconds per clip, of wall-clock and CPU time, and ratios of the CPU time to the pipeline's.
-ZeRO-3's hooks cost a fixed time per module and forward, which `--side 64` makes visible. With several clips (`--batch`) the
-engine decodes them one by one, so that pixels do not depend on the batch; with the tiny autoencoder on a CPU this is slower.
+The model is a random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, on one
+rank and one thread. The sides take turns with the same prompts and noise, from embeddings to pixels: the pipeline's call; the
+solver for validation, whose pixels must equal those of the pipeline; and the noisy steps of a rollout, with their
+log-probabilities. The output is the median seconds per clip, in wall-clock and CPU time, and the ratio of the CPU time to that of
+the pipeline. ZeRO-3's hooks take a fixed time per module and forward pass, which `--side 64` makes visible. The engine decodes
+several clips (`--batch`) one by one, so that pixels do not depend on the batch; with a tiny autoencoder on a CPU, this is slow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsreason.job import launch
 
-if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
+if TYPE_CHECKING:  # nothing may import torch before `launch.prepare_environment` runs
     import torch
 
     from dsreason.world.training.build import WorldTrainer
@@ -36,7 +36,7 @@ FRAMES, TEXT = 17, 64
 
 
 def build_small(folder: Path, layers: int, heads: int) -> Path:
-    """Write a tiny model with a larger transformer; it has only 96 features per head, so it is quick to build."""
+    """Write a tiny model with a larger transformer, which is quick to build because it has only 96 features per head."""
     import torch
     from diffusers import CosmosTransformer3DModel
 
@@ -66,8 +66,8 @@ def build_run_config(folder: Path, ds_config: str, side: int, **sections: dict[s
     return document
 
 
-def seconds_of(call: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Return the wall-clock seconds, the CPU seconds and the result of a call."""
+def time_call(call: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Call the function; return its wall-clock seconds, its CPU seconds and its result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return time.perf_counter() - wall, time.process_time() - cpu, result
@@ -94,7 +94,7 @@ def open_pipeline(folder: Path) -> Any:
 def sample_with_pipeline(
     pipeline: Any, batch: ClipMicroBatch, negative: torch.Tensor, arguments: argparse.Namespace
 ) -> torch.Tensor:
-    """Sample with the pipeline; return pixels `[B, 3, T, H, W]`, 0 to 1."""
+    """Sample with the pipeline; return pixels `[B, 3, T, H, W]` from 0 to 1."""
     output = pipeline(
         prompt_embeds=batch.text,
         negative_prompt_embeds=negative,
@@ -134,12 +134,12 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
             "solver": lambda: maker.codec.decode(solve_ode(maker, batch)),
             "rollout": run_rollout,
         }
-        pixels = {name: side() for name, side in sides.items()}  # also warms up
+        pixels = {name: side() for name, side in sides.items()}  # this also warms up
         difference = (pixels["pipeline"] - pixels["solver"]).abs().max().item()
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(arguments.rounds):
             for name, side in sides.items():
-                wall, cpu, _ = seconds_of(side)
+                wall, cpu, _ = time_call(side)
                 seconds[name].append((wall / arguments.batch, cpu / arguments.batch))
     parameters = sum(p.numel() for p in pipeline.transformer.parameters())
     print(f"{parameters / 1e6:.1f} M parameters, {arguments.batch} clips at a time, guidance {arguments.scale:g}")
@@ -164,13 +164,13 @@ def run_rank(arguments: argparse.Namespace, measure: Callable[[WorldTrainer, arg
         measure(trainer, arguments)
 
 
-def on_one_rank(
+def run_on_one_rank(
     file: str,
     arguments: argparse.Namespace,
     measure: Callable[[WorldTrainer, argparse.Namespace], None],
     **sections: dict[str, Any],
 ) -> None:
-    """Start `file` again as the only rank of a run whose configuration has these sections, and call `measure` in it."""
+    """Start `file` again as the only rank of a run whose configuration contains `sections`, and call `measure` there."""
     if launch.is_rank():
         launch.enter_rank()
         run_rank(arguments, measure)
@@ -208,7 +208,7 @@ def main() -> None:
         "window": 2,
         "prompts_per_step": 8,
     }
-    on_one_rank(__file__, arguments, measure, world=world, train={"micro_batch_size": arguments.batch})
+    run_on_one_rank(__file__, arguments, measure, world=world, train={"micro_batch_size": arguments.batch})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Time of Flow-GRPO's update with a window of trained steps, relative to training all steps of the rollout.
+"""Time of a Flow-GRPO update that trains a window of steps, relative to one that trains all steps of the rollout.
 
     python benchmarks/world_update.py [--ds-config zero3.json] [--steps 10] [--window 2] [--rounds 3] [--checkpointing]
 
-A random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, one rank and
-one thread; every weight is trained. The sides take turns in one run: a rollout with rewards, then its update (forward and
-backward of the trained steps, optimizer step). The output has medians of seconds, of wall-clock and CPU time, and ratios of
-CPU times for the update and for the whole step.
+The model is a random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, on one
+rank and one thread; every weight is trained. The sides take turns in one run: a rollout with rewards, then its update (forward
+and backward of the trained steps, optimizer step). The output is the median seconds, in wall-clock and CPU time, and the ratio
+of CPU times, for the update and for the entire step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from world_sampling import on_one_rank, seconds_of
+from world_sampling import run_on_one_rank, time_call
 
-if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
+if TYPE_CHECKING:  # nothing may import torch before `launch.prepare_environment` runs
     from dsreason.world.training.build import WorldTrainer
 
 GOAL = 0.25
@@ -38,10 +38,10 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
     for number in range(arguments.rounds + 1):
         for side, config in zip(SIDES, (windowed, all_steps), strict=True):
             trainer.clip_maker = replace(maker, config=config)
-            wall, cpu, ((part,), _) = seconds_of(lambda: prepare_parts(trainer))
+            wall, cpu, ((part,), _) = time_call(lambda: prepare_parts(trainer))
             assert {len(sample.trajectory) for sample in part} == {trained[side]}
-            update_wall, update_cpu, _ = seconds_of(lambda part=part: train_on_part(trainer, part, step))
-            if number:  # the first round warms up
+            update_wall, update_cpu, _ = time_call(lambda part=part: train_on_part(trainer, part, step))
+            if number:  # the first round is a warm-up
                 times = [(wall, cpu), (update_wall, update_cpu), (wall + update_wall, cpu + update_cpu)]
                 rounds[side].append(times)
     print(f"load {os.getloadavg()[0]:.1f}; {arguments.rounds} rounds")
@@ -80,7 +80,7 @@ def main() -> None:
         "prompts_per_step": arguments.prompts,
         "num_generations": arguments.generations,
     }
-    on_one_rank(
+    run_on_one_rank(
         __file__,
         arguments,
         measure,

@@ -1,8 +1,8 @@
 """The entry point of the `dsreason` command and of `python -m dsreason`, which torchrun and deepspeed start.
 
-A Python file that happens to lie next to the user's data must not run because a library imports a module of the same name.
-This file therefore removes the current folder from the import path before it imports anything else. It also keeps programs
-and shared libraries from being looked up there. `dsreason.user_code` finds the code that the configuration names.
+A Python file that happens to lie next to the user's data must not run just because a library imports a module of that name.
+This file therefore removes the current folder from the import path before it imports anything else. It also prevents programs and
+shared libraries from being looked up there. `dsreason.user_code` finds the code that the configuration names.
 Two things cannot be protected from here: whatever Python itself loads before this file runs (`contextlib`, `warnings`, and
 anything found through an empty entry of PYTHONPATH or LD_LIBRARY_PATH) and the launchers' own processes; to protect those,
 set PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed`.
@@ -26,13 +26,13 @@ def remove_current_folder() -> None:
     if entries[:1] == [here] and os.environ.get("CROSS_SIZE", "1") != "1":
         entries[0] = ""  # `deepspeed` prepends the current folder when it starts several hosts
     usable = [path for path in entries if path]
-    path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # inserted by `-m` and `-c`
+    path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # the entry is inserted by `-m` and `-c`
     if usable != entries:
-        # An empty entry, as in `PYTHONPATH=$PYTHONPATH:/x`, means the current folder, but is there only by accident.
+        # An empty entry, as in `PYTHONPATH=$PYTHONPATH:/x`, means the current folder, but is there by accident.
         path = [entry for entry in path if entry != here]
     package_parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if here in map(os.path.abspath, usable) or (here == package_parent and here not in path):
-        return  # a checkout that is not installed must run from its own folder
+        return  # a checkout that is not installed can only run from its own folder
     sys.path[:] = path
     if "PYTHONPATH" in os.environ:
         os.environ["PYTHONPATH"] = os.pathsep.join(usable)
@@ -40,7 +40,7 @@ def remove_current_folder() -> None:
 
 
 def remove_empty_entries() -> None:
-    """Keep child processes from looking for programs, shared libraries and headers in the current folder."""
+    """Prevent child processes from looking for programs, shared libraries and headers in the current folder."""
     for name in SEARCHED:
         entries = os.environ.get(name, "").split(os.pathsep)
         if usable := [path for path in entries if path]:

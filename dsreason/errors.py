@@ -1,4 +1,4 @@
-"""Errors that the user can fix. The command line prints their message without a traceback."""
+"""Errors that the user can fix. The command line prints their messages without a traceback."""
 
 import errno
 
@@ -7,7 +7,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class DsReasonError(Exception):
-    """The base class of all errors; `exit_code` is the exit status of the command when it runs without a launcher."""
+    """The base class of these errors; `exit_code` is the exit code of the command if it runs without a launcher."""
 
     exit_code = 1
     label = "error: "
@@ -15,7 +15,7 @@ class DsReasonError(Exception):
 
 
 class ConfigError(DsReasonError):
-    """An invalid option or configuration file, or an invalid combination of them."""
+    """An invalid option or configuration file, or an invalid combination of settings."""
 
     exit_code = 2
 
@@ -44,7 +44,7 @@ class SaveError(DsReasonError):
 
 
 class Stopped(DsReasonError):
-    """The end of a job that saved its state after a request to stop; the exit code is EX_TEMPFAIL of sysexits.h."""
+    """The end of a job that was asked to stop and has saved its state; the exit code is EX_TEMPFAIL from sysexits.h."""
 
     exit_code = 75
     label = ""

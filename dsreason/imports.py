@@ -20,14 +20,14 @@ def make_imports_fast() -> Iterator[None]:
     The imports create a million objects that live until the process ends. The collector would traverse them repeatedly during
     the imports, in every later full collection and again at exit, which would take a third of the start-up time.
 
-    If scikit-learn is installed, transformers imports it and pandas for a generation method that dsreason does not use, which
-    takes 0.4 s per process. After the block, scikit-learn can be imported.
+    If scikit-learn is installed, transformers imports it and pandas for a generation method that dsreason does not use, and this
+    takes 0.4 s per process. After the block, scikit-learn can be imported again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     hides = "sklearn" not in sys.modules
     if hides:
-        sys.modules["sklearn"] = None  # type: ignore[assignment]  # importing it now raises ModuleNotFoundError
+        sys.modules["sklearn"] = None  # type: ignore[assignment]  # an import of it now raises ModuleNotFoundError
     try:
         yield
     finally:

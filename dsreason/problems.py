@@ -1,4 +1,4 @@
-"""Helpers for error messages, which combine problems, shorten lists and suggest corrections of misspelt words."""
+"""Helpers for error messages: they combine problems, shorten lists and suggest corrections for misspelt words."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def build_config_error(problems: Sequence[str]) -> ConfigError:
     return ConfigError(f"{len(problems)} problems in the configuration\n" + "\n".join(f"  {text}" for text in problems))
 
 
-def join_first(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> str:
-    """Join the first `most` texts and the number of remaining ones: `a; b; and 3 more`."""
-    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
-    return separator.join([*texts[:most], *more])
+def join_first(texts: Sequence[str], max_texts: int = 20, *, separator: str = "; ") -> str:
+    """Join the first `max_texts` texts, and add the number of remaining ones: `a; b; and 3 more`."""
+    more = [f"and {len(texts) - max_texts} more"] if len(texts) > max_texts else []
+    return separator.join([*texts[:max_texts], *more])
 
 
 def summarise_problems(messages: Sequence[str]) -> list[str]:
@@ -71,7 +71,7 @@ def mask_values(message: str) -> str:
 
 
 def describe_first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:
-    """Describe the first invalid value and what it should be: `scores.bleu is 'x': input should be a valid number`.
+    """Describe the first invalid value, and what it should be: `scores.bleu is 'x': input should be a valid number`.
 
     `hide` masks secrets. It is applied to the value before truncation, and again to the complete message.
     """
@@ -97,13 +97,13 @@ def find_nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
     return matches[0] if matches else None
 
 
-def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
-    """Return whether lists and mappings are nested more than `most` levels deep.
+def is_nested_deeper(value: Any, max_levels: int = MOST_LEVELS) -> bool:
+    """Return whether lists and mappings are nested more than `max_levels` levels deep.
 
     Pickling such a value would raise RecursionError, and traversing a circular one would never end.
     """
     layer: list[Any] = [[value]]
-    for _ in range(most + 1):
+    for _ in range(max_levels + 1):
         inner = (part for outer in layer for part in (outer.values() if isinstance(outer, dict) else outer))
         layer = list({id(part): part for part in inner if isinstance(part, (dict, list, tuple))}.values())
         if not layer:

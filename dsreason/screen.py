@@ -18,13 +18,13 @@ CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and line feed
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that change the writing direction
     "\u2028\u2029\ufeff\U000e0000-\U000e007f"  # line breaks and invisible characters
-    "\ud800-\udfff]"  # surrogates, which no encoding can write
+    "\ud800-\udfff]"  # surrogates, which UTF-8 cannot encode
 )
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Terminal(io.FileIO):
-    """A terminal stream that discards output after the terminal was closed, so that a job can still save its state."""
+    """A terminal stream that discards output once the terminal is closed, so that a job can still save its state."""
 
     def write(self, content: Any) -> int:
         try:
@@ -37,7 +37,7 @@ class Terminal(io.FileIO):
 
 
 def wrap_terminal() -> None:
-    """Wrap stdout and stderr in `Terminal` if they are terminals, and escape characters that their encoding lacks."""
+    """Wrap stdout and stderr in `Terminal` if they are terminals, and escape characters that their encoding cannot represent."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -67,7 +67,7 @@ def format_message(text: str) -> str:
 
 
 def print_message(text: object = "", *, err: bool = False) -> None:
-    """Print a message, formatted by `format_message`."""
+    """Print a message after formatting it with `format_message`, to stderr if `err` is set."""
     write(format_message(str(text)), file=sys.stderr if err else sys.stdout)
 
 

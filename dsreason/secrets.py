@@ -31,10 +31,10 @@ VARIABLES = (
 )
 """Environment variables with secret values, in addition to those that match `SECRET_NAME`."""
 SHORTEST = 6
-"""Minimum length of a hidden value; a shorter one would also match unrelated text."""
+"""Minimum length of a value to hide; a shorter one would also occur in unrelated text."""
 SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?|CONNECTION_STRING)$|PASSW(OR)?D$", re.IGNORECASE)
 SHORTEST_BY_NAME = 8
-"""Minimum length of a hidden value whose variable matches `SECRET_NAME`; a shorter one, such as `true`, may be a setting."""
+"""Minimum length of a value to hide if its variable matches `SECRET_NAME`; a shorter one, such as `true`, may be a setting."""
 WORD = r"(?<![^\W_])(?:(?:api|access|account|auth|private|secret)[-_]?key|token|secret|passw(?:or)?d|credentials?|authorization)"
 """Pattern of the last word in the name of a secret; it matches `hf_token`, but not `token_count`."""
 SECRET_KEY = re.compile(rf"[\w .-]*{WORD}", re.IGNORECASE)
@@ -57,7 +57,7 @@ MASK = re.compile(
     r"|\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+…",
     re.IGNORECASE,
 )
-"""Pattern of the masks that `PATTERNS` and `mask_credentials` leave in a text."""
+"""Pattern of the masks that `PATTERNS` and `mask_credentials` put into a text."""
 VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
@@ -69,7 +69,7 @@ VERBOSE_LOGGERS = (
     "httpcore",
     "httpcore2",
 )
-"""Library loggers that log headers and signed URLs at the levels DEBUG and INFO."""
+"""Loggers of libraries that log headers and signed URLs at the levels DEBUG and INFO."""
 
 
 def hide_secrets(text: str) -> str:
@@ -141,7 +141,10 @@ def strip_query(address: re.Match[str]) -> str:
 
 
 def is_header_safe(secret: str) -> bool:
-    """Return whether an HTTP header can hold the secret; if not, the client's error would quote it escaped, and so unmasked."""
+    """Return whether an HTTP header can contain the secret; if not, the client's error would quote it in an escaped form.
+
+    The escaped form would not be masked.
+    """
     return secret.isascii() and secret.isprintable()
 
 

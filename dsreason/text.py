@@ -1,4 +1,4 @@
-"""Kinds of questions, parsing of responses into thoughts and answer, and normalisation of texts for comparison."""
+"""Kinds of questions, the split of a response into thoughts and answer, and normalisation of texts for comparison."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Response(NamedTuple):
 def split_response(text: str) -> Response:
     """Split a response into thoughts and answer, both stripped; any of the tags may be missing.
 
-    The thoughts end at the last `</think>` or, without one, at the `<answer>` tag. If a response opens `<think>` but has neither,
-    all of it is thoughts. The answer is the last non-empty `<answer>` block (a model that corrects itself puts its final answer
-    last) or, without such blocks, the text after the thoughts.
+    The thoughts end at the last `</think>` or, without one, at the `<answer>` tag. A response that opens `<think>` but
+    has neither consists only of thoughts. The answer is the last non-empty `<answer>` block (a model that corrects itself puts
+    its final answer last) or, without such blocks, the text after the thoughts.
     """
     text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
     thoughts, closed, answer_part = text.rpartition("</think>")

@@ -1,8 +1,8 @@
 """Imports of the user's own code, such as an adapter or a reward, by path or by module name.
 
 The current folder is not on the import path; otherwise, a library that tries to import an optional package might import a file
-that lies next to the user's data. Code that the configuration names is still found in the current folder. Its own imports are
-resolved from the installed packages first, then from the folder of the code and from the current folder.
+that lies next to the user's data. Code that the configuration names is still found in the current folder. The imports of that
+code are resolved first from installed packages, then from the folder of the code, and then from the current folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE_MODULE = "dsreason_file_"
 class UserCodeFinder(MetaPathFinder):
     """An import finder that searches the folders of the user's code, but only for imports made by that code.
 
-    The finder is queried last, so it never shadows an installed package, and it finds nothing for imports made by libraries.
+    The finder is queried last, so it never shadows an installed package, and it finds nothing for imports in libraries.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class UserCodeFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if path is not None:  # a submodule is found through its package
+        if path is not None:  # submodules are found through their package
             return None
         folders = self.folders.get(fullname) or self.folders.get(_find_importer())
         spec = PathFinder.find_spec(fullname, folders) if folders else None
@@ -71,8 +71,8 @@ def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
     """Import `package.module` or `path.py` and return the module, or its attribute if the name ends with `:attr`.
 
     Args:
-        what: start of error messages, such as `data.adapter "my.py"`.
-        known: valid names, of which an error message suggests the nearest.
+        what: beginning of error messages, such as `data.adapter "my.py"`.
+        known: valid names, the nearest of which an error message suggests.
         advice: end of an error message, which explains the allowed values.
 
     Raises:
@@ -118,7 +118,7 @@ def import_file(path: Path, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before it runs, because dataclasses look up their module
+    sys.modules[module_name] = module  # set before the code runs, because dataclasses look up their module
     FINDER.add(module_name, [path.parent, Path.cwd()])
     try:
         spec.loader.exec_module(module)

@@ -1,1 +1,1 @@
-"""Report of what dsreason does on a GPU, in parts: `python -m benchmarks.gpu_report`. Nothing is downloaded."""
+"""A report, in parts, of checks and measurements on a GPU: `python -m benchmarks.gpu_report`. Nothing is downloaded."""

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.gpu_report`: run the parts, one after the other, and write the report after each.
+"""`python -m benchmarks.gpu_report`: run the parts one after another, and write the report after each part.
 
     make gpu-report SECONDS=300
 
-runs the most informative parts within five minutes: first the checks in parallel, then the speed measurements one by one. If no
-call may take more than ten minutes, three of them fill one report:
+runs the most informative parts within five minutes: first the checks in parallel, then the speed measurements one by one. If a
+call may take ten minutes at most, three calls fill one report:
 
     make gpu-report PARTS="environment zero attention vision fused head parity ledger_05b"
     make gpu-report PARTS="ledger_2b state_poison sft grpo"
@@ -35,11 +35,11 @@ from dsreason.problems import find_nearest
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 console = Console(highlight=False)
 SHORTEST = 15
-"""Seconds below which a part is not started, as it could not measure anything."""
+"""Minimum number of remaining seconds to start a part; with less time, it could not measure anything."""
 
 
 def choose_parts(names: str) -> list[Part]:
-    """Return the named parts in the table's order; all parts if `names`, separated by blanks or commas, is empty.
+    """Return the parts in `names`, which spaces or commas separate, in the order of `PARTS`; all parts if it is empty.
 
     `ledger` stands for `ledger_05b` and all other parts that begin with `ledger_`.
     """
@@ -61,8 +61,8 @@ def show_parts(enabled: bool) -> None:
         raise typer.Exit
 
 
-def listen() -> threading.Event:
-    """Return an event that Ctrl-C and SIGTERM set. An exception could come while a part starts, and leave it running."""
+def catch_stop_signals() -> threading.Event:
+    """Return an event that Ctrl-C and SIGTERM set. An exception instead could leave a part running that is just being started."""
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -72,7 +72,7 @@ def listen() -> threading.Event:
 @app.command()
 def main(
     parts: Annotated[str, typer.Option(help="Parts to run, separated by spaces; default: all.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder of the report; results of earlier calls stay in it.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the report; results of earlier calls are kept.")] = Path(
         "outputs/gpu-report"
     ),
     scratch: Annotated[
@@ -81,18 +81,20 @@ def main(
     ] = None,
     seconds: Annotated[
         int,
-        typer.Option(min=0, help="Time limit of the whole call; the most informative parts come first. 0: no limit."),
+        typer.Option(
+            min=0, help="Time limit for the entire call in seconds; the most informative parts run first. 0: no limit."
+        ),
     ] = 0,
     tiny: Annotated[bool, typer.Option("--tiny", help="Use tiny sizes; always on without a GPU.")] = False,
     show: Annotated[
-        bool, typer.Option("--list", callback=show_parts, is_eager=True, help="Show the parts and exit.")
+        bool, typer.Option("--list", callback=show_parts, is_eager=True, help="List the parts and exit.")
     ] = False,
 ) -> None:
     """Measure what dsreason does on a GPU; nothing is downloaded. The exit code is 1 if a part fails or misses a goal."""
     selected = choose_parts(parts)
     if seconds:
         selected = [BY_NAME[name] for name in SHORT if BY_NAME[name] in selected]
-    stopped = listen()
+    stopped = catch_stop_signals()
     launch.prepare_environment()
     gpus = launch.count_gpus()
     cards = gpus if launch.get_device_kind(gpus) == "cuda" else 0
@@ -107,15 +109,15 @@ def main(
             write_report(out, records)
             print_verdict(part, records[part.name])
     if stopped.is_set():
-        console.print("stopped; the report has the measurements made so far")
+        console.print("stopped; the report contains the measurements made so far")
         raise typer.Exit(130)
-    console.print(f"\n{out / MARKDOWN_FILE}: send it together with the JSON next to it")
+    console.print(f"\n{out / MARKDOWN_FILE}: send this file together with the JSON file next to it")
     raise typer.Exit(0 if all(records[part.name]["verdict"] in GOOD for part in selected) else 1)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runner of parts. Once `stopped` is set, running parts end with their measurements so far, and no further one starts."""
+    """A runner of parts. Once `stopped` is set, running parts end with their measurements so far, and no further part starts."""
 
     setting: Setting
     logs: Path
@@ -123,7 +125,7 @@ class Runner:
     status: Status
 
     def run_all(self, parts: list[Part]) -> Iterator[tuple[Part, Ended]]:
-        """Run one part after the other, each within its own limit."""
+        """Run the parts one after another, each within its own time limit."""
         for number, part in enumerate(parts):
             if self.stopped.is_set():
                 return
@@ -131,7 +133,7 @@ class Runner:
             yield part, self.run(part, get_limit(part, self.setting), later)
 
     def run_within(self, parts: list[Part], seconds: float) -> Iterator[tuple[Part, Ended]]:
-        """Run the checks in parallel, then the timed parts one by one until the time is over."""
+        """Run the checks in parallel, then the timed parts one by one, until `seconds` have passed."""
         deadline = time.monotonic() + seconds
         checks = [part for part in parts if part.beside]
         with ThreadPoolExecutor(max(1, len(checks))) as pool:
@@ -146,15 +148,15 @@ class Runner:
                 return
             remaining = deadline - time.monotonic()
             if remaining < SHORTEST:
-                yield part, Ended("skipped", 0.0, {}, f"no time left of {seconds:g} s")
+                yield part, Ended("skipped", 0.0, {}, f"the {seconds:g} s are used up")
             else:
                 yield part, self.run(part, min(get_limit(part, self.setting), remaining))
 
     def run(self, part: Part, limit: float, later: float = 0.0) -> Ended:
-        """Run a part; show its time and that of the later parts on the screen."""
+        """Run a part; show the time so far, and the maximum time that it and the `later` parts still need, on the screen."""
         cards = self.setting.cards
         if cards and cards < part.cards:
-            return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, found {cards}")
+            return Ended("skipped", 0.0, {}, f"needs {part.cards} GPUs, but only {cards} are visible")
 
         def show_progress(seconds: float) -> bool:
             minutes = (limit - seconds + later) / 60

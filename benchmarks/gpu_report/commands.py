@@ -1,4 +1,4 @@
-"""Runs of the `dsreason` command, with their metrics and output."""
+"""Runs of the `dsreason` command in a separate process, with their metrics and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST_LINES = 25
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl; empty if the run has not begun."""
+    """Return the lines of a run's metrics.jsonl; an empty list if no step has ended yet."""
     file = output / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
@@ -26,9 +26,9 @@ class CommandRun:
     """A run that has ended."""
 
     seconds: float
-    """Time from the start, or from the signal if one was sent, to the end."""
+    """Seconds from the start, or from the signal if one was sent, to the end."""
     output: str
-    """Terminal output."""
+    """Everything that the run printed to the terminal."""
     metrics: list[dict[str, Any]]
     seconds_to_first_step: float
 
@@ -60,7 +60,7 @@ class Running:
         return read_metrics(self.folder / "run")
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until `count` steps are done or the run has ended."""
+        """Wait until `count` steps have been run, or the run has ended."""
         while self.process.poll() is None and sum("train/loss" in line for line in self.metrics()) < count:
             time.sleep(0.1)
 
@@ -69,7 +69,7 @@ class Running:
         self.started = time.perf_counter()
 
     def finish(self, *, expected: int = 0) -> CommandRun:
-        """Wait for the end. RuntimeError with the last lines if the exit code is not the expected one."""
+        """Wait for the end of the run; raise RuntimeError with its last lines if the exit code is not the expected one."""
         started = self.started
         self.wait_for_steps(1)
         first_step = time.perf_counter() - started
@@ -77,5 +77,7 @@ class Running:
         output = self.log.read_text(errors="replace")
         if code != expected:
             last = "\n".join(output.splitlines()[-LAST_LINES:])
-            raise RuntimeError(f"dsreason ended with exit code {code} instead of {expected}; its last lines:\n{last}")
+            raise RuntimeError(
+                f"dsreason ended with exit code {code}, but {expected} was expected; its last lines:\n{last}"
+            )
         return CommandRun(time.perf_counter() - started, output, self.metrics(), first_step)

@@ -1,4 +1,4 @@
-"""Elementwise work of a decoder layer in each library, from which `model.fused_kernels` was chosen."""
+"""Elementwise operations of a decoder layer in several libraries; `model.fused_kernels` was chosen from the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPSILON = 1e-6
 
 
 def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Time forward and backward of a row, and compare results and gradients with transformers' in float32."""
+    """Time the forward and backward pass of a row, and compare results and gradients with those of transformers in float32."""
     has_liger = bool(setting.cards) and importlib.util.find_spec("liger_kernel") is not None
     yield "Liger-Kernel takes part", has_liger
     for operation, inputs, functions in (
@@ -31,7 +31,7 @@ def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
 def compare(
     operation: str, inputs: Sequence[Tensor], functions: dict[str, Function], setting: Setting
 ) -> Iterator[tuple[str, Value]]:
-    """Measure each function; the reference is transformers' in float32. On a GPU, torch.compile joins."""
+    """Measure each function against transformers' function in float32; on a GPU, also measure torch.compile."""
     import torch
 
     plain = functions["transformers"]
@@ -39,7 +39,7 @@ def compare(
     if setting.cards:
         functions |= {"torch.compile": torch.compile(plain, dynamic=True)}
     for library, function in functions.items():
-        own_inputs = [tensor.clone() for tensor in inputs]  # some of Liger's kernels write into them
+        own_inputs = [tensor.clone() for tensor in inputs]  # some of Liger's kernels overwrite their inputs
         pairs = zip(run_forward_backward(function, own_inputs), exact, strict=True)
         yield f"{operation}, {library}: difference", max(float((a - b).norm() / b.norm()) for a, b in pairs)
         run = partial(run_forward_backward, function, own_inputs)

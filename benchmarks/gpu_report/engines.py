@@ -1,4 +1,4 @@
-"""vLLM next to a policy: handing over memory, sending weights, state that sleep loses, and media processing."""
+"""Measurements of vLLM next to a policy: the handover of memory, weight sync, state that sleep loses, and media processing."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from dsreason.train.common.sampler import Sampler
 
 HOST_GIB_7B = 100
-"""GiB of host memory: weights, gradients and master weights of 7 billion parameters, and the rounding by pinning."""
+"""GiB of host memory for the weights, gradients and master weights of 7 billion parameters, rounded up by pinning."""
 ROUNDS = 3
 PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A policy and a sleeping engine, built as in `dsreason grpo`."""
+    """A policy and a sleeping engine, built in the same way as by `dsreason grpo`."""
 
     sampler: Sampler
     encoder: Encoder
     prompts: list[EncodedPrompt]
-    """Prompts of text, of text with a picture, and of text with a clip."""
+    """Three prompts: text only, text with a picture, and text with a clip."""
 
     def generate(self, engine: Any, version: int, *, times: int = 1, length: int = 16) -> list[Completion]:
         from dsreason.rollout.protocol import Sampling
@@ -60,7 +60,7 @@ class Opened:
 def open_policy(
     setting: Setting, model: Path, deepspeed: str = "zero3.json", *, train: bool = True
 ) -> Iterator[Opened]:
-    """Open policy and engine; with `train`, after one step, which creates the optimizer's moments."""
+    """Open policy and engine; with `train`, run one step first, which creates the optimizer's moments."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.job.ranks import init_world, shutdown
@@ -101,7 +101,7 @@ def encode_prompts(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
 
 
 def measure_ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]]:
-    """Hand memory over for three rollouts; seconds are the best of those after the first, which warms up."""
+    """Hand memory over for three rollouts; the seconds are the minimum of all rollouts but the first, which is a warm-up."""
     model = build_random_model(setting, check_fits(setting, size))
     large = size == "7B"
     started = time.perf_counter()
@@ -122,7 +122,7 @@ def measure_ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]
 
 
 def measure_memory(values: dict[str, float]) -> Iterator[tuple[str, Value]]:
-    """Yield the driver's count of memory at the end of each phase of a rollout, and the share that is given back."""
+    """Yield the memory that the driver reports at the end of each phase of a rollout, and the share that sleep gives back."""
     import torch
 
     device_gib = {phase: values[f"memory/{phase}/device_gib"] for phase in PHASES}
@@ -151,7 +151,7 @@ def ledger_7b(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Time the sync by bucket size, and for reference a copy of the same number of bytes on the device."""
+    """Time the sync for several bucket sizes and, for comparison, a copy of the same number of bytes on the device."""
     with open_policy(setting, build_random_model(setting, find_largest_size(setting)), train=False) as run:
         size = sum(2 * shape.numel() for shape in run.sampler.rollout.expected.values())
         yield "weights, GB", size / 1e9
@@ -172,7 +172,7 @@ def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def time_device_copy(size: int, device: str) -> float:
-    """Return the seconds of a copy of `size` bytes on the device."""
+    """Return the number of seconds that a copy of `size` bytes on the device takes."""
     import torch
 
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -182,11 +182,11 @@ def time_device_copy(size: int, device: str) -> float:
 # ---------------------------------------------------------------- what sleep loses
 
 GARBAGE = (255, 127)
-"""Bytes to fill memory with: NaN and negative integers, then numbers too large for sums and indices."""
+"""Values of bytes to fill memory with: 255 makes NaN and negative integers, 127 numbers too large for sums and indices."""
 
 
 def check_state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
-    """Check that answers do not change if the memory that vLLM gets back holds data of others, then garbage."""
+    """Check that answers do not change if the memory that vLLM gets back contains data of other code, and then garbage."""
     from dsreason.rollout.sleep_state import DROPPED
 
     with open_policy(replace(setting, tiny=True), build_tiny_model(setting, family), train=False) as run:
@@ -209,7 +209,7 @@ state_poison_qwen3_vl = partial(check_state_poison, family="qwen3_vl")
 
 
 def read_state(engine: VLLMEngine) -> SleepState:
-    """Return the state in vLLM's pools after it has worked; empty on a CPU, which has no pools."""
+    """Return the state that vLLM's pools hold after generation; an empty one on a CPU, which has no pools."""
     from dsreason.rollout.sleep_state import find_pools, find_sleep_state
 
     (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
@@ -223,7 +223,7 @@ def count_unknown(state: SleepState, known: SleepState) -> int:
 
 @contextmanager
 def fill_with_garbage(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
-    """Fill a pool's memory with garbage as soon as vLLM has mapped it again, before anything is written back."""
+    """Fill a pool's memory with garbage inside the block as soon as vLLM has mapped it again, before anything is written back."""
     wake_up = llm.wake_up
 
     def wake_with_garbage(tags: list[str]) -> None:
@@ -237,9 +237,9 @@ def fill_with_garbage(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
 
 
 def generate_answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
-    """Return greedy completions of a round of wake, sync, generate and sleep.
+    """Run a round of wake, sync, generate and sleep, and return its greedy completions.
 
-    Text comes first, in a separate batch: data of a picture in its batch would hide the garbage.
+    The prompt without media comes first, in a separate batch: data of a picture in the same batch would hide the garbage.
     """
     from dsreason.engine.engine import iter_full_parameters
 
@@ -254,7 +254,7 @@ def generate_answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
 
 
 def fill_free_memory(setting: Setting) -> None:
-    """Leave NaN in all but one GiB of the device's free memory."""
+    """Fill all but one GiB of the device's free memory with NaN, and free it."""
     import torch
 
     if not setting.cards:
@@ -271,7 +271,7 @@ def fill_free_memory(setting: Setting) -> None:
 
 
 def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Time completions of a prompt with a clip, in vLLM without a policy. Without a cache every completion processes the clip."""
+    """Time completions of a prompt with a clip in vLLM only. Without a cache, every completion processes the clip again."""
     import numpy as np
 
     llm = start_llm(setting)
@@ -303,7 +303,7 @@ def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def start_llm(setting: Setting) -> LLM:
-    """A tiny model in vLLM with its processor cache, which `reset_mm_cache` empties."""
+    """Start vLLM with a tiny model and a processor cache, which `reset_mm_cache` empties."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     if not setting.cards:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -1,4 +1,4 @@
-"""The machine: versions, driver, cards, links between them, and the speed of the card without dsreason."""
+"""The machine: versions, driver, cards, links between the cards, and the speed of a card without dsreason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def iter_cards() -> Iterator[tuple[str, Value]]:
 
 
 def query_nvidia_smi(field: str, number: int = 0) -> str:
-    """Return a field that nvidia-smi reports."""
+    """Return the value that nvidia-smi reports for a field of card `number`."""
     if shutil.which("nvidia-smi") is None:
         return "unknown: nvidia-smi is missing"
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
@@ -62,7 +62,7 @@ def query_nvidia_smi(field: str, number: int = 0) -> str:
 
 
 def measure_speeds(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Yield the upper bounds for training and syncing on this machine."""
+    """Yield speeds of this machine that are upper bounds for training and weight sync."""
     import torch
 
     device, side, size = setting.device, *((256, 2**20) if setting.tiny else (8192, 2**31))

@@ -1,4 +1,4 @@
-"""Attention, the vision towers, and the log-probability head, measured separately at a real model's sizes."""
+"""Separate measurements of attention, the vision towers and the log-probability head, in the sizes of a real model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEW_SHAPES = 16
 
 
 def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Measure attention as dsreason configures it, then with cuDNN allowed and not allowed."""
+    """Measure attention as dsreason configures it, then with cuDNN enabled and disabled."""
     import torch
 
     from dsreason.job.ranks import init_world, shutdown
@@ -40,7 +40,7 @@ def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def measure_kernels(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Yield the kernel and the time of forward and backward, with and without a mask, and the cost of a new length."""
+    """Yield the chosen kernel, the time of forward and backward, with and without a mask, and the extra time for a new length."""
     import torch
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import scaled_dot_product_attention
@@ -65,7 +65,7 @@ def measure_kernels(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def compare_packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Compare a row of samples, and a prompt with its completions, in dsreason's attention and part by part."""
+    """Compare dsreason's packed attention with segment-by-segment attention, on a row of samples and on a shared prompt."""
     import torch
 
     from dsreason.data.types import Segment
@@ -112,7 +112,7 @@ def build_attention_input(
 
 
 def time_decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Time decoding as in `generate` of transformers: one query, and one more key per token."""
+    """Time decoding as in transformers' `generate`: one query, and one more key for each token."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -127,7 +127,7 @@ def time_decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def count_nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Count non-finite gradients for queries and keys that agree in one strong channel, as Qwen2.5's do.
+    """Count non-finite gradients for queries and keys with one strong common channel, as in Qwen2.5.
 
     With a mask, cuDNN's backward pass gives NaN if a row's scores are far below zero and the length is 64 above a multiple
     of 128.
@@ -152,10 +152,10 @@ def count_nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str,
 
 
 def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Time each tower on one clip, with transformers' implementation (a kernel call per window) and dsreason's.
+    """Time each tower on one clip, in transformers' implementation (one kernel call per window) and in dsreason's.
 
-    Both use the patch embedding as a matrix product: cuDNN's convolution in bf16 took minutes for this clip. It is timed last,
-    on few patches.
+    Both compute the patch embedding as a matrix product, because cuDNN's convolution in bf16 took minutes for this clip. The
+    convolution is timed last, on a few patches.
     """
     import torch
 
@@ -177,7 +177,7 @@ def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def compare_towers(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) -> Iterator[tuple[str, Value]]:
-    """Yield time and relative difference, the larger of output's and gradient's, of each implementation."""
+    """Yield the time of each implementation, and the larger of the relative differences of its output and its gradient."""
     from dsreason.models.attention import VISION
 
     plain = build_tower_run(tower, "sdpa", pixels, grid)()
@@ -197,22 +197,22 @@ def build_tower(family: str, config_name: str, model_name: str, setting: Setting
     sizes = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
     real = (
         {"hidden_size": 1280, "intermediate_size": 3420} if family == "qwen2_5_vl" else {}
-    )  # the class has other defaults
+    )  # the defaults of the class differ
     sizes |= {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]}
     config = config_class(**(sizes if setting.tiny else real))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if setting.cards else torch.float32
-    with torch.device(setting.device):  # one CPU thread would draw 0.7e9 values for minutes
+    with torch.device(setting.device):  # a CPU thread would need minutes to draw 0.7e9 values
         return model_class._from_config(config, dtype=dtype, attn_implementation="sdpa").to(setting.device)
 
 
 def build_tower_run(
     tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a function that runs forward and backward: output and gradient of the first block's matrix, both float32."""
+    """Build a function that runs forward and backward: → output and gradient of the first block's matrix, both float32."""
 
     def run() -> tuple[Tensor, Tensor]:
-        for module in tower.modules():  # `set_attn_implementation` would look for a kernel of that name on the hub
+        for module in tower.modules():  # `set_attn_implementation` would search the Hub for a kernel of that name
             if hasattr(module, "config"):
                 module.config._attn_implementation = implementation
         tower.zero_grad()
@@ -224,7 +224,7 @@ def build_tower_run(
 
 
 def time_patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) -> Iterator[tuple[str, Value]]:
-    """Time the first layer as a convolution, as transformers does, and as the equivalent matrix product."""
+    """Time the first layer as a convolution, as in transformers, and as the equivalent matrix product."""
     cubes, matrix = pixels.view(-1, *convolution.weight.shape[1:]), convolution.weight.flatten(1)
     yield f"{family} 512 patches by matrix product, s", measure_seconds(lambda: pixels @ matrix.T)
     yield f"{family} 512 patches by convolution, s", measure_seconds(lambda: convolution(cubes), times=1)
@@ -234,7 +234,7 @@ def time_patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) ->
 
 
 def head(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Time forward and backward of log-probabilities with entropy; `own choice` is the chunk size of a training run."""
+    """Time forward and backward of log-probabilities with entropy by chunk size; `own choice` is that of a training run."""
     import torch
 
     from dsreason.models.logprobs import compute_token_logprobs

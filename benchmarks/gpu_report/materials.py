@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
 REAL = {"head_size": 128, "num_key_value_heads": 8, "vocabulary_size": 151_936}
 TOWER = {"vision_hidden_size": 1024, "vision_depth": 24}
 DEVICE_GIB = {"0.5B": 20, "2B": 60, "7B": 70, "8B": 75}
-"""GiB of a card on which policy and engine of a size fit together."""
+"""Minimum memory, in GiB, of a card on which a policy and an engine of each size fit together."""
 
 REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
 QUESTIONS = ("What colour is the ball?", "Which way does the ball move?", "Describe what you see.")
@@ -31,7 +31,7 @@ ANSWER = "The ball moves to the left, and the square is green."
 
 
 def build_random_model(setting: Setting, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
-    """Return a folder with random weights; it is built once per call, on the device that trains."""
+    """Return the folder of a model with random weights, which is built once per call of the report, on the device that trains."""
     from dsreason.models.tiny import build_tiny
     from dsreason.train.common.preflight import DTYPES
 
@@ -42,19 +42,21 @@ def build_random_model(setting: Setting, size: str, family: str = "qwen3_vl", pr
 
 
 def build_tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
-    """Return a tiny model, for parts whose question does not depend on size."""
+    """Return the folder of a tiny model, for parts whose result does not depend on the size."""
     return build_random_model(replace(setting, tiny=True), "tiny", family, precision)
 
 
 def find_largest_size(setting: Setting) -> str:
-    """Return the larger of 2 and 0.5 billion parameters that fits on the card. SkipPart if neither fits."""
+    """Return the larger size, 2B or 0.5B, that fits on the card; raise SkipPart if neither fits."""
     return "2B" if setting.tiny or get_card_gib() >= DEVICE_GIB["2B"] else check_fits(setting, "0.5B")
 
 
 def check_fits(setting: Setting, size: str) -> str:
-    """Return the size. SkipPart if it does not fit on the card."""
+    """Return the size unchanged; raise SkipPart if a model of this size does not fit on the card."""
     if not setting.tiny and get_card_gib() < DEVICE_GIB[size]:
-        raise SkipPart(f"{size} parameters need a card of {DEVICE_GIB[size]} GiB; this one has {get_card_gib():.0f}")
+        raise SkipPart(
+            f"{size} parameters need a card with {DEVICE_GIB[size]} GiB, but this one has {get_card_gib():.0f}"
+        )
     return size
 
 
@@ -65,7 +67,7 @@ def get_card_gib() -> float:
 
 
 def write_rows(setting: Setting, count: int) -> Path:
-    """Write a JSONL whose rows alternate between text, a picture and a clip; answers have 1 to 40 sentences, mostly few."""
+    """Write a JSONL file whose rows alternate between text, a picture and a clip; answers have 1 to 40 sentences, mostly few."""
     fill = partial(fill_with_rows, setting, count)
     return build_once(setting.scratch / f"rows-{count}", fill) / "rows.jsonl"
 
@@ -98,9 +100,9 @@ def fill_with_rows(setting: Setting, count: int, folder: Path) -> None:
 
 
 def build_run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
-    """Build the settings that all runs of the report share: no generated validation, intermediate checkpoints or export.
+    """Build the settings that all runs of the report share: without generated answers, intermediate checkpoints or export.
 
-    `train.max_steps` is more than any run takes.
+    `train.max_steps` is larger than the number of steps of any run.
     """
     return {
         "deepspeed": "zero3.json",
@@ -116,7 +118,7 @@ def build_run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> d
 def build_grpo_settings(
     setting: Setting, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
 ) -> dict[str, Any]:
-    """Build the settings of a GRPO run without KL that rewards vowels; vLLM gets 0.4 of the card's memory."""
+    """Build the settings of a GRPO run without KL that rewards vowels; vLLM may use 0.4 of the card's memory."""
     rows = write_rows(setting, 24)
     reward = rows.with_name("rewards.py")
     write_file(reward, REWARD)

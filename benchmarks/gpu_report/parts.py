@@ -1,4 +1,4 @@
-"""The parts of the report: measurements, time limits and goals of each."""
+"""The parts of the report, with their measurements, time limits and goals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Value = float | int | str | bool
 
 
 class SkipPart(Exception):
-    """Error that a part raises, with the reason, if the machine is not suitable for it."""
+    """The error that a part raises, with a reason, if the machine is not suitable for the part."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal of the measurements whose names match `pattern`: `Goal("* wake + sync, s", "<=", 2.0)`."""
+    """A goal for the measurements whose names match `pattern`: `Goal("* wake + sync, s", "<=", 2.0)`."""
 
     pattern: str
     relation: Literal["<=", ">=", "==", "!="]
     bound: Value
     on_cpu: bool = False
-    """True if the goal also counts in a run without a GPU."""
+    """Whether the goal also applies without a GPU."""
 
     def __str__(self) -> str:
         return f"{self.relation} {format_value(self.bound)}"
@@ -41,18 +41,18 @@ class Goal:
 
 @dataclass(frozen=True)
 class Part:
-    """A part; its function is `<module>.<name>(setting)` and yields names and values."""
+    """A part of the report; its function is `<module>.<name>(setting)`, which yields names and values."""
 
     name: str
     module: str
     seconds: int
-    """Time limit on a GPU."""
+    """Time limit on a GPU, in seconds."""
     about: str
     goals: tuple[Goal, ...] = ()
     cards: int = 1
-    """Number of cards that the part needs."""
+    """Minimum number of GPUs."""
     beside: bool = False
-    """True if the part only checks correctness, so that it may run in parallel with other parts."""
+    """Whether the part only checks correctness, so that it may run in parallel with other parts."""
 
 
 def format_value(value: Value) -> str:
@@ -73,7 +73,7 @@ ENVIRONMENT, KERNELS, ELEMENTWISE, TRAINING, ENGINES, RUNS = (
     f"{__package__}.{name}" for name in ("environment", "kernels", "elementwise", "training", "engines", "runs")
 )
 
-# The parts run in this order; a size that may bring the machine down comes last.
+# The parts run in this order; the size that may exhaust the machine's memory comes last.
 PARTS = (
     Part(
         "environment",
@@ -207,21 +207,21 @@ SHORT = (
     ("environment", "zero", "attention", "parity_bf16", "parity_fp32")
     + ("sft", "grpo", "sft_zero2", "sync", "ledger_2b", "fused", "lora_8b", "vision", "leaks", "checkpoint")
 )  # fmt: skip
-"""Parts for a short time on a GPU, the most informative first."""
+"""Parts to run if time on a GPU is short, the most informative first."""
 CHECKS_SHARE = 0.3
-"""Share of a short time for the parts that run in parallel."""
+"""Share of a short time that the parts running in parallel may use."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Folder, devices and sizes that a part uses."""
+    """The folder, the devices and the sizes that a part uses."""
 
     scratch: Path
-    """Folder for models and runs, shared by all parts of a call."""
+    """Folder for models and runs, which all parts of a call share."""
     cards: int
-    """Number of GPUs; 0: everything runs on the CPU."""
+    """Number of GPUs; 0 runs everything on the CPU."""
     tiny: bool
-    """True for sizes that only try the script; they say nothing about speed."""
+    """Whether to use sizes that only test the script and say nothing about speed."""
 
     @property
     def device(self) -> str:

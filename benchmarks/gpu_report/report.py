@@ -1,4 +1,4 @@
-"""Results of the parts, as a JSON and a Markdown file that can be sent to others."""
+"""The results of the parts, as a JSON file and a Markdown file that can be sent to others."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GOOD = ("ok", "measured", "skipped")
 PATH = re.compile(r"(?<![\w:/.…-])(?:/[\w.@+~=-]+){2,}")
 
 Record = dict[str, Any]
-"""Record of a part: verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
+"""Record of a part, with the keys verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
 
 
 def build_record(part: Part, ended: Ended, setting: Setting) -> Record:
-    """Build the record of a part; secrets, paths and the machine's name are removed from its texts."""
+    """Build the record of a part, without secrets, folders of files and the machine's name."""
     git = read_git_state()
     rows = (
         check_goals(part, ended.measured, on_gpu=bool(setting.cards))
@@ -52,7 +52,7 @@ def build_rows(measured: dict[str, Value]) -> list[Record]:
 
 
 def check_goals(part: Part, measured: dict[str, Value], *, on_gpu: bool) -> list[Record]:
-    """Return every measurement with its goal, and every goal without a measurement."""
+    """Return a row for every measurement, with its goal if any, and for every goal without a measurement."""
     goals = [goal for goal in part.goals if on_gpu or goal.on_cpu]
     rows = build_rows(measured)
     for row in rows:
@@ -65,7 +65,7 @@ def check_goals(part: Part, measured: dict[str, Value], *, on_gpu: bool) -> list
 
 
 def get_verdict(ended: Ended, rows: list[Record]) -> str:
-    """Return `ok`, `missed` (a goal), `measured` (without a goal), `skipped`, `timed out` or `failed`."""
+    """Return `ok`, `missed` (a goal is not met), `measured` (there is no goal), `skipped`, `timed out` or `failed`."""
     if ended.how != "done":
         return ended.how
     outcomes = [row["ok"] for row in rows if row["ok"] is not None]
@@ -79,7 +79,7 @@ def hide_machine(text: str) -> str:
 
 
 def shorten_path(path: re.Match[str]) -> str:
-    """Return at most the last two parts of a path, never its first two, which may be a person's folder."""
+    """Return at most the last two components of a path, but none of its first two, which may be a person's folder."""
     parts = path.group().split("/")[3:]
     return "/".join(["…", *parts[-2:]])
 
@@ -89,13 +89,13 @@ def clean_value(value: Any) -> Any:
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """Read the records of earlier calls."""
+    """Read the records that earlier calls have written, by part."""
     file = folder / JSON_FILE
     return json.loads(file.read_text())["parts"] if file.is_file() else {}
 
 
 def write_report(folder: Path, records: dict[str, Record]) -> None:
-    """Write both files, each atomically."""
+    """Write the JSON file and the Markdown file, each atomically."""
     ordered = {part.name: records[part.name] for part in PARTS if part.name in records}
     write_file(folder / JSON_FILE, json.dumps({"format": 1, "parts": ordered}, indent=1, ensure_ascii=False) + "\n")
     write_file(folder / MARKDOWN_FILE, format_markdown(ordered))
@@ -105,7 +105,7 @@ def format_markdown(records: dict[str, Record]) -> str:
     lines = ["# dsreason on a GPU", ""]
     if any(record["device"] == "cpu" for record in records.values()):
         lines += [
-            "Parts marked *cpu* ran without a GPU, in tiny sizes: they show that the script works, not its speed.",
+            "Parts marked *cpu* ran without a GPU, in tiny sizes: they show that the script works, but say nothing about speed.",
             "",
         ]
     lines += format_table(("part", "verdict", "seconds", "device", "what"), map(format_summary, records.items()))

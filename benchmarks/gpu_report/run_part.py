@@ -1,4 +1,4 @@
-"""Process of a single part, which writes each measurement as it is made, so that a killed part loses none of them."""
+"""The process of a single part. It writes each measurement at once, so that none is lost if it is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(task: str) -> None:
 
 
 def to_json_value(value: Value) -> Value:
-    """Convert infinities and NaN, which JSON does not have, to strings."""
+    """Convert infinities and NaN, which JSON cannot represent, to strings."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,4 +1,4 @@
-"""Runner of a part in a separate process, which ends all of it when its time is over."""
+"""A runner for a part in a separate process, which is killed with all its children at the time limit."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a shell may have kept from another job; every part is a separate job."""
+"""Variables that the shell may still have from another job; every part is a separate job."""
 LAST_LINES = 30
 GONE_WITHIN = 5
-"""Seconds that killed processes may take to end."""
+"""Maximum number of seconds to wait for killed processes to end."""
 TICK = 0.2
-"""Seconds between two checks of a part."""
+"""Seconds between two checks of whether a part has ended."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a part: how it ended, and its measurements until then."""
+    """The result of a part: how it ended, and its measurements until then."""
 
     how: str
     """`done`, `skipped`, `timed out` or `failed`."""
     seconds: float
     measured: dict[str, Value]
     reason: str = ""
-    """Reason for skipping it, or how it failed."""
+    """Reason why the part was skipped, or description of its failure."""
     log: str = ""
-    """Last lines of its output if it failed or timed out."""
+    """Last lines of the part's output if it failed or timed out."""
 
 
 def run_part(
@@ -55,12 +55,12 @@ def run_part(
     tick: Callable[[float], bool] = lambda seconds: True,
     limit: float | None = None,
 ) -> Ended:
-    """Run a part to its end or its time limit; however this call ends, no process of the part remains.
+    """Run a part to its end or its time limit. However this call ends, it leaves no process of the part behind.
 
     Args:
-        limit: seconds; None: the part's time limit.
-        logs: folder for `<part>.log`, the part's terminal output.
-        tick: called several times a second with the seconds so far; returns whether the part may go on.
+        limit: time limit in seconds; None: the part's own limit.
+        logs: folder for `<part>.log`, which gets the part's terminal output.
+        tick: function called several times per second with the elapsed seconds; returns whether the part may continue.
     """
     results, log = setting.scratch / f"{part.name}.jsonl", logs / f"{part.name}.log"
     results.unlink(missing_ok=True)
@@ -85,19 +85,19 @@ def run_part(
 
 
 def get_limit(part: Part, setting: Setting) -> int:
-    """Return the time limit in seconds; a CPU gets more, as vLLM and DeepSpeed compile there, and its cores may be shared."""
+    """Return the time limit in seconds. It is longer on a CPU, where vLLM and DeepSpeed compile code and cores may be shared."""
     return part.seconds if setting.cards else 10 * part.seconds
 
 
 def build_environment() -> dict[str, str]:
-    """Build an environment that is offline, outside of any job, and has this checkout's packages first on the path."""
+    """Build an environment without network access or a job, in which this checkout comes first on the import path."""
     variables = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return variables | ENVIRONMENT | {"PYTHONPATH": path}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the remaining processes of a part: its process group, and its ranks, which have separate sessions."""
+    """Kill the remaining processes of a part: those in its process group, and its ranks, which have separate sessions."""
     children: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         children = psutil.Process(process.pid).children(recursive=True)
@@ -107,11 +107,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     process.wait()
-    psutil.wait_procs(children, timeout=GONE_WITHIN)  # the next part needs their memory on the card
+    psutil.wait_procs(children, timeout=GONE_WITHIN)  # the next part needs the GPU memory that they still hold
 
 
 def read_result(code: int | None, seconds: float, results: Path, log: Path) -> Ended:
-    """Build the result of a part from its files; `code` is None if its time was over."""
+    """Build the result of a part from its files; `code` is its exit code, or None if it exceeded its time limit."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     measured = {line["name"]: line["value"] for line in lines if "name" in line}
     last_line = lines[-1] if lines else {}

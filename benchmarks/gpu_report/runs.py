@@ -1,4 +1,4 @@
-"""GRPO runs: agreement of trainer and engine, the phases of a step, leaks, and several cards."""
+"""GRPO runs: agreement between trainer and engine, the phases of a step, memory leaks, and runs on several cards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
 
 
 def measure_parity(setting: Setting, *, precision: str) -> Iterator[tuple[str, Value]]:
-    """Run two steps of `dsreason grpo` per family; its self-test stops the run if weights are lost."""
+    """Run two steps of `dsreason grpo` per family; the self-test stops a run if weights are lost."""
     for family in FAMILIES[:1] if setting.tiny else FAMILIES:
         run = run_tiny_grpo(setting, f"parity-{family}-{precision}", family, precision, steps=2)
         yield f"{family}: from start to the first step, s", run.seconds_to_first_step
@@ -52,7 +52,7 @@ def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
     run = run_tiny_grpo(setting, "leaks", "qwen3_vl", "bf16", steps=count)
     for name in ("allocated", "device"):
         held = [step[f"memory/train/{name}_gib"] for step in run.steps if f"memory/train/{name}_gib" in step]
-        if held:  # on a CPU no driver counts memory
+        if held:  # on a CPU, no driver reports the memory
             grown = max(held[late:]) - max(held[first:last])
             yield f"{name} after step {late} above steps {first} to {last}, MiB", 1024 * grown
     yield "lines with a CUDA error", sum("CUDA Error" in line for line in run.output.splitlines())
@@ -65,7 +65,7 @@ def run_tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, s
     model = build_tiny_model(setting, family, precision)
     settings = build_grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
     settings["train"]["max_steps"] = steps
-    # The cache has a fixed size, as vLLM would otherwise measure free memory, which parallel parts change.
+    # The cache has a fixed size; otherwise, vLLM would measure the free memory, which parallel parts change.
     settings["rollout"] |= {"gpu_memory_utilization": 0.1, "engine_options": {"kv_cache_memory_bytes": 2**30}}
     return Running("grpo", settings, setting.scratch / name).finish()
 
@@ -77,7 +77,7 @@ def grpo(setting: Setting) -> Iterator[tuple[str, Value]]:
     output = setting.scratch / "grpo"
     for measurement in run_grpo_steps(build_real_grpo(setting), output, 2 if setting.tiny else 5):
         yield measurement
-        yield from split(read_metrics(output))  # after each step, so that measurements survive a time limit
+        yield from split(read_metrics(output))  # after each step, in case the time limit ends the part
 
 
 def build_real_grpo(setting: Setting) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def build_real_grpo(setting: Setting) -> dict[str, Any]:
 
 
 def run_grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
-    """Start `dsreason grpo` and run its first steps, without the final checkpoint. Every rank of a job calls it."""
+    """Start `dsreason grpo` and run its first steps, without the final checkpoint. Every rank of the job must call this."""
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.train.grpo.build import build_grpo
     from dsreason.train.grpo.loop import check_rollout_engine, train_on_rollout
@@ -104,7 +104,7 @@ def run_grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterat
 
 
 def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
-    """Yield means over the steps after the first, nothing before the second; `other` is the time outside all phases."""
+    """Yield means over all steps but the first, and nothing before the second step; `other` is the time outside all phases."""
     steps = [line for line in lines if "train/loss" in line]
     late = steps[1:]
     if not late:
@@ -156,7 +156,7 @@ cards_grpo_tp2 = partial(cards_grpo, tensor_parallel_size=2)
 def run_on_ranks(
     command: str, settings: dict[str, Any], setting: Setting, ranks: int, steps: int
 ) -> list[dict[str, Any]]:
-    """Run the first steps of a job of `ranks` processes on this machine, and return its metrics."""
+    """Run the first steps of a job with `ranks` processes on this machine, and return its metrics."""
     folder = Path(tempfile.mkdtemp(dir=setting.scratch))
     task = json.dumps({"command": command, "settings": settings, "output": str(folder / "run"), "steps": steps})
     arguments = ["-m", "benchmarks.gpu_report.runs", task]

@@ -1,4 +1,4 @@
-"""Timing of work on a device, including queued kernels."""
+"""Measurement of time and memory of work on a device, including its queued kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Function = Callable[..., tuple["Tensor", ...]]
 
 
 def run_forward_backward(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs of a function and the gradients of its inputs."""
+    """Run a function forward and backward; return its outputs and the gradients of its inputs."""
     import torch
 
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -24,7 +24,7 @@ def run_forward_backward(function: Function, inputs: Sequence[Tensor]) -> list[T
 
 
 def measure_seconds(work: Callable[[], object], *, times: int = 3, warm_up: bool = True) -> float:
-    """Return the mean seconds of `times` calls, after a warm-up call that does not count."""
+    """Return the mean duration of `times` calls in seconds, after a warm-up call that is not counted."""
     if warm_up:
         work()
     sync_device()
@@ -43,7 +43,7 @@ def sync_device() -> None:
 
 
 def measure_peak_gib(work: Callable[[], object]) -> float:
-    """Return the peak memory in GiB that torch allocated during the work; 0 on a CPU."""
+    """Return the peak memory, in GiB, that torch allocated during the call; 0 on a CPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The policy under DeepSpeed: a first step with each file, the speed of SFT, and checkpoints."""
+"""Training of a policy under DeepSpeed: a first step with each configuration file, the speed of SFT, and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 DEEPSPEED_FILES = ("zero2.json", "zero3.json", "zero3_offload.json")
 STOPPED = 75
-"""Exit code of a run that a signal has stopped."""
+"""Exit code of a run that a signal stopped."""
 
 
 def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Run a step of a tiny model on a clip with each DeepSpeed file; all files are tried even if one fails."""
+    """Run a step of a tiny model on a clip with each DeepSpeed file, even if the step fails with another file."""
     from dsreason.job.ranks import init_world, shutdown
 
     init_world()
@@ -100,7 +100,7 @@ def lora_8b(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def measure_sft(setting: Setting, settings: dict[str, Any], folder: str) -> Iterator[tuple[str, Value]]:
-    """Yield the speeds after each step, so that measurements survive a time limit."""
+    """Yield the speeds after each step, so that the measurements exist even if the time limit ends the part."""
     output = setting.scratch / folder
     for measurement in run_sft_steps(settings, output, 4 if setting.tiny else 10):
         yield measurement
@@ -118,7 +118,7 @@ def build_sft_settings(setting: Setting, size: str) -> dict[str, Any]:
 
 
 def run_sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
-    """Run the first steps of `dsreason sft`, without the final checkpoint. Every rank of a job calls it."""
+    """Run the first steps of `dsreason sft`, without the final checkpoint. Every rank of the job must call this."""
     from dsreason.config.schema import SFTConfig
     from dsreason.train.sft.build import build_sft
     from dsreason.train.sft.loop import train_on_batches
@@ -145,7 +145,7 @@ def count_parameters(engine: DeepSpeedEngine) -> int:
 
 
 def compute_speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
-    """Yield means over the steps of an SFT run after the second; nothing before the third step."""
+    """Yield means over all steps of an SFT run but the first two, and nothing before the third step."""
     steps = [line for line in lines if "train/loss" in line]
     late = steps[2:]
     if not late:
@@ -153,7 +153,7 @@ def compute_speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
     yield "single steps, s", " ".join(f"{line['time/train']:.2f}" for line in steps)
     yield "slowest step / median", max(seconds := [line["time/train"] for line in late]) / median(seconds)
     for name in ("perf/tokens_per_second", "perf/mfu", "time/data", "time/train", "memory/train/peak_gib"):
-        if name in late[0]:  # the peak FLOPs of a CPU or of an unknown card are not known
+        if name in late[0]:  # the peak FLOPs of CPUs and of unknown cards are not known
             yield name, sum(line[name] for line in late) / len(late)
 
 
@@ -182,7 +182,7 @@ def measure_stall(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def stop_and_resume(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Send SIGTERM after the third step of a tiny run, and run the same command again."""
+    """Send SIGTERM to a tiny run after its third step, then run the same command again."""
     model = build_tiny_model(setting)
     settings = build_run_settings(model, write_rows(setting, 24))
     settings["train"] |= {"global_batch_size": 4}

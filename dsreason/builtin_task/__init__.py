@@ -1,1 +1,1 @@
-"""The generated task of the demo and of the adapter `builtin`: questions about pictures and clips of shapes."""
+"""The generated task for the demo and the adapter `builtin`: questions about pictures and clips of shapes."""

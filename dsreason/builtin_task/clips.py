@@ -2,8 +2,8 @@
 
 Each split is a folder with `images/`, `clips/` and three annotation files in common formats: `conversations.json` (LLaVA,
 some with two turns), `questions.jsonl` (plain rows) and `choices.jsonl` (multiple choice as in Cosmos-Reason1-RL). Both
-splits repeat a block of 64 rows in which the answers to every prompt are equally frequent, so a model that ignores the media
-is right only by chance. No two rows have the same pixels.
+splits repeat a block of 64 rows in which all answers to a prompt are equally frequent, so a model that ignores the media is
+right only by chance. No two rows have the same pixels.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from dsreason.files.cache import convert_cache_errors, get_cache_dir
 from dsreason.files.disk import read_json_object
 
 VERSION = 2
-"""Version of the task; increase it when the same seed gives different rows or pixels."""
+"""Version of the task; increase it when the same seed yields different rows or pixels."""
 NUM_TRAIN = 2560
 NUM_VALIDATION = 256
 BLOCK = 64
 CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
-"""Groups of alternative answers; `get_next_answer` returns the next answer in a group."""
+"""Groups of alternative answers, in the order in which `get_next_answer` goes through them."""
 MISLABELLED = ("How many shapes are there?", "Which ball falls?")
-"""Questions to which `make_mislabelled` gives mostly wrong answers; they are the last question in 28 of 64 rows."""
+"""Questions whose answers `make_mislabelled` mostly replaces with wrong ones; 28 of 64 rows end with such a question."""
 ONE_CORRECT_IN = 8
-"""Number of rows with the same `MISLABELLED` question and answer, of which one keeps its correct answer."""
+"""One of this number of rows with the same `MISLABELLED` question and answer keeps its correct answer."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -50,7 +50,7 @@ WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
 
 @dataclass(frozen=True)
 class ClipQuestion:
-    """A question to generate, with the function that draws its media item; `turns` holds (question, answer) pairs."""
+    """A question to generate, with the function that draws its media item; `turns` contains (question, answer) pairs."""
 
     kind: str
     file: str
@@ -118,14 +118,14 @@ def write_builtin(
 
 
 def get_builtin_folder() -> Path:
-    """Return the cache folder of the task in its default sizes; generate the task if it is missing."""
+    """Return the cache folder of the task in its default size; generate the task if it is missing."""
     folder = get_cache_dir() / f"builtin-{VERSION}"
     with convert_cache_errors(folder, "DSREASON_CACHE"):
         return write_builtin(folder)
 
 
 def draw_task(folder: Path, facts: dict[str, int]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # left behind by an interrupted process
+    shutil.rmtree(folder, ignore_errors=True)  # an interrupted process may have left it behind
     rng = np.random.default_rng([VERSION, facts["seed"]])
     digests: set[bytes] = set()
     # Draw the held-out rows first, so that they do not depend on the number of training rows.
@@ -160,7 +160,7 @@ def draw_unseen(item: ClipQuestion, rng: np.random.Generator, digests: set[bytes
 
 
 def to_row(row_id: str, item: ClipQuestion, medium: dict[str, str]) -> dict[str, Any]:
-    """Convert the item to a row in the format of its annotation file."""
+    """Convert a question to a row in the format of its annotation file."""
     row: dict[str, Any] = {"id": row_id, "kind": item.kind, **medium}
     question, answer = item.turns[0]
     if item.file == "choices.jsonl":
@@ -205,7 +205,7 @@ def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add `rejected` to each row: a wrong answer to its last question, chosen as in `make_mislabelled`."""
+    """Add `rejected` to each row: a wrong answer to its last question, the next one in the group of the correct answer."""
 
     def get_last_answer(row: dict[str, Any]) -> str:
         if "conversations" in row:
@@ -216,7 +216,7 @@ def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def get_next_answer(answer: str) -> str:
-    """Return the next answer of the same group, which is wrong; the first answer follows the last."""
+    """Return the next answer in the same group, which is a wrong one; the first answer follows the last."""
     answers = next(group for group in ANSWERS if answer in group)
     return answers[(answers.index(answer) + 1) % len(answers)]
 
@@ -231,7 +231,7 @@ def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
 
 
 def write_clip(path: Path, frames: Frames) -> None:
-    """Write a clip as nearly lossless H.264. A single thread and the simplest preset make the bytes reproducible."""
+    """Write a clip as nearly lossless H.264; a single thread and the simplest preset make the file reproducible."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=CLIP_FPS, options={"crf": "4", "preset": "ultrafast"})
         stream.height, stream.width = frames.shape[1:3]

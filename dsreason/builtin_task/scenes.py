@@ -1,7 +1,7 @@
 """Pictures and clips of the built-in task: plain shapes on black, drawn with numpy from a seeded generator.
 
 The answer to a question about a clip depends on how the clip changes over time. If the question allows it, the clips for two
-answers are each other's reverse, so that both contain the same frames. Start positions cover all of the available space.
+answers are the reverse of each other, so that both contain the same frames. Start positions cover the entire available space.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CLIP_FRAMES = 8
 TRAVEL = 12
 """Distance in pixels that a single ball moves during a clip."""
 SHORT_TRAVEL = 8
-"""Distance in pixels that a ball falls; short, so that the positions in a single frame reveal little."""
+"""Distance in pixels that a ball falls. It is short, so that the positions in a single frame reveal little."""
 APPROACH = 12
-"""Change of the distance between two balls during a clip, in pixels."""
+"""Change in the distance between two balls during a clip, in pixels."""
 BALL = 14
 SHAPES = {"circle": 16, "square": 14, "triangle": 19}
-"""Kind → size in pixels; the areas are about equal, so that the coloured area grows with the number of shapes."""
+"""Kind → size in pixels, chosen for about equal areas, so that the coloured area grows with the number of shapes."""
 
 
 def make_shape_mask(kind: str, size: int) -> NDArray[np.bool_]:

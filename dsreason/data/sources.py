@@ -25,7 +25,7 @@ from dsreason.files.address import S3Address, is_s3
 from dsreason.files.archives import get_media_cache, write_embedded
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.own_files import is_inside
-from dsreason.files.remote import check_place, join_address, read_address
+from dsreason.files.remote import check_location, join_address, read_address
 from dsreason.media.frames import TIMES, list_files, list_frames, write_frame_list
 from dsreason.media.urls import decode_data_uri, is_data_uri, is_url, mask_url, split_url
 from dsreason.media.vision import PART_SETTINGS
@@ -200,8 +200,8 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
 
 
 def open_source(config: SourceConfig, weight: float = 1.0) -> DataSource:
-    check_place("data.path", config.path)
-    check_place("data.media_path", config.media_path)
+    check_location("data.path", config.path)
+    check_location("data.media_path", config.media_path)
     adapter = find_adapter(config.adapter)
     if config.video_pattern is not None and config.adapter in set(list_shipped_adapters()) - {"local_labels"}:
         raise ConfigError(

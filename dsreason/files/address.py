@@ -17,7 +17,7 @@ TOKEN = re.compile(r"hf_\w+")
 
 @dataclass(frozen=True)
 class S3Address:
-    """The URL of an S3 object, or of all objects whose key starts with `key` and a slash; with an empty key, of the bucket."""
+    """URL of an S3 object, of a folder (the objects whose key starts with `key` and a slash), or of a bucket (`key` is empty)."""
 
     bucket: str
     key: str = ""
@@ -64,7 +64,7 @@ def is_s3(text: str) -> bool:
 
 
 def parse_s3(text: str) -> S3Address:
-    """Parse an S3 URL; raise ValueError if it is invalid, with a message that contains no key or password."""
+    """Parse an S3 URL; raise ValueError, with a message that contains no key or password, if it is invalid."""
     bucket, _, key = text.removeprefix(S3).partition("/")
     if BUCKET.fullmatch(bucket) is None:
         if "@" in text or ":" in text.removeprefix(S3):
@@ -73,7 +73,8 @@ def parse_s3(text: str) -> S3Address:
                 "AWS_SECRET_ACCESS_KEY"
             )
         raise ValueError(
-            f"{text}: {bucket!r} is not a valid bucket name (3 to 63 lowercase letters, digits, dots and hyphens); write s3://bucket/prefix"
+            f"{text}: {bucket!r} is not a valid bucket name (3 to 63 lowercase letters, digits, dots and hyphens); "
+            "write s3://bucket/prefix"
         )
     if "?" in key:
         raise ValueError(
@@ -83,7 +84,7 @@ def parse_s3(text: str) -> S3Address:
 
 
 UploadAddress = S3Address | HubAddress
-"""An upload target."""
+"""The URL of an upload target."""
 
 
 def parse_target(text: str) -> UploadAddress:

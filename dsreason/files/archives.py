@@ -1,4 +1,4 @@
-"""Compressed files, and media in archives or tables, which are extracted to the cache once."""
+"""Reading of compressed files, and extraction of media from archives and tables to the cache, once per file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_UNPACKED_BYTES = 2 * 1024**4
 """Maximum unpacked size of an archive, in bytes; larger archives are rejected."""
 MAX_RATIO, SMALL_BYTES = 100, 256 * 1024**2
-"""Maximum ratio of unpacked to packed size, and the unpacked size, in bytes, up to which the ratio is not limited."""
+"""Maximum ratio of unpacked to packed size, and the unpacked size, in bytes, up to which any ratio is accepted."""
 PACKED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-"""First bytes of a compressed file → the function that opens it."""
+"""First bytes of a compressed file → function that opens the file."""
 PACKED_OTHERWISE = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"Rar!\x1a\x07", b"7z\xbc\xaf\x27\x1c")
 BLOCK_BYTES = 4096
-"""Bytes counted for each member in addition to its size, because empty files also use disk space."""
+"""Bytes added to the size of each member, because even an empty file uses disk space."""
 MAX_NAME_BYTES = 16 * 1024
 NAME_TYPES = (
     tarfile.XHDTYPE,
@@ -40,7 +40,7 @@ NAME_TYPES = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-"""Types of tar members that hold a long name for the next member; names above `MAX_NAME_BYTES` are rejected."""
+"""Types of tar members that contain a long name for the next member; names longer than `MAX_NAME_BYTES` are rejected."""
 UNPACK_ERRORS = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -54,11 +54,11 @@ UNPACK_ERRORS = (
     LookupError,
     MemoryError,
 )
-"""Errors that the standard library's readers raise for damaged input."""
+"""Errors that the readers in the standard library raise for damaged files."""
 
 
 def get_media_cache() -> Path:
-    """Return `$COSMOS_CACHE` if it is set, even if `$DSREASON_CACHE` is set, too; otherwise the folder of `get_cache_dir`."""
+    """Return `$COSMOS_CACHE` if it is set, regardless of `$DSREASON_CACHE`; otherwise, return the folder of `get_cache_dir`."""
     folder = os.environ.get("COSMOS_CACHE")
     return Path(folder).expanduser() if folder else get_cache_dir()
 
@@ -66,11 +66,12 @@ def get_media_cache() -> Path:
 def write_embedded(content: bytes, suffix: str = "") -> Path:
     """Write the content to a file in the cache, named after its hash, and return the path.
 
-    Several processes may call this function at the same time. `suffix` comes from the data; an unusual one is dropped.
+    Several processes may call this function at the same time. `suffix` comes from the data; it is
+    dropped unless it is a plain file extension.
 
     Raises:
         DataError: the content is not of type `bytes`.
-        StorageError: the cache cannot be written, which is not a fault in the data.
+        StorageError: the cache is not writable; the data are not at fault.
     """
     if not isinstance(content, bytes):
         raise DataError(f"the content of a media file must be bytes; got {type(content).__name__}")
@@ -99,22 +100,22 @@ def unpack(archive: Path) -> Path:
 
     Raises:
         DataError: the archive is damaged, or a member would be written outside the folder.
-        StorageError: the cache cannot be written, which is not a fault in the data.
+        StorageError: the cache is not writable; the data are not at fault.
     """
     status = archive.stat()
     key = hashlib.sha256(f"{archive.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = get_media_cache() / "archives" / f"{archive.name.split('.')[0]}-{key}"
 
-    def extract_anew(partial: Path) -> None:
+    def extract_from_scratch(partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         extract(archive, partial)
 
     with convert_cache_errors(folder, "COSMOS_CACHE"):
-        return build_once(folder, extract_anew)
+        return build_once(folder, extract_from_scratch)
 
 
 def extract(archive: Path, folder: Path) -> None:
-    """Unpack a tar (plain, gz, bz2 or xz) or zip archive into `folder`, which is removed again on failure.
+    """Unpack a tar (plain, gz, bz2 or xz) or zip archive into `folder`, which is deleted on failure.
 
     Raises:
         DataError: the archive is damaged, encrypted or a decompression bomb, or a member is a link or a device or would be
@@ -153,7 +154,7 @@ def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
 
 
 class TarMember(tarfile.TarInfo):
-    """A tar header that raises an error if it is damaged, whereas tarfile would treat it as the end of the archive."""
+    """A tar header that raises an error if it is damaged; tarfile itself would treat it as the end of the archive."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> TarMember:
@@ -201,18 +202,18 @@ def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
 
 
 class Budget:
-    """A limit on the number of bytes that an archive or a compressed file may unpack to."""
+    """A limit on the number of bytes to which an archive or a compressed file may expand."""
 
     def __init__(self, archive: Path) -> None:
         self.archive = archive
-        self.most = min(MAX_UNPACKED_BYTES, max(SMALL_BYTES, MAX_RATIO * archive.stat().st_size))
+        self.max_bytes = min(MAX_UNPACKED_BYTES, max(SMALL_BYTES, MAX_RATIO * archive.stat().st_size))
         self.spent = 0
 
     def spend(self, size: int) -> None:
         self.spent += size
-        if self.spent > self.most:
+        if self.spent > self.max_bytes:
             raise DataError(
-                f"{self.archive}: unpacks to more than the maximum of {self.most} bytes; unpack it yourself if you trust it"
+                f"{self.archive}: unpacks to more than the maximum of {self.max_bytes} bytes; unpack it yourself if you trust it"
             )
 
 

@@ -14,7 +14,7 @@ def open_draft(file: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path that replaces `file` at the end of the block, or is deleted if the block fails.
 
     Args:
-        durable: sync first the content and then the name to disk, so that a power failure leaves the old or the new file.
+        durable: sync the content to disk before the name, so that a power failure leaves either the old or the new file.
     """
     draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.partial")
     try:
@@ -35,7 +35,7 @@ def write_file(file: Path, content: str | bytes, *, durable: bool = False) -> No
 
 
 def flush(path: Path) -> None:
-    """Sync a file, or the names in a folder, to disk."""
+    """Sync the content of a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,8 +46,8 @@ def flush(path: Path) -> None:
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
     """Return `folder`; if it does not exist, create it with `build`, which fills a temporary folder that is then renamed.
 
-    One process builds while others wait. After a failure, the next `build` gets the partial content of the failed one. All
-    folders in a cache share 256 lock files, because one per folder would leave too many files behind.
+    One process builds the folder while others wait. A `build` that fails leaves its temporary folder behind for the next one to
+    continue. All folders in a cache share 256 lock files, because one per folder would leave too many files behind.
     """
     if not folder.is_dir():
         locks = folder.parent / ".locks"

@@ -24,9 +24,9 @@ def get_cache_dir() -> Path:
 
 @contextmanager
 def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
-    """Convert OS errors in the block to StorageErrors, because an unwritable cache is not a fault in the data.
+    """Convert OS errors in the block to StorageErrors, because the data are not at fault if the cache is not writable.
 
-    `variable` is the environment variable that sets the folder.
+    `variable` is the environment variable that sets the cache folder.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Time limits for calls to libraries that only limit the time between two bytes, not the total time of a request."""
+"""Time limits for calls to libraries that limit only the time between two bytes, not the total time of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PACE_BYTES, PACE_S = 60_000, 60.0
-"""Minimum number of bytes per number of seconds; a slower download counts as broken."""
+"""Minimum speed of a download: `PACE_BYTES` bytes in `PACE_S` seconds; a slower one counts as broken."""
 
 
 def run_with_limit(limit: float, call: Callable[[], T]) -> T:
@@ -37,13 +37,13 @@ def run_with_limit(limit: float, call: Callable[[], T]) -> T:
 
 
 class Pace:
-    """A check on the speed of a download, for downloads of unknown size, which cannot have a time limit."""
+    """A check of the speed of a download whose size is unknown, so that no total time limit can be set."""
 
     def __init__(self) -> None:
         self.began, self.bytes = time.monotonic(), 0
 
     def count(self, num_bytes: int) -> None:
-        """Count received bytes; raise TimeoutError if the download has been too slow for too long."""
+        """Count received bytes; raise TimeoutError if fewer than `PACE_BYTES` have arrived in the last `PACE_S` seconds."""
         self.bytes += num_bytes
         now = time.monotonic()
         if now - self.began < PACE_S:

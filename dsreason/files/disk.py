@@ -1,4 +1,4 @@
-"""Files and folders on the local disk: hashes, small files and checks."""
+"""Helpers for files and folders on the local disk: hashes, reading of small files, and checks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ END_BYTES = 64 * 1024
 
 
 def to_os_error(error: Exception) -> OSError | None:
-    """Convert an error to an OSError, parsing messages of Rust libraries: `I/O error: No space left on device (os error 28)`.
+    """Convert an error to an OSError; parse the message of a Rust library (`I/O error: No space left on device (os error 28)`).
 
     Returns:
-        The OSError; None for other errors.
+        The OSError; None if the error did not come from the operating system.
     """
     if isinstance(error, OSError):
         return error
@@ -39,28 +39,28 @@ def compute_sha256(file: Path) -> str:
 
 
 def hash_end(file: Path) -> str:
-    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits, which takes one read for a file of any size.
+    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits; this is fast for a file of any size.
 
-    torch writes zip archives, which end with a checksum of each member, so any change to the content changes the end.
+    torch writes zip archives. They end with a checksum of each member, so any change to the content changes the end.
     """
     with file.open("rb") as content:
         content.seek(max(0, content.seek(0, os.SEEK_END) - END_BYTES))
         return hashlib.sha256(content.read()).hexdigest()
 
 
-def read_small(file: Path, most: int | None = None) -> bytes:
-    """Read a small file of at most `most` bytes (None: `MOST_BYTES`), without blocking if the path is not a regular file.
+def read_small(file: Path, max_bytes: int | None = None) -> bytes:
+    """Read a small file of at most `max_bytes` bytes (None: `MOST_BYTES`), without blocking if the path is not a regular file.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is too large; `strerror` has the reason.
     """
-    most = MOST_BYTES if most is None else most
+    max_bytes = MOST_BYTES if max_bytes is None else max_bytes
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as opened:
         check_regular(descriptor, file)
-        content = opened.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"is larger than the maximum of {most} bytes", str(file))
+        content = opened.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"is larger than the maximum of {max_bytes} bytes", str(file))
     return content
 
 
@@ -91,7 +91,7 @@ def make_folder(folder: Path, option: str) -> None:
 def check_writable(folder: Path, option: str) -> None:
     """Raise a ConfigError that names the option if no file can be created in the folder.
 
-    To find out, a temporary file is created and removed in the folder, or in its nearest existing parent.
+    The test creates and deletes a temporary file in the folder, or in its nearest existing parent.
     """
     existing = folder
     try:
@@ -112,7 +112,10 @@ def find_existing(path: Path) -> Path:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file written by dsreason; return an empty one if that fails, as it can be recomputed."""
+    """Read the JSON object in a file written by dsreason; return an empty one if that fails.
+
+    The content of such files can be recomputed, so a damaged one is no error.
+    """
     try:
         document = json.loads(read_small(file))
     except (OSError, ValueError, RecursionError):

@@ -1,9 +1,9 @@
 """HTTP requests with a total time limit and a bounded response size, which do not follow redirects.
 
-httpx2 only limits the time between two bytes, so a server may send one byte per second, and it decompresses responses of any
-size. In this module, one time limit covers everything from the name lookup to the last byte of the body, and compressed
-responses are decompressed piece by piece up to a maximum size. Redirects are not followed, because they would send the
-request and its token to a URL that nobody has configured.
+httpx2 limits only the time between two bytes, so a server that sends one byte per second never times out, and httpx2
+decompresses responses of any size. In this module, one time limit covers everything from the name lookup to the last byte of
+the body, and compressed responses are decompressed piece by piece up to a maximum size. Redirects are not followed, because
+they would send the request and its token to a URL that nobody has configured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PACKED = ("gzip", "x-gzip", "deflate")
-"""Compressed encodings that are accepted in responses, although none is requested."""
+"""Compressed encodings that are accepted in responses, although requests ask for none."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 REDIRECTED = "redirects are not followed, because they would forward the request; set the final URL"
 
@@ -38,7 +38,7 @@ class HttpResponse:
     reason: str
     """Reason phrase that follows the status code."""
     headers: Mapping[str, str]
-    """Response headers; their names are case-insensitive."""
+    """Response headers, with case-insensitive names."""
     content: bytes
 
     @property
@@ -55,7 +55,7 @@ class HttpResponse:
         retry_after = self.headers.get("Retry-After", "")
         try:
             seconds = float(retry_after) if retry_after.isascii() else 0.0
-        except ValueError:  # the header has a date
+        except ValueError:  # the header contains a date
             return 0.0
         return seconds if 0 < seconds < float("inf") else 0.0
 
@@ -70,7 +70,7 @@ class NoAnswer(Exception):
 
 
 class BadAnswer(Exception):
-    """An error for a response that is too long or has an unknown encoding."""
+    """An error for a response that is too long, is damaged or has an unknown encoding."""
 
 
 async def send_request(
@@ -86,13 +86,13 @@ async def send_request(
     """Send a request and return the response, regardless of its status.
 
     Args:
-        limit: seconds until the entire response must have arrived.
+        limit: seconds within which the entire response must arrive.
         max_bytes: maximum size of the decompressed content, in bytes.
         connect_to: IP address of the URL's host. None: the host is looked up.
 
     Raises:
-        NoAnswer: no response arrived.
-        BadAnswer: the response cannot be used.
+        NoAnswer: no complete response arrived in time.
+        BadAnswer: the response is too long, is damaged or has an unknown encoding.
         ConfigError: the proxies or certificates set in the environment cannot be used.
     """
     import httpx2  # slow import: 0.2 s
@@ -139,7 +139,7 @@ def wait_for(request: Coroutine[Any, Any, T]) -> T:
 
 @lru_cache(maxsize=1)
 def get_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Start the event loop of a process; a forked process needs a new one, because the thread of its parent's loop is gone.
+    """Start the event loop of a process. A forked process needs a new one, because the thread of its parent's loop is gone.
 
     The loop is never closed, because closing it would wait for name lookups, which cannot be interrupted.
     """
@@ -149,7 +149,7 @@ def get_loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 def find_cause(error: BaseException) -> str:
-    """Return the root cause of an error such as asyncio's "All connection attempts failed": `[Errno 111] Connection refused`."""
+    """Return the root cause, such as `[Errno 111] Connection refused`, of an error such as "All connection attempts failed"."""
     inner: BaseException | None = error
     while inner is not None:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
@@ -180,13 +180,13 @@ def get_tls_context() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-async def read(response: httpx2.Response, most: int) -> bytes:
+async def read(response: httpx2.Response, max_bytes: int) -> bytes:
     unpack = make_unpacker(response.headers.get("Content-Encoding", ""))
     content = bytearray()
     async for part in response.aiter_raw():
-        content += unpack(part, most + 1 - len(content))
-        if len(content) > most:
-            raise BadAnswer(f"the response is longer than the maximum of {most} bytes")
+        content += unpack(part, max_bytes + 1 - len(content))
+        if len(content) > max_bytes:
+            raise BadAnswer(f"the response is longer than the maximum of {max_bytes} bytes")
     return bytes(content)
 
 
@@ -194,7 +194,7 @@ def make_unpacker(encoding: str) -> Callable[[bytes, int], bytes]:
     """Return the decompression function of an encoding: (compressed bytes, maximum length of the result) → bytes."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
-        return lambda part, most: part[:most]
+        return lambda part, max_bytes: part[:max_bytes]
     if name not in PACKED:
         raise BadAnswer(f"the response has the encoding {encoding[:80]!r}, which was not requested")
     return zlib.decompressobj(GZIP_OR_ZLIB).decompress

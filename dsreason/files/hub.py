@@ -1,4 +1,4 @@
-"""Functions that convert errors of huggingface_hub into messages with advice."""
+"""Functions that convert errors of huggingface_hub to errors with advice for the user."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def get_hub_url() -> str:
 def convert_hub_error(error: Exception, where: str, *, page: str = "", revision: str | None = None) -> StorageError:
     """Convert one of `HUB_ERRORS` to a StorageError.
 
-    The original message may contain signed URLs; if others can see the traceback, raise the result `from None`.
+    The original message may contain signed URLs; raise the result `from None` if others can see the traceback.
 
     Args:
-        page: URL of the repository's page on the Hub if it was read; empty if it was written.
+        page: URL of the repository's page on the Hub if the request was a read; empty for a write.
     """
     if isinstance(error, OfflineModeIsEnabled):
         return StorageError(f"{where}: HF_HUB_OFFLINE is set, so the Hub is not contacted; unset it")

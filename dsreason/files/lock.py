@@ -1,4 +1,4 @@
-"""A lock file that lets only one job use an output folder. It names its holder, which touches it every few seconds.
+"""A lock file that lets only one job use an output folder. It names its holder, the process that touches it every few seconds.
 
 A lock that was taken on this machine is stale if its process no longer exists. The processes of another machine, or of
 another container on this one, are not visible, so their lock is stale if it has not been touched for a while. File-system
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 180.0
-"""Seconds without a touch after which a lock of another machine is stale; native code may block the touching thread for a
-while."""
+"""Seconds without a touch after which a lock of another machine is stale. The limit is generous, because native code may block
+the thread that touches the lock."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class FolderLock(AbstractContextManager["FolderLock"]):
     """A lock that keeps other jobs from using a folder, from the call of `take` to the end of the block.
 
     Args:
-        on_lost: called in another thread with an error to report if another job has taken over the folder, because this job
-            had not touched its lock for STALE_AFTER_S.
+        on_lost: callback for an error to report if another job takes over the folder because this job has not touched its
+            lock for STALE_AFTER_S seconds; called in a separate thread.
         asked_to_stop: returns the name of the signal that asked this job to stop, or ""; checked while `take` waits.
     """
 
@@ -70,7 +70,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
         Raises:
             ConfigError: another job uses the folder; the message names its host and process.
-            Stopped: this job was asked to stop while waiting to find out.
+            Stopped: this job was asked to stop while it waited to see whether another job still uses the folder.
         """
         file, content = folder / LOCK_FILE, json.dumps(asdict(describe_process()))
         while not create(file, content):
@@ -111,7 +111,7 @@ def make_in_use_error(folder: Path, content: str) -> ConfigError:
 
 
 def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool:
-    """Return whether the holder of a lock is alive, which takes up to STALE_AFTER_S if it runs on another machine."""
+    """Return whether the holder of a lock is alive; this takes up to STALE_AFTER_S seconds if it runs on another machine."""
     holder = parse(content)
     if holder is not None and holder.machine == read_machine_id():
         return read_start_time(holder.pid) == holder.started
@@ -147,7 +147,7 @@ def create(file: Path, content: str) -> bool:
 
 
 def remove_stale(file: Path, content: str) -> None:
-    """Remove a stale lock, one job at a time, unless another job has replaced it with its own in the meantime."""
+    """Remove a stale lock unless another job has replaced it in the meantime; only one job at a time can do so."""
     with suppress(FileNotFoundError), file.open("r+") as stale:
         with suppress(OSError):  # the file system may not support locks
             fcntl.flock(stale, fcntl.LOCK_EX)
@@ -189,7 +189,7 @@ def parse(content: str) -> Holder | None:
 def get_last_touch(file: Path) -> int | None:
     """Return the file's modification time in nanoseconds; None if the file no longer exists.
 
-    The file must be opened, because NFS reports cached attributes for files that are not open.
+    The function opens the file, because NFS reports cached attributes for files that are not open.
     """
     try:
         with file.open() as lock:

@@ -1,7 +1,7 @@
 """Checks that a local data set uses only its own files: the README and index files may name only files in its folder.
 
-As for media, a path is checked as it is written: links may point anywhere, because somebody has created them on purpose.
-A data set on the Hub may name URLs, but no files on this machine.
+A path is checked without resolving links, like the paths of media: a link may point anywhere, because somebody created it on
+purpose. A data set on the Hub may name URLs, but no files on this machine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dsreason.secrets import mask_credentials
 
 README = "README.md"
 STANDALONE = ".huggingface.yaml"
-"""Name of a file that may replace the README's header; the header takes precedence."""
+"""Name of a file that may contain the YAML header instead of the README; if both do, the README takes precedence."""
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""Names of the index files that `save_to_disk` writes; they list the files of a table, and the folder of each split."""
+"""Names of the index files that `save_to_disk` writes: `STATE` lists the files of a table, `SPLITS` the splits' folders."""
 
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:|.*(://|::)", re.DOTALL)
 """Pattern of URLs: `http://…`, `data:…`, and URL chains of the library `fsspec`, such as `zip://rows.jsonl::http://…`."""
@@ -51,7 +51,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
         except RemoteEntryNotFoundError:
             continue
         except (HfHubHTTPError, OSError, ValueError):
-            return  # `datasets` will raise and report the same error
+            return  # `datasets` will meet the same error and report it
         for key, text in _iter_named_files(file):
             if _is_local(text):
                 raise DataError(
@@ -77,7 +77,7 @@ def check_saved(folder: Path) -> None:
 
 
 def _iter_named_files(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) for each file that the header of a README or a standalone file names, parsed as by `datasets`."""
+    """Yield (key, text) for each file that the header of a README or a standalone file names, parsed as `datasets` does."""
     try:
         header = (
             DatasetCard.load(file).data.to_dict() if file.name == README else yaml.safe_load(file.read_text()) or {}

@@ -1,4 +1,4 @@
-"""A reader of plain data in untrusted pickle files, such as text embeddings and indexes, that runs no code in the files.
+"""A reader for plain data, such as text embeddings and indexes, in untrusted pickle files; it never runs code in the files.
 
 It follows "Restricting globals" in Python's documentation. The replacements for numpy's classes accept only plain numeric
 types, because numpy's own `dtype` would allow a pickle to have arbitrary memory addresses interpreted as objects.
@@ -22,7 +22,7 @@ from dsreason.files.atomic import open_draft, write_file
 MAX_BYTES = 2 * 2**30
 FREE_SIZE, MAX_RATIO = 2**20, 64
 """Limits on the number of characters and bytes that a pickle may expand to: a fixed allowance, and a multiple of its size.
-They are needed because a pickle can repeat a list or an array with only two bytes per repetition."""
+The limits are needed because a pickle can repeat a list or an array at a cost of two bytes per repetition."""
 ADVICE = "regenerate it from lists, dicts, strings, numbers and numpy arrays of numbers only"
 
 
@@ -54,8 +54,8 @@ class Array:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler that resolves only the names used by numpy arrays, to new objects in each call, which a file cannot modify
-    for others."""
+    """An unpickler that resolves only the names used by numpy arrays. Each lookup returns a new object, so that one pickle
+    cannot modify what the next one gets."""
 
     def find_class(self, module: str, name: str) -> Any:
         known_classes = {

@@ -1,7 +1,7 @@
-"""Local copies of S3 objects: each is fetched into the cache once, atomically, for any number of processes.
+"""Local copies of S3 objects. Each object is fetched into the cache once, atomically, however many processes need it.
 
-The path of a copy consists of the bucket and a hash of the key, ETag, size and time, so an object that was replaced is
-fetched again. An interrupted fetch resumes where it stopped, even in a later run. Each process checks only once whether an
+The path of a copy contains the bucket and a hash of the key, ETag, size and time, so an object that was replaced is fetched
+again. An interrupted fetch resumes where it stopped, even in a later run. Each process checks only once whether an
 object has changed.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PARALLEL = 8
 """Number of files of a folder that are fetched concurrently."""
 REMEMBERED = 200_000
-"""Number of objects for which a process caches the path of the local copy."""
+"""Number of objects for which a process remembers the path of the local copy."""
 SHOWN_BYTES = 100_000_000
 """Minimum size, in bytes, of a fetch that is logged."""
 
@@ -40,8 +40,8 @@ def read_address(text: str) -> S3Address:
         raise DataError(str(error)) from None
 
 
-def check_place(key: str, text: str) -> None:
-    """Raise DataError for a URL that is not on S3; otherwise, it would be used as a path and its password displayed."""
+def check_location(key: str, text: str) -> None:
+    """Raise DataError for a URL other than an S3 URI; otherwise, it would be used as a path, and a password in it displayed."""
     if is_s3(text):
         read_address(text)
     elif "://" in text:
@@ -65,15 +65,15 @@ def fetch_file(text: str) -> Path:
         DataError: the URL is invalid, or the object does not exist.
         StorageError: S3 cannot be reached or refuses the request, which is not a fault in the data.
     """
-    copy = _copy_of(text)
+    copy = _fetch_copy(text)
     if not copy.is_file():  # the cache folder was cleared in the meantime
-        _copy_of.cache_clear()
-        copy = _copy_of(text)
+        _fetch_copy.cache_clear()
+        copy = _fetch_copy(text)
     return copy
 
 
 @lru_cache(REMEMBERED)
-def _copy_of(text: str) -> Path:
+def _fetch_copy(text: str) -> Path:
     address = read_address(text)
     if not address.key:
         raise DataError(f"{address}: is a bucket, not a file; append the path of the file")
@@ -91,14 +91,14 @@ def _copy_of(text: str) -> Path:
         return build_once(folder, lambda partial: _fetch(source, partial / name)) / name
 
 
-def fetch_folder(text: str, wanted: Callable[[str], bool]) -> Path:
-    """Return a local copy of a folder, with those objects for whose relative path `wanted` returns true.
+def fetch_folder(text: str, is_wanted: Callable[[str], bool]) -> Path:
+    """Return a local copy of a folder that contains the objects for whose relative paths `is_wanted` returns true.
 
     The errors are the same as for `fetch_file`.
     """
     address = read_address(text)
     objects = list_objects(address)
-    chosen_objects = {name: source for name, source in sorted(objects.items()) if wanted(name)}
+    chosen_objects = {name: source for name, source in sorted(objects.items()) if is_wanted(name)}
     if not chosen_objects:
         content = "usable files" if objects else "objects"
         raise DataError(f"{address}: no {content} exist below this URI; correct it")
@@ -117,7 +117,7 @@ def fetch_folder(text: str, wanted: Callable[[str], bool]) -> Path:
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
-    """Raise StorageError if the objects that are not cached yet do not fit on the disk of the cache."""
+    """Raise StorageError if the objects that are not cached yet do not fit on the disk that holds the cache."""
     missing = sum(source.size for source in sources if not _get_cache_folder(source.address, source.version).is_dir())
     folder = get_cache_dir()
     with convert_cache_errors(folder, "DSREASON_CACHE"):

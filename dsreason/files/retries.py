@@ -1,4 +1,4 @@
-"""Retries of actions that fail for a transient reason."""
+"""Retries of actions that fail for transient reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 6
-"""Number of attempts per request; including the waits between them, they take about half a minute."""
+"""Number of attempts per request; together with the waits between them, they take about half a minute."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 

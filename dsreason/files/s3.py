@@ -1,7 +1,6 @@
 """Access to S3 through boto3, configured from the environment, with retries of transient errors and clear error messages.
 
-boto3's own retries are disabled, because they are silent and do not cover damage that only an ETag reveals; `run_with_retries`
-is used instead.
+`run_with_retries` replaces boto3's own retries, which are silent and do not cover damage that only an ETag reveals.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ READ_LIMIT_S = 60
 REQUEST_LIMIT_S = 120.0
 """Time limit of an entire request in seconds, even if bytes keep arriving."""
 COMPLETION_LIMIT_S = 600.0
-"""Time limit of `complete_multipart_upload` in seconds; the server joins the parts of a large file before it responds."""
+"""Time limit of `complete_multipart_upload` in seconds; the server first joins the parts of a large file, and then responds."""
 SLOWEST = 10_000
 """Minimum speed in bytes per second; the time limit is extended by the time that the content takes at this speed."""
 READ_BYTES = 32 * 1024**2
-"""Number of bytes per read request, and thus the maximum loss if a connection breaks."""
+"""Number of bytes per read request, and thus the maximum number to fetch again if a connection breaks."""
 MOST_PAGES = 10_000
 """Maximum number of pages in a listing of objects; each has up to a thousand objects."""
 TRANSIENT_CODES = (
@@ -53,7 +52,7 @@ class S3Object:
     size: int
     etag: str
     version: str
-    """ETag, size and modification time, at least one of which changes whenever the content does."""
+    """ETag, size and modification time; at least one of them changes whenever the content does."""
 
 
 COSMOS = "PROD_S3_CHECKPOINT_"
@@ -120,7 +119,7 @@ def request(
     """Make an S3 API call (such as `head_object`) on the bucket of `address`, and return the response.
 
     Args:
-        check: function that raises StorageError if the response indicates damage.
+        check: function that raises StorageError if the response shows that the content was damaged.
         parameters: parameters of the call, except the bucket.
 
     Raises:
@@ -166,7 +165,7 @@ def list_objects(address: S3Address) -> dict[str, S3Object]:
 
 
 def read_into(source: S3Object, file: Path) -> None:
-    """Append the missing part of the object to `file`; if a connection breaks, at most READ_BYTES are lost.
+    """Append the missing part of the object to `file`; if a connection breaks, at most READ_BYTES are fetched again.
 
     Raises:
         StorageError: the object cannot be read, or has changed since it was listed as `source`.
@@ -212,7 +211,7 @@ def _parse_object(address: S3Address, size: int | None, facts: Answer) -> S3Obje
 
 @contextmanager
 def convert_s3_errors(address: S3Address) -> Iterator[None]:
-    """Convert boto3's errors to StorageErrors, without a cause, because the original messages may contain secrets."""
+    """Convert boto3's errors to StorageErrors. The originals are not chained, because their messages may contain secrets."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 

@@ -1,4 +1,4 @@
-"""Names of the files and folders of an optimizer step: checkpoints, exports and files of answers."""
+"""Names of files and folders that belong to an optimizer step: checkpoints, exports and files of answers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The processes of a job: modules that start the ranks, monitor them, and shut them down cleanly."""
+"""Start, monitoring and clean shutdown of the processes of a job."""

@@ -1,4 +1,4 @@
-"""Failures of ranks: each rank reports its failure to the launcher, which determines the failure that caused the others.
+"""Failures of ranks: each rank reports its own failure, and the launcher determines which failure caused the others.
 
 This module does not import torch, because the parent uses it before `prepare_environment` has run.
 """
@@ -39,7 +39,7 @@ TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable that torchrun sets: the file with a rank's error, which torchrun prints at the end of its report."""
 
 CRASH_LOG = "dsreason.crash"
-"""Name of the logger for tracebacks. It writes only to the rank's log file; other code decides what the screen shows."""
+"""Name of the logger for tracebacks. It writes only to the rank's log file, because other code decides what to print."""
 
 TIME_LIMIT_EXIT_CODE = 124
 """Exit code of ranks that the watchdog ended, and of the command that started them."""
@@ -48,12 +48,12 @@ PEER_EXIT_CODE = 123
 FINAL_EXIT_CODES = (ConfigError.exit_code, NothingLearned.exit_code, Stopped.exit_code)
 """Exit codes after which ranks are not restarted."""
 AGENT_PATIENCE = 30
-"""Seconds after SIGTERM at which torch's agent kills a rank that is still running."""
+"""Seconds that torch's agent waits after SIGTERM before it kills a rank that is still running."""
 ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
 """Number of bytes to read from the end of a log to find its last line."""
 SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
-"""Folder of the shared memory, and the size in bytes below which it counts as small. Docker's default is 64 MiB."""
+"""Mount point of the shared memory, and the size in bytes below which it counts as small. Docker's default is 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Failure:
 
 
 class RankError(DsReasonError):
-    """The error that the parent or another rank raises for the failure of a rank."""
+    """An error that the launcher or another rank raises because a rank has failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -181,7 +181,7 @@ def build_failure(error: BaseException) -> Failure:
 
 def format_crash(error: BaseException) -> str:
     text = hide_secrets("".join(traceback.format_exception(error)))
-    if "DataLoader worker (pid" in text:  # the worker's death caused the error
+    if "DataLoader worker (pid" in text:  # the error is a consequence of the worker's death
         text += f"{describe_dead_worker()}\n"
     return text
 
@@ -191,7 +191,8 @@ def record_failure(failure: Failure) -> None:
 
     dsreason's launcher reads the file of every rank, so each rank reports only its own failure. torchrun considers the report
     with the earliest timestamp (in whole seconds) the cause. A killed rank leaves no report, so a peer that reports its death
-    dates the report one second back.
+    sets the time of its report back by
+    one second.
     """
     if ERROR_DIR in os.environ:
         if failure.rank == read_rank():
@@ -210,7 +211,7 @@ def write_once(file: Path, text: str) -> None:
 
 
 def record_activity(activity: str) -> None:
-    """Record what this rank is doing, so that the parent can print it if the rank is killed. Cheap enough for every phase."""
+    """Record what this rank is doing, for the parent to print if the rank is killed. This is cheap enough for every phase."""
     if ERROR_DIR in os.environ:
         file = open_activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{read_rank()}")
         file[:] = activity.encode().ljust(ACTIVITY_BYTES)
@@ -250,13 +251,13 @@ def find_first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]
     """Return the failure that caused the others.
 
     Args:
-        reports: reports that ranks wrote before they ended; some may come from ranks whose failure the agent has not noticed.
+        reports: reports that ranks wrote before they ended; some may come from ranks whose failure the agent has not noticed yet.
         exit_codes: exit codes of the failed ranks; a negative code is the negated number of the signal that killed the rank.
-            After the first failure the agent ends the other ranks with SIGTERM.
+            After the first failure, the agent ends the other ranks with SIGTERM.
     """
     reported_ranks = {failure.rank for failure in reports}
     has_saved = any(report.exit_code == Stopped.exit_code for report in reports)
-    if has_saved:  # ranks that SIGUSR1 killed received it when they could no longer handle it
+    if has_saved:  # ranks killed by SIGUSR1 had already removed their handler
         exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
     silent = [_build_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in reported_ranks]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)

@@ -27,9 +27,9 @@ DRIVERS = {"12": 525, "13": 580}
 CAUSES = {
     r"Duplicate GPU detected": "two ranks use the same GPU; start one rank per GPU, and check whether "
     "CUDA_VISIBLE_DEVICES ({visible}) lists a GPU twice, or shows the same single GPU to every rank",
-    r"invalid device ordinal": "this host has no GPU {local_rank}: the number of visible GPUs, counted from 0, is {gpus} "
-    "(CUDA_VISIBLE_DEVICES: {visible}), and each rank needs its own; start at most {gpus} ranks on this host (--nproc, "
-    "--nproc-per-node, --num_gpus)",
+    r"invalid device ordinal": "this host has no GPU {local_rank}: the number of visible GPUs is {gpus}, and they are "
+    "numbered from 0 (CUDA_VISIBLE_DEVICES: {visible}); each rank needs a separate GPU, so start at most {gpus} ranks on this "
+    "host (--nproc, --nproc-per-node, --num_gpus)",
     r"CUDA out of memory|C(uda|UDA) (failure|error).*out of memory": "GPU {local_rank} is full before the model is loaded; "
     "stop the processes that use its memory (see `nvidia-smi`), or choose other GPUs with CUDA_VISIBLE_DEVICES ({visible})",
     r"driver (on your system is too old|version is insufficient)": "the NVIDIA driver is too old for this torch ({torch}, "
@@ -39,7 +39,7 @@ CAUSES = {
     "restart this host (or its container)",
     r"no CUDA-capable device": "no GPU is visible; check `nvidia-smi`, CUDA_VISIBLE_DEVICES ({visible}), and that the "
     "container was started with GPUs",
-    r"busy or unavailable": "another process uses GPU {local_rank}, and its compute mode allows only one; stop that "
+    r"busy or unavailable": "another process uses GPU {local_rank}, whose compute mode allows only one process; stop that "
     "process, or set the mode to default (`nvidia-smi --compute-mode=0`)",
     r"no kernel image": "this torch ({torch}, built for CUDA {cuda}) does not support GPU {local_rank}; install one that does",
     r"CUDA unknown error": "the NVIDIA driver does not respond; restart this host (or its container)",
@@ -50,7 +50,7 @@ CAUSES = {
 
 @cache
 def find_cuda_fault() -> str | None:
-    """Return the reason why torch cannot use this machine's GPUs; None if it can, without GPUs, or with a CPU build of torch.
+    """Return the reason why torch cannot use this machine's GPUs; None if it can, or if GPUs are absent or torch is a CPU build.
 
     torch issues its warning only once per process, so call this before any other code that queries the GPUs.
     """
@@ -123,7 +123,7 @@ def translate_gpu_errors() -> Iterator[None]:
 
 
 def describe_gpu_error(error: str) -> str | None:
-    """Return the meaning of a CUDA or NCCL error and what to do about it; None if the error is not in `CAUSES`."""
+    """Return an explanation of a CUDA or NCCL error, with advice; None if `CAUSES` does not contain the error."""
     import torch
 
     text = next((text for pattern, text in CAUSES.items() if re.search(pattern, error)), None)

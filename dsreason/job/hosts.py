@@ -1,4 +1,4 @@
-"""Rendezvous of a job's ranks: they connect to a common store, share variables, and compare code and configuration."""
+"""Rendezvous of a job's ranks, which connect to a common store, share variables, and compare code and configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dsreason.screen import print_message
 JOIN_TIMEOUT = timedelta(minutes=3)
 """Time limit for all ranks to reach the store, and again for connecting to each other; later collectives may take longer."""
 GRACE = timedelta(seconds=10)
-"""Additional time that gives torch the chance to report the cause itself."""
+"""Additional time during which torch can still report the cause itself."""
 
 SHARED = re.compile(
     "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
@@ -69,7 +69,7 @@ def count_local_ranks() -> int:
 
 
 def join() -> dist.Store:
-    """Connect to the job's store at MASTER_ADDR:MASTER_PORT. Once all ranks are connected, the hosts share their variables."""
+    """Connect to the job's store at MASTER_ADDR:MASTER_PORT, wait for all ranks, and share variables between the hosts."""
     global _store
     if _store is None:
         try:
@@ -86,7 +86,7 @@ def join() -> dist.Store:
             )
         if has_several_hosts():
             share_environment()
-            use_interface(exchange("address", find_own_address(os.environ["MASTER_ADDR"])))
+            use_interface(exchange("address", find_local_address(os.environ["MASTER_ADDR"])))
     return _store
 
 
@@ -144,10 +144,10 @@ def exchange(name: str, value: Any) -> list[Any]:
 
 
 @contextmanager
-def bound_connecting() -> Iterator[None]:
+def limit_connecting_time() -> Iterator[None]:
     """Limit the time for the first connections between ranks: after JOIN_TIMEOUT, report what to check and end the process.
 
-    Otherwise the native code would wait for as long as a collective may take.
+    Otherwise, the native code would wait for the time limit of a collective.
     """
     if os.environ["WORLD_SIZE"] == "1":
         yield
@@ -182,12 +182,12 @@ def format_join_timeout() -> str:
 
 def describe_rank() -> str:
     """Describe this rank as `rank 3 on node-1 (10.0.0.2)`, where the IP address is the one used to reach the first host."""
-    address = find_own_address(os.environ["MASTER_ADDR"])
+    address = find_local_address(os.environ["MASTER_ADDR"])
     host = socket.gethostname() + (f" ({address})" if address else "")
     return f"rank {os.environ['RANK']} on {host}"
 
 
-def find_own_address(peer: str) -> str | None:
+def find_local_address(peer: str) -> str | None:
     """Return the local IP address used to reach `peer`; None for the loopback or an unreachable peer. Nothing is sent."""
     with suppress(OSError, UnicodeError):  # the name is unknown or invalid, or the host is unreachable
         family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
@@ -216,10 +216,10 @@ def find_interface(address: str) -> str | None:
 
 
 def share_environment() -> None:
-    """Give every host the variables that only the first host has, and print their names but not their values. Collective.
+    """Copy variables that only the first host has to the other hosts, and print their names, but not their values. Collective.
 
-    If the job was started with `deepspeed`, the variables come from the shell in which it was called instead, because pdsh
-    starts the ranks without these variables even on that host.
+    Under `deepspeed`, the variables come from the shell in which `deepspeed` was called, because pdsh starts the ranks without
+    them, even on the host of that shell.
     """
     caller_values = select_shared_variables(read_caller_environment())
     own_values = caller_values | select_shared_variables(os.environ)
@@ -244,7 +244,7 @@ def share_environment() -> None:
 
 
 def read_caller_environment() -> dict[str, str]:
-    """Return the environment in which `deepspeed --hostfile` was called; an empty one if it was called on another host."""
+    """Return the environment in which `deepspeed --hostfile` was called; an empty dict if that was on another host."""
     for process in find_launchers():
         with suppress(psutil.Error):
             if process.name() in PDSH:
@@ -257,7 +257,7 @@ def select_shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_missing_variables(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
-    """Return the subset of `names`, the first host's variables, that a host with `environment` takes from it."""
+    """Return those of the first host's variables, `names`, that a host with `environment` takes from the first host."""
     own_credentials = set().union(*(group for group in CREDENTIALS if group & environment.keys()))
     return set(names) - environment.keys() - own_credentials
 
@@ -265,10 +265,10 @@ def find_missing_variables(names: Collection[str], environment: Mapping[str, str
 def use_interface(addresses: Sequence[str | None]) -> None:
     """Make gloo use the network interface that leads to the other hosts.
 
-    By default gloo uses the address to which this host's name resolves: often 127.0.1.1, which no other host can reach.
+    By default, gloo uses the address to which this host's name resolves; often, that is 127.0.1.1, which no other host can reach.
     """
     peer = next((address for address in addresses if address and find_interface(address) is None), None)
-    interface = find_interface(find_own_address(peer) or "") if peer else None
+    interface = find_interface(find_local_address(peer) or "") if peer else None
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
@@ -300,7 +300,7 @@ def compare(facts: Mapping[str, Any]) -> None:
     if not differing:
         return
     with suppress(DsReasonError, dist.DistError):
-        exchange("compared", None)  # rank 0 holds the store, so it must not end before all ranks have compared
+        exchange("compared", None)  # rank 0 hosts the store, so it must not end before all ranks have read the facts
     lines = join_first(differing, SHOWN, separator="\n  ")
     raise ConfigError(
         f"the hosts of this job differ:\n  {lines}\n"
@@ -309,7 +309,7 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 
 def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Describe each fact that differs between hosts by the first host's value and the first value that differs from it."""
+    """Describe each fact that differs between hosts: the first host's value, and the first value that differs from that."""
     (first, facts), *other_hosts = hosts
     texts = []
     for name in dict.fromkeys(name for _, host_facts in hosts for name in host_facts):
@@ -336,7 +336,7 @@ def hash_code(config: JobConfig) -> dict[str, str]:
 
 
 def find_named_files(document: Any) -> list[Path]:
-    """Return the existing Python files that keys or values of a JSON document name, as a path or as `package.module:attr`."""
+    """Return the existing Python files named by keys or values of a JSON document, as a path or as `package.module:attr`."""
     targets = set(re.findall(r'"([\w./~-]{1,200})[":]', json.dumps(document, ensure_ascii=False)))
     names = [target if target.endswith(".py") else f"{target.replace('.', '/')}.py" for target in sorted(targets)]
     return [file for file in (Path(name).expanduser() for name in names) if file.is_file()]

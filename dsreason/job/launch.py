@@ -1,7 +1,7 @@
 """The launcher that starts ranks for a command called without torchrun or `deepspeed`, and the startup code of every rank.
 
-torch's elastic agent starts and monitors the processes. In addition, this module prints errors that the user can fix once
-and keeps their exit code, prints the traceback of the rank that failed first for all other errors, and ensures that no rank
+torch's elastic agent starts and monitors the processes. This module prints an error that the user can fix only once, and exits
+with its exit code; for any other error, it prints the traceback of the rank that failed first. It also ensures that no rank
 outlives the launcher. It does not import torch before `prepare_environment` has run.
 """
 
@@ -73,7 +73,7 @@ def is_rank() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process reports to the user, which only rank 0 and processes outside a job do."""
+    """Return whether this process reports to the user; only rank 0 and processes outside a job do so."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 
@@ -102,7 +102,7 @@ def prepare_environment() -> None:
 
 
 def check_rank_variables() -> None:
-    """Raise ConfigError if a variable in `NUMBERS` does not hold a number."""
+    """Raise ConfigError if a variable in `NUMBERS` is not a whole number."""
     texts = {name: os.environ[name] for name in NUMBERS if name in os.environ}
     if is_rank() and (odd := [f"{name}={text!r:.60}" for name, text in texts.items() if not is_number(text)]):
         raise ConfigError(
@@ -131,7 +131,7 @@ def enter_rank() -> None:
 
 
 def end_children_with_us() -> None:
-    """Make forked child processes end with this process.
+    """Make the kernel kill forked child processes when this process ends.
 
     Otherwise, torch's data workers would outlive a killed rank and keep its connections open, so its peers would not notice
     its death.
@@ -156,7 +156,7 @@ def send_output_to_file(file: Path) -> None:
 
 
 def report(error: Exception) -> int:
-    """Report the error that ends this process and return the exit code. An error that several ranks raise is printed once.
+    """Report the error that ends this process and return the exit code. An error that several ranks raise is printed only once.
 
     For a bug, the parent prints the traceback of the rank that failed first.
     """
@@ -220,7 +220,7 @@ def exit_if_failed_before() -> None:
 
 
 def share_value(word: str, value: str) -> str:
-    """Return the value that the first caller on this host passed for `word`, on all its ranks and in all attempts."""
+    """Return the value that the first caller passed for `word`; all ranks of this host get it, also after restarts."""
     file = get_shared_path(word)
     own_file = file.with_suffix(f".{os.getpid()}")
     own_file.write_text(value)
@@ -275,15 +275,15 @@ def get_device_kind(gpus: int) -> Literal["cpu", "cuda"]:
 def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_dir: Path, max_restarts: int = 0) -> None:
     """Run `python ARGUMENTS` in `ranks` processes, the ranks of one job on this machine, and wait for them.
 
-    Rank 0 writes to this terminal, and each other rank N to `log_dir/rank_N.log`.
+    Rank 0 writes to this terminal; every other rank N writes to `log_dir/rank_N.log`.
 
     Args:
-        arguments: function that returns the arguments for an attempt; attempts after the first, 0, should resume the run.
+        arguments: function that returns the arguments for an attempt, by its number; all attempts after 0 should resume the run.
         max_restarts: maximum number of restarts of all ranks after failures that a restart may fix.
 
     Raises:
         RankError: the rank that failed first raised a `DsReasonError`.
-        SystemExit: the rank that failed first failed otherwise; its traceback has been printed.
+        SystemExit: the rank that failed first raised any other error, or was killed; its traceback has been printed.
     """
     attempt = 0
     while failure := _run_once(arguments(attempt), ranks, log_dir):
@@ -321,7 +321,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         set_variables(_build_rank_environment(ranks, log_dir, error_dir)),
         forward_signals() as received,
     ):
-        logging.disable(logging.CRITICAL)  # the agent also logs failures, but the parent reports them more clearly
+        logging.disable(logging.CRITICAL)  # the agent also logs failures, but less clearly than the parent reports them
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -338,7 +338,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
 
 
 def _convert_stopped_failure(failure: Failure, received: Sequence[str]) -> Failure:
-    """Replace a failure that resulted from the received signals by a "stopped" outcome; return any other failure unchanged."""
+    """Convert a failure that the received signals caused to a "stopped" outcome; return any other failure unchanged."""
     name = received[0]
     if failure.exit_code == Stopped.exit_code:
         return replace(failure, text=failure.text.replace("SIGUSR1", name))

@@ -1,4 +1,4 @@
-"""The processes that started a rank. The rank ends when one of them is gone."""
+"""Monitoring of the processes that started a rank: the rank ends when one of them is gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PDSH = ("pdsh", "pdsh.bin")  # Debian wraps pdsh.bin in a script
 TICK = 1.0
 """Seconds between two checks."""
 JOB = ("--world_info=", "--master_addr=", "--master_port=")
-"""Arguments that identify a job of `deepspeed`; all processes between its runner and a rank have them on the command line."""
+"""Arguments that identify a job of `deepspeed`; they are on the command line of every process between its runner and a rank."""
 
 
 def end_with_launchers() -> None:
@@ -33,8 +33,8 @@ def end_with_launchers() -> None:
 def find_launchers() -> list[psutil.Process]:
     """Return the processes that started this rank: its parent and, under `deepspeed`, further ancestors.
 
-    The ancestors go up to the runner, or to sshd if the runner is on another host. On the runner's host, the result includes
-    pdsh, which starts the ranks of the other hosts.
+    The ancestors go up to the runner, or to sshd if the runner is on another host. On the runner's host, the result also
+    includes pdsh, which starts the ranks of the other hosts.
     """
     launchers = []
     with suppress(psutil.Error):

@@ -1,9 +1,10 @@
 """The lifeline: a TCP connection from every rank to rank 0, through which the ranks detect that a process has died.
 
 The kernel closes the connections of a process that dies, and TCP keepalive detects within half a minute that a host is gone.
-Neither requires a thread of the rank to run; heartbeats would cause false alarms, because native code may hold the
-interpreter lock for minutes. A rank uses the connection to report its activity and its failure, and to say goodbye before it
-leaves normally. Rank 0 determines the first failure and sends it to all ranks. If rank 0 dies, each rank detects that itself.
+Neither depends on a thread of the rank, whereas heartbeats would: native code may hold the interpreter lock for minutes, and
+missing heartbeats would then cause false alarms. A rank uses the connection to report its activity and its failure, and to say
+goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks. If rank 0 dies, each rank
+detects that itself.
 
 On a single host, the launcher detects deaths until the watchdog opens the lifeline. On several hosts, the ranks open it as
 soon as they have joined the job.
@@ -41,9 +42,9 @@ IDLE, INTERVAL, PROBES = 10, 5, 4
 CONNECT_TIME = 20.0
 """Time limit in seconds for connecting to rank 0."""
 SETTLING = 0.5
-"""Seconds that rank 0 waits for additional failures after the first, because a consequence may arrive before its cause."""
+"""Seconds that rank 0 waits for further failures after the first, because the report of a consequence may precede its cause."""
 VERDICT_TIME = 5.0
-"""Seconds that a failing rank waits for rank 0 to send the first failure of the job."""
+"""Seconds that a failing rank waits for rank 0 to announce the first failure of the job."""
 HELLO_BYTES = 4096
 AT_START = "during startup"
 
@@ -52,7 +53,7 @@ Message = dict[str, Any]
 
 @dataclass(eq=False)
 class Peer:
-    """A rank from the perspective of another rank. `rank` is -1 until the rank has sent the job's token."""
+    """The connection to another rank, and what that rank has reported. `rank` is -1 until the rank has sent the job's token."""
 
     connection: socket.socket
     rank: int = -1
@@ -106,7 +107,7 @@ class Lifeline:
         self.rank, self.size = rank, size
         self._store = store
         self._zero: Peer | None = None
-        """Rank 0 from the perspective of this rank; None without a connection."""
+        """The connection to rank 0; None if this rank has none."""
         self._is_open = False
         self._first: Failure | None = None
         self._decided = threading.Event()
@@ -121,7 +122,7 @@ class Lifeline:
             return
         self._is_open = True
         if self.rank == 0:
-            announce(self._store, self.size)
+            start_server(self._store, self.size)
         why = ""
         try:
             self._connect(json.loads(self._store.get(ADDRESS)))
@@ -130,14 +131,15 @@ class Lifeline:
         missing = [text for text in hosts.exchange("lifeline", why) if text]
         if missing and self.rank == 0:
             log.warning(
-                "these ranks cannot connect to rank 0, so their death would be detected late: %s", "; ".join(missing)
+                "these ranks cannot connect to rank 0, so if one dies, the others notice it late: %s",
+                "; ".join(missing),
             )
 
     def _connect(self, address: Message) -> None:
         endpoint = (address["host"] or os.environ["MASTER_ADDR"], address["port"])
         connection = socket.create_connection(endpoint, timeout=CONNECT_TIME)
         connection.settimeout(None)
-        keep_alive(connection)
+        enable_keepalive(connection)
         os.register_at_fork(after_in_child=connection.close)  # a data worker must not keep the connection open
         self._zero = Peer(connection, 0, address["hostname"])
         self._zero.send({"token": address["token"], "rank": self.rank, "host": socket.gethostname()})
@@ -153,7 +155,7 @@ class Lifeline:
         self._send({"goodbye": True})
 
     def fail(self, failure: Failure) -> Failure:
-        """Report the failure that ends this rank, and return the first failure of the job, which may have caused this failure."""
+        """Report the failure that ends this rank, and return the first failure of the job, which may be its cause."""
         if self._zero is None or self._zero.has_ended:
             return failure
         self._send({"failure": asdict(failure)})
@@ -193,7 +195,7 @@ _started: Lifeline | None = None
 def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
     """Join the job and keep a lifeline open inside the block. Do nothing if the job has only one host.
 
-    Enter the block before any code reads the variables that are taken from the first host. Until a watchdog takes over the
+    Enter the block before any code reads variables that may be copied from the first host. Until a watchdog takes over the
     lifeline, a rank that learns of a failure ends immediately.
 
     Args:
@@ -219,7 +221,7 @@ def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if line.on_failure is not end:  # the watchdog has taken over and reported the error
+        if line.on_failure is not end:  # the watchdog has taken over and has reported the error
             raise
         is_failing.set()
         first = line.fail(build_failure(error))
@@ -237,7 +239,7 @@ def get_lifeline(rank: int, size: int, store: dist.Store) -> Lifeline:
     return _started or Lifeline(rank, size, store)
 
 
-def announce(store: dist.Store, size: int) -> None:
+def start_server(store: dist.Store, size: int) -> None:
     """Start rank 0's server for all lifelines, and publish its address in the job's store."""
     host = os.environ["MASTER_ADDR"] if os.environ["MASTER_ADDR"] in LOOPBACK else ""
     dual = not host and socket.has_dualstack_ipv6()
@@ -245,7 +247,7 @@ def announce(store: dist.Store, size: int) -> None:
     listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
     token = secrets.token_hex(16)
     address = {
-        "host": hosts.find_own_address(os.environ["MASTER_ADDR"]) or "",  # if empty, the ranks use MASTER_ADDR
+        "host": hosts.find_local_address(os.environ["MASTER_ADDR"]) or "",  # if empty, the ranks use MASTER_ADDR
         "port": listener.getsockname()[1],
         "token": token,
         "hostname": socket.gethostname(),
@@ -256,8 +258,8 @@ def announce(store: dist.Store, size: int) -> None:
     threading.Thread(target=server.run, name="lifeline-server", daemon=True).start()
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Make the kernel close the connection if the other host does not respond for half a minute."""
+def enable_keepalive(connection: socket.socket) -> None:
+    """Make the kernel close the connection if the other host has not responded for half a minute."""
     tcp, milliseconds = socket.IPPROTO_TCP, 1000 * (IDLE + INTERVAL * PROBES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, IDLE)
@@ -304,7 +306,7 @@ class LifelineServer:
         if None in ready:
             with suppress(OSError):
                 connection, _ = self._listener.accept()
-                keep_alive(connection)
+                enable_keepalive(connection)
                 selector.register(connection, selectors.EVENT_READ, Peer(connection))
         return [peer for peer in ready if peer is not None]
 

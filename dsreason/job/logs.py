@@ -1,4 +1,4 @@
-"""Logging of a rank: logs/rank_N.log gets all messages, and the screen those that the user needs to see."""
+"""Logging of a rank: logs/rank_N.log gets all messages, and the screen only those that the user needs to see."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class ScreenHandler(logging.Handler):
 
 
 def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
-    """Return whether to show a record on the screen: rank 0 shows dsreason's INFO and all warnings; other ranks only errors.
+    """Return whether to show a record on the screen: rank 0 shows dsreason's INFO and all warnings, and
+    the other ranks show only errors.
 
     Python warnings and the tracebacks of crashes go only to the log file.
     """
@@ -53,7 +54,7 @@ def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
 
 
 def build_once_filter() -> Callable[[logging.LogRecord], bool]:
-    """Build a filter that passes each message only once, because some libraries force the same warning at every step."""
+    """Build a filter that passes each message only once, because some libraries repeat the same warning at every step."""
     logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -65,12 +66,12 @@ def build_once_filter() -> Callable[[logging.LogRecord], bool]:
 
 
 def set_step(step: int | None) -> None:
-    """Set the step to include in subsequent log lines; None omits it."""
+    """Set the step number that subsequent log lines contain; with None, they contain no step."""
     RankFormatter.step = step
 
 
 def setup_logs(output_dir: Path, rank: int) -> Path:
-    """Set up logging, including that of crashes, to the end of `output_dir/logs/rank_N.log`, and return the path of this file.
+    """Set up the screen and log file of a rank; append messages and crashes to `output_dir/logs/rank_N.log`, and return its path.
 
     Call it after importing torch, transformers and deepspeed, which install their own screen handlers at import.
     """
@@ -91,7 +92,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
         handler.setFormatter(RankFormatter(rank))
         root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for name in LIBRARIES:  # the root handlers format and filter the libraries' messages
+    for name in LIBRARIES:  # leave formatting and filtering of the libraries' messages to the root handlers
         library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True
@@ -101,7 +102,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
     return path
 
 
-def log_file() -> str:
+def get_log_file() -> str:
     """Return the absolute path of this rank's log file; "" if it has none."""
     files = [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
     return next(iter(files), "")

@@ -1,4 +1,4 @@
-"""Class that identifies one of several equal parts."""
+"""A pair that identifies one of several equal parts."""
 
 from __future__ import annotations
 

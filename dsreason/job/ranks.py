@@ -23,7 +23,7 @@ from dsreason.job.part_of import PartOf
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 WAITING_TIMEOUT = timedelta(hours=24)
-"""Time limit of collectives in which ranks wait while one of them downloads, converts or exports data for all."""
+"""Time limit of collectives in which ranks wait while one of them downloads, converts or exports data for the others."""
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class World:
         return PartOf(self.rank % self.ranks_per_row, self.ranks_per_row)
 
     def select_group_values(self, values: Sequence[T]) -> list[T]:
-        """Return one value per group from `values`, which has one value per rank and the same value for all ranks of a group."""
+        """Return one value per row group from `values`, which has one value per rank, equal within each group."""
         return list(values[:: self.ranks_per_row])
 
     @property
@@ -70,7 +70,7 @@ class World:
 
 
 def init_world() -> World:
-    """Join the job that a launcher has described in the environment, or start a job with a single process.
+    """Join the job that the environment describes, or start a job with a single process if no launcher was used.
 
     This works under dsreason's own launcher, torchrun and `deepspeed`.
 
@@ -78,7 +78,7 @@ def init_world() -> World:
         ConfigError: the environment describes a job incompletely, or the GPUs cannot be used.
     """
     global _waiting_group
-    _describe_single_process()
+    _set_single_process_variables()
     local_rank = int(os.environ["LOCAL_RANK"])
     device = choose_device(local_rank)
     if device.type == "cpu":
@@ -88,9 +88,9 @@ def init_world() -> World:
         import deepspeed  # noqa: F401 (not earlier: importing it chooses the accelerator from DS_ACCELERATOR)
 
         store = hosts.join()
-        hosts.exchange("ready to connect", None)  # wait for ranks whose imports take longer
+        hosts.exchange("ready to connect", None)  # wait here for ranks with slower imports
         store.set_timeout(COLLECTIVE_TIMEOUT)
-        with hosts.bound_connecting(), translate_gpu_errors():
+        with hosts.limit_connecting_time(), translate_gpu_errors():
             _init_deepspeed(device, store)
             _waiting_group = dist.new_group(backend="gloo", timeout=WAITING_TIMEOUT)
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects at the first collective
@@ -98,7 +98,7 @@ def init_world() -> World:
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 
 
-def _describe_single_process() -> None:
+def _set_single_process_variables() -> None:
     set_names = {name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
     if not set_names:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -150,8 +150,8 @@ def gather_in_group(value: T, world: World) -> list[T]:
 def set_threads(local_size: int) -> None:
     """Divide the cores of this host among its ranks, unless OMP_NUM_THREADS is set.
 
-    Under torchrun OMP_NUM_THREADS is ignored: torchrun sets it to 1 when it starts several ranks, so it does not show what
-    the user wants.
+    Under torchrun, OMP_NUM_THREADS is ignored: torchrun sets it to 1 when it starts several ranks, so its value says nothing
+    about what the user wants.
     """
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not is_started_by_us()
     if "OMP_NUM_THREADS" in os.environ and not under_torchrun:
@@ -189,14 +189,14 @@ def shutdown() -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch (on all devices) so that each rank draws different numbers."""
+    """Seed Python, NumPy and torch (on all devices), differently on each rank."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
 
 
 def connect_to_store() -> dist.Store:
-    """Open a separate connection to the job's store, because the default one is blocked while a thread waits for a key."""
+    """Open a separate connection to the job's store; the default connection is blocked while a thread waits for a key."""
     store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     return store
 
@@ -230,7 +230,7 @@ def reduce_sum(value: float) -> float:
 def run_on_rank_zero(call: Callable[[], T]) -> T:
     """Run `call` only on rank 0 and return its result, which must be small, on every rank.
 
-    If it raises a `DsReasonError`, every rank raises the error, so that no rank waits forever.
+    If `call` raises a `DsReasonError`, every rank raises the error, so that no rank waits forever.
     """
     with share_errors():
         result = call() if dist.get_rank() == 0 else None
@@ -238,7 +238,7 @@ def run_on_rank_zero(call: Callable[[], T]) -> T:
 
 
 def run_once_per_folder(world: World, call: Callable[[], object]) -> None:
-    """Run `call` on one rank per output folder. If it raises a `DsReasonError`, every rank raises the error."""
+    """Run `call` on one rank per output folder. If `call` raises a `DsReasonError`, every rank raises the error."""
     with share_errors():
         if world.is_first_of_folder:
             call()
@@ -246,9 +246,9 @@ def run_once_per_folder(world: World, call: Callable[[], object]) -> None:
 
 @contextmanager
 def share_errors() -> Iterator[None]:
-    """At the end of the block, raise the `DsReasonError` of the lowest rank that failed inside the block on every rank.
+    """At the end of the block, raise on every rank the `DsReasonError` of the lowest rank that failed in it. Collective.
 
-    If only that rank raised it, the others would wait in the next collective.
+    Otherwise, the other ranks would wait forever in the next collective.
     """
     error: DsReasonError | None = None
     try:
@@ -262,7 +262,7 @@ def share_errors() -> Iterator[None]:
 
 @contextmanager
 def run_first_rank_first(world: World) -> Iterator[None]:
-    """Run the block on the first rank of each host before the other ranks, which can then read the caches that it has filled."""
+    """Run the block on the first rank of each host before the other ranks, which can then read the caches filled by that rank."""
     if world.local_rank != 0:
         wait_for_ranks()
     yield

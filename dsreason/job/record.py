@@ -1,4 +1,4 @@
-"""Provenance of a run: versions, git state and command line, which are recorded with the configuration."""
+"""Provenance of a run: the versions, git state and command line that are recorded with the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers for the signals that stop a command: they end it cleanly, or forward the signals to its ranks."""
+"""Handlers for the signals that stop a command; they end the command cleanly, or forward the signals to its ranks."""
 
 from __future__ import annotations
 
@@ -21,58 +21,58 @@ ECHO_TIME = 3.0
 """Seconds during which a repeated signal counts as the same request: a rank may get one from Slurm and one from its launcher."""
 
 ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals of a Slurm warning, of a scheduler that reclaims the machine, of Ctrl-C, and of a closed terminal, in this order."""
+"""Stop signals, sent by: a Slurm warning, a scheduler that reclaims the machine, Ctrl-C, a closed terminal (in this order)."""
 
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 
 STOPPED_BY: list[str] = []
-"""Name of the signal that ended this command, if any. It is kept here because a library may replace `Interrupted`."""
+"""Name of the signal that ended this command, if any. It is recorded because a library may replace `Interrupted`."""
 
 
 class Interrupted(BaseException):
-    """The exception that a stop signal raises. It does not derive from Exception, so `except Exception` does not catch it."""
+    """The exception that a stop signal raises. It derives from BaseException, so that `except Exception` does not catch it."""
 
 
-def select_heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+def select_not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Return the signals that this process does not ignore.
 
-    `nohup` makes it ignore SIGHUP, and a script that starts it with `&` makes it ignore Ctrl-C; the job must then continue.
+    A process started by `nohup` ignores SIGHUP, and one started with `&` in a script ignores Ctrl-C; it must then continue.
     """
     return [
         number for number in numbers if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
-def should_end_at_once(number: int, noted: float) -> bool:
+def should_end_at_once(number: int, first_time: float) -> bool:
     """Return whether a signal after the first stop request ends the command immediately.
 
     SIGUSR1 never does, and signals within `ECHO_TIME` of the first one are considered echoes of it.
 
     Args:
-        noted: monotonic time of the first request.
+        first_time: monotonic time of the first request.
     """
-    return number != signal.SIGUSR1 and time.monotonic() - noted > ECHO_TIME
+    return number != signal.SIGUSR1 and time.monotonic() - first_time > ECHO_TIME
 
 
 def end_at_signals() -> None:
-    """Make stop signals end this command with a message, and end it immediately if they are repeated.
+    """Make stop signals end this command with a message, or immediately if a second one arrives.
 
     Code that can save its state before it ends installs its own handlers instead.
     """
-    noted: list[float] = []
+    request_times: list[float] = []
 
     def end(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if not noted:
-            noted.append(time.monotonic())
+        if not request_times:
+            request_times.append(time.monotonic())
             STOPPED_BY.append(name)
             raise Interrupted(name)
-        if should_end_at_once(number, noted[0]):
+        if should_end_at_once(number, request_times[0]):
             with suppress(OSError):
                 os.write(2, f"ended immediately by a second {name}\n".encode())
             os._exit(128 + number)
 
-    numbers = select_heeded(ASK_TO_STOP)
+    numbers = select_not_ignored(ASK_TO_STOP)
     for number in numbers:
         signal.signal(number, end)
 
@@ -86,7 +86,7 @@ def end_at_signals() -> None:
 
 @contextmanager
 def add_stop_message(text: str) -> Iterator[None]:
-    """Append `text` to the message if a signal stops the block, unless the error comes from a rank that reported it itself."""
+    """Append `text` to the message if a signal stops the block, except to that of a rank, which the rank has already reported."""
     try:
         yield
     except Interrupted as stop:
@@ -106,13 +106,13 @@ def forward_signals() -> Iterator[list[str]]:
     rank has started yet, the first signal ends the command.
     """
     received: list[str] = []
-    noted = 0.0
+    first_time = 0.0
 
     def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal noted
-        if received and not should_end_at_once(number, noted):
+        nonlocal first_time
+        if received and not should_end_at_once(number, first_time):
             return
-        noted = noted or time.monotonic()
+        first_time = first_time or time.monotonic()
         received.append(signal.Signals(number).name)
         ranks = [child for child in psutil.Process().children() if _is_started_rank(child)]
         if not ranks:
@@ -121,7 +121,7 @@ def forward_signals() -> Iterator[list[str]]:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in select_heeded(ASK_TO_STOP)}
+    before = {number: signal.signal(number, forward) for number in select_not_ignored(ASK_TO_STOP)}
     try:
         yield received
     finally:
@@ -130,7 +130,7 @@ def forward_signals() -> Iterator[list[str]]:
 
 
 def _is_started_rank(child: psutil.Process) -> bool:
-    """Return whether the child is a rank, even one that has ended, and not, for example, multiprocessing's resource tracker."""
+    """Return whether the child is a rank, which may have ended, as opposed to, say, multiprocessing's resource tracker."""
     with suppress(psutil.NoSuchProcess):
         return child.status() == psutil.STATUS_ZOMBIE or LAUNCHER_PID in child.environ()
     return False

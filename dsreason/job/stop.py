@@ -1,4 +1,4 @@
-"""Stop requests: signals that make the job finish its current step, save a checkpoint and end."""
+"""Stop requests: signals upon which the job finishes its current step, saves a checkpoint and ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from dsreason.job.launch import is_started_by_us
 from dsreason.job.ranks import gather_objects
-from dsreason.job.signals import ASK_TO_STOP, select_heeded, should_end_at_once
+from dsreason.job.signals import ASK_TO_STOP, select_not_ignored, should_end_at_once
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +24,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.name = ""
-        self.noted = 0.0
-        """Monotonic time of the first signal."""
+        self.first_time = 0.0
+        """Monotonic time of the first signal, in seconds."""
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        numbers = ASK_TO_STOP[:1] if is_started_by_us() else select_heeded(ASK_TO_STOP)
+        numbers = ASK_TO_STOP[:1] if is_started_by_us() else select_not_ignored(ASK_TO_STOP)
         self.before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -39,8 +39,8 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.name:
-            self.name, self.noted = signal.Signals(number).name, time.monotonic()
-        elif should_end_at_once(number, self.noted):
+            self.name, self.first_time = signal.Signals(number).name, time.monotonic()
+        elif should_end_at_once(number, self.first_time):
             signal.signal(number, self.before[number])
             signal.raise_signal(number)
 

@@ -1,4 +1,4 @@
-"""The watchdog. It ends the job if a rank dies, or if a phase takes too long; in that case, every rank writes its stacks."""
+"""The watchdog, which ends the job if a rank dies, or if a phase takes too long; every rank then writes its stacks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from dsreason.job.failures import (
     record_activity,
     record_failure,
 )
-from dsreason.job.logs import RankFormatter, log_file
+from dsreason.job.logs import RankFormatter, get_log_file
 from dsreason.job.ranks import World, connect_to_store
 from dsreason.phases import record_phase
 
 TICK = 1.0
 """Seconds between two checks of the current phase and of requests from other ranks."""
 ANSWER_TIME = 10.0
-"""Seconds that ranks wait for each other to write their stacks, because the launcher kills the others once one has ended."""
+"""Seconds that a rank waits for the others to write their stacks before it ends; the launcher then kills the other ranks."""
 GRACE = 5.0
 """Seconds beyond the time limit after which a rank is ended even if its watchdog thread cannot run."""
 CLOSING_TIME = 20.0
@@ -48,7 +48,7 @@ WATCHERS = ("watchdog", "lifeline", "lifeline-server", "launchers")
 """Names of monitoring threads, whose stacks are omitted because a rank never hangs in them."""
 
 ASKED = "dsreason_watchdog/asked"
-"""Key in the job's store that holds the rank that requests the stacks of all ranks."""
+"""Key in the job's store whose value is the rank that requests the stacks of all ranks."""
 ANSWER = "dsreason_watchdog/answer"
 
 
@@ -56,7 +56,7 @@ ANSWER = "dsreason_watchdog/answer"
 class Phase:
     name: PhaseName
     started: float
-    """Monotonic time at which the phase started, plus the duration of inner phases in seconds."""
+    """Monotonic time at which the phase started, in seconds, moved forward by the duration of inner phases."""
 
     @property
     def seconds(self) -> float:
@@ -64,11 +64,12 @@ class Phase:
 
 
 class Watchdog:
-    """A monitor of this rank's phases, and of requests in the job's store from ranks that have exceeded a time limit.
+    """A monitor of this rank's phases, which ends the process if a phase exceeds its time limit.
 
-    A thread checks once per second. If other code holds the interpreter lock, faulthandler's timer writes the stacks to the
-    log and ends the process. The lifeline reports ranks that die. Enter the watchdog after the other context managers of the
-    run: if a rank fails and then hangs while these close, the watchdog still prints its error and ends it.
+    A thread checks the phase once per second. It also checks the job's store, in which a rank that has exceeded a time limit
+    requests the stacks of all ranks. If other code holds the interpreter lock, faulthandler's timer writes the stacks to the log
+    and ends the process. The lifeline reports ranks that die. Enter the watchdog after the run's other context managers: if a
+    rank fails and its cleanup then hangs, the watchdog still prints the error and ends the process.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Watchdog:
         # A child forked while the timer runs would wait at exit for the timer's thread, which does not exist in the child.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         self._lifeline.open(self._end_with)
-        self._lifeline.report_log(log_file())
+        self._lifeline.report_log(get_log_file())
         self._end_in(self.time_limit + GRACE)
         self._thread.start()
         return self
@@ -110,7 +111,7 @@ class Watchdog:
     def close_in_time(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Limit the time for closing resources after an error, which may wait for dead ranks. Push this on an `ExitStack`.
+        """Limit the time for closing resources after an error, because that may wait for dead ranks. Push this on an `ExitStack`.
 
         Raises:
             RankError: another rank's failure, if it caused the error of this rank.
@@ -203,7 +204,7 @@ class Watchdog:
         """Write the stacks of this rank, request those of the other ranks, and end the process."""
         self._end_in(3 * ANSWER_TIME)
         self._is_late = True
-        self._lifeline.send_goodbye()  # the other ranks must write their stacks, not treat this as a death
+        self._lifeline.send_goodbye()  # otherwise, the other ranks would take this for a death and not write their stacks
         try:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
             *other_stacks, main = format_stacks(self.world.rank)
@@ -237,7 +238,7 @@ class Watchdog:
 
 
 def get_output_descriptors() -> list[int]:
-    """Return the file descriptors of this rank's log, if any, and of stderr, unless the parent shows the log's content."""
+    """Return the file descriptors of this rank's log, if any, and of stderr, unless the parent prints the log anyway."""
     handlers = logging.getLogger().handlers
     logs = [h.stream.fileno() for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
     stderr = 2

@@ -1,1 +1,1 @@
-"""Models: loading of models and their processors, positions, log-probabilities, and tiny models for trials and tests."""
+"""Models and their processors: loading, positions, log-probabilities, and tiny models for trials and tests."""

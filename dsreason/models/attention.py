@@ -2,7 +2,7 @@
 
 It is registered with transformers under two names, one for the text layers and one for the vision tower. On a GPU, it uses
 torch's variable-length flash attention, with one or two calls per layer; elsewhere, it uses scaled-dot-product attention, with
-one call per part. Neither needs a mask for the entire row.
+one call per part. Neither implementation needs a mask for the entire row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TEXT, VISION = "segments", "flash_segments"
-"""Names in transformers. A vision tower passes the starts of windows and frames only if the name contains "flash"."""
+"""Names of the implementations in transformers, which passes window and frame starts only if the name contains "flash"."""
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """The arguments of one call of the variable-length kernel: the query and key tokens, and the starts of the parts in each."""
+    """The arguments of one call of the variable-length kernel: the query and key tokens, and the starts of the parts in both."""
 
     queries: Tensor | None  # [Q] int64; None: all tokens of the row, in order
     keys: Tensor | None  # [K] int64
@@ -61,7 +61,7 @@ class RowLayout:
     calls: tuple[KernelCall, ...] = ()
     """Kernel calls; empty on devices without the kernel."""
     order: Tensor | None = None
-    """Permutation `[T]` that sorts the concatenated results of several calls into the row's order; None for a single call."""
+    """Permutation `[T]` that sorts the concatenated results of several calls into row order; None for a single call."""
     group: Group = None
     """The ranks that compute the row together, each with a part of its tokens; None if this rank has all tokens."""
 
@@ -79,7 +79,7 @@ def build_row_layout(segments: Sequence[Segment], device: torch.device, group: G
 
 
 def build_kernel_calls(segments: Sequence[Segment]) -> list[KernelCall]:
-    """Build one call for the samples without a parent, and one for any others, whose keys start with the parent's keys."""
+    """Build one call for samples without a parent, and one for samples with a parent, whose keys start with the parent's keys."""
     roots = [segment for segment in segments if segment.parent is None]
     children = [segment for segment in segments if segment.parent is not None and segment.length]
     sizes = [root.length for root in roots]
@@ -107,7 +107,7 @@ def list_token_indices(segment: Segment) -> Tensor:
 
 
 def compute_starts(lengths: Sequence[int]) -> Tensor:
-    """Return the starts and the end of parts with these lengths, `[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
+    """Return the starts, and the end, of consecutive parts with these lengths, `[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
@@ -122,7 +122,7 @@ def attend_text(
     layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention for a packed row with a `layout`, or for padded rows with a mask, like transformers.
+    """Compute causal attention: of a packed row if `layout` is given, otherwise of padded rows with a mask, as in transformers.
 
     `query` is `[1, H, T, d]`, `key` and `value` are `[1, K, T, d]`, and the result is `[1, T, H, d]`. If several ranks compute
     the row together, `T` is the number of tokens of this rank.
@@ -156,7 +156,7 @@ def attend_by_segment(
                 torch.cat([key[:, :, parent_tokens], keys], dim=2),
                 torch.cat([value[:, :, parent_tokens], values], dim=2),
             )
-            # The causal mask is aligned to the lower right: the first token attends to all of the parent and to itself.
+            # The causal mask is aligned to the lower right: the first token attends to the entire parent and to itself.
             mask = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
             mask = mask.tril(keys.shape[2] - queries.shape[2])
         attended.append(
@@ -200,7 +200,7 @@ def attend_vision(
         return call_varlen_kernel(queries, keys, values, call, scaling, causal=False)[None], None
     lengths = cu_seq_lens_q.diff().tolist()
     attended, start = [], 0
-    for length, run in groupby(lengths):  # consecutive parts of equal length form a batch
+    for length, run in groupby(lengths):  # consecutive parts of equal length are computed as a batch
         end = start + length * len(list(run))
         q, k, v = (t[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1) for t in (query, key, value))
         attended.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
@@ -227,11 +227,11 @@ def call_varlen_kernel(
     repeats = query.shape[1] // key.shape[1]
     if "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = repeats > 1
-    else:  # torch 2.11 does not have the argument
+    else:  # torch 2.11 lacks this argument
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     starts, longest = (call.query_starts, call.key_starts), (call.longest_query, call.longest_key)
     attended = varlen_attn(query, key, value, *starts, *longest, **options)
-    assert isinstance(attended, Tensor)  # more is returned only on request
+    assert isinstance(attended, Tensor)  # the kernel returns a tuple only on request
     return attended
 
 
@@ -248,15 +248,15 @@ def use_segments(model: PreTrainedModel) -> None:
             f'{model.name_or_path}: {len(sliding)} text layers use sliding-window attention, which model.attention = "auto" '
             'does not support; set model.attention = "sdpa" and train.packing = false'
         )
-    # The names are set after the model is built: as an argument, the second would make transformers look for a flash-attention
-    # package.
+    # The names are set after the model is built, because transformers would look for a flash-attention package if it got the
+    # second name as an argument.
     text._attn_implementation = TEXT
     if get_family(model.config.model_type).vision is not None:
         model.config.vision_config._attn_implementation = VISION
 
 
 def get_layer_types(text: Any) -> list[str]:
-    """Return the types of the text layers; empty if the configuration omits them, as for some models without windows."""
+    """Return the attention types of the text layers; empty if the config omits them, as for some models without windows."""
     return text.to_dict().get("layer_types") or []
 
 
@@ -265,18 +265,18 @@ def has_segment_attention(model: PreTrainedModel) -> bool:
 
 
 def to_model_positions(model: PreTrainedModel, position_ids: Tensor) -> Tensor:
-    """Return the positions `[3, B, T]` in the form that the model expects: `[B, T]` for text-only models, whose axes agree."""
+    """Return the positions `[3, B, T]` in the form that the model expects: `[B, T]` for text-only models."""
     return position_ids if get_family(model.config.model_type).vision is not None else position_ids[0]
 
 
 def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
     """Return the arguments of the forward pass that separate a batch's samples: mask, positions, and a packed row's layout.
 
-    Without this module's attention, transformers separates the samples where the first of four rows of positions restarts, but
-    only if it gets no mask.
+    Without this module's attention, transformers takes four rows of positions and starts a new sample wherever the first row
+    restarts, but only if it gets no mask.
 
     Args:
-        group: the ranks that compute a row together, if the batch has a part for each.
+        group: the ranks that compute a row together, if the batch has one part per rank.
 
     Raises:
         ValueError: transformers would silently let samples attend to each other, or could not let a completion attend to its

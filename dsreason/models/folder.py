@@ -1,4 +1,4 @@
-"""The local folder of `model.path`: the folder itself, a tiny model, a copy of an S3 folder, or a download from the hub."""
+"""The local folder for `model.path`: the folder itself, a tiny model, a copy of an S3 folder, or a download from the Hub."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dsreason.secrets import mask_credentials
 
 TINY = "tiny:"
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""Patterns of the files that a model needs, without pickled weights."""
+"""Patterns of the files that a model needs; pickled weights are excluded."""
 OPENED = re.compile(
     r"model.*\.safetensors|"
     r"(.*config|.*token.*|.*processor.*|vocab.*|merges.*|chat_template.*|.*\.index|.*sentencepiece.*)\.(json|jinja|txt|model)"
 )
-"""Pattern of the names of files that transformers opens; other files that match `MODEL_FILES` may be notes or data."""
+"""Pattern of names of files that transformers opens; other files that match `MODEL_FILES` may be notes or data."""
 CHUNK = 65536
 SIZES = {
     *(
@@ -40,18 +40,18 @@ SIZES = {
     *("vocab_size", "max_position_embeddings", "depth", "num_heads", "out_hidden_size", "num_position_embeddings"),
     *("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels", "in_chans", "window_size"),
 }
-"""Names of sizes in config.json and its sections; transformers replaces null with a default."""
+"""Names of the size fields in config.json and its sections; transformers replaces null with a default."""
 LARGEST_SIZE = 100_000_000
 MOST_BYTES = 256 * 1024**2
-"""Maximum size in bytes of a model file without weights; the largest tokenizers have a tenth of this size."""
+"""Maximum size in bytes of a model file without weights; the largest tokenizers are a tenth as large."""
 
 
 def find_folder(
     path: str, *, tiny: Callable[[str], Path], fetch: Callable[[], Path], download: Callable[[], Path]
 ) -> Path:
-    """Return the local folder for `path`, which is `tiny:<name>`, an s3:// URI, a folder, or a name on the hub.
+    """Return the local folder for `path`, which is `tiny:<name>`, an s3:// URI, a folder, or a name on the Hub.
 
-    The CheckpointError for a missing folder names what was searched for and where.
+    If the folder is missing, the CheckpointError says what was searched for and where.
     """
     if path.startswith(TINY):
         return tiny(path.removeprefix(TINY))
@@ -75,7 +75,7 @@ def check_files(folder: Path) -> None:
     for file in sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)):
         opened = OPENED.fullmatch(file.name)
         if not opened and (file.is_dir() or not file.exists()):
-            continue  # for example, a link to a file that was removed from the hub's cache
+            continue  # for example, a link to a file that was removed from the Hub cache
         try:
             check_regular(file, file)
             size = file.stat().st_size
@@ -90,7 +90,7 @@ def check_files(folder: Path) -> None:
 
 
 def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
-    """Return the folder of a tiny model; build the model if it is missing. `version` is part of the folder's name."""
+    """Return the folder of a tiny model, which is built if it is missing. `version` is part of the folder's name."""
     if name not in builders:
         choices = ", ".join(TINY + model_name for model_name in builders)
         raise CheckpointError(f"model.path {TINY}{name}: the tiny model must be one of {choices}")
@@ -99,10 +99,10 @@ def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]
         return build_once(folder, builders[name])
 
 
-def fetch_model_folder(path: str, wanted: Callable[[str], bool], kind: str) -> Path:
-    """Return a local copy of the `wanted` files of a folder in S3; `kind` describes the expected folder in messages."""
+def fetch_model_folder(path: str, is_wanted: Callable[[str], bool], kind: str) -> Path:
+    """Return a local copy of those files of an S3 folder for which `is_wanted` is true; `kind` names the expected folder."""
     try:
-        return fetch_folder(path, wanted)
+        return fetch_folder(path, is_wanted)
     except DataError as error:
         raise CheckpointError(f"model.path: {error}; it must be {kind}") from None
 
@@ -116,7 +116,7 @@ def download_folder(path: str, revision: str | None, patterns: Sequence[str]) ->
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """Return a hash of a model folder's small files and of the size and up to 256 chunks of each weight file."""
+    """Return a hash of a model folder: of its small files, and of the size and up to 256 chunks of each weight file."""
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
         digest.update(f"{file.name} ".encode() + file.read_bytes())
@@ -131,7 +131,7 @@ def compute_fingerprint(folder: Path) -> str:
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
-    """Raise CheckpointError if config.json has an impossible size: 0 would cause a division by zero, 10^9 exhaust the memory."""
+    """Raise CheckpointError if config.json has an impossible size: 0 would cause a division by zero, and 10^9 exhaust memory."""
     for name, value in config.items():
         if name == "mrope_section" and not (
             isinstance(value, list) and len(value) == 3 and all(type(length) is int and length > 0 for length in value)

@@ -16,7 +16,7 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
     Raises:
         ConfigError: a pattern is empty or matches no name (the message lists all such patterns, with similar names), or no
-            parameter is left to train.
+            parameter remains to be trained.
     """
     names = list(names)
     matched: set[str] = set()
@@ -51,7 +51,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def find_similar_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return names similar to a mistyped pattern, or else one name from each part of the model."""
+    """Return the names most similar to a mistyped pattern, or one name per part of the model if none is similar."""
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
     words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}

@@ -1,8 +1,8 @@
 """Fused GPU kernels for elementwise operations: RMSNorm from torch, rotary positions and SwiGLU from Liger-Kernel.
 
 transformers computes each of these operations with a chain of small kernels that write their results to memory, partly in
-float32. This module changes the classes of modules in one model object; their parameters and the classes of transformers stay
-unchanged.
+float32. This module changes the classes of modules in a single model object; their parameters, and transformers' classes
+themselves, stay unchanged.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FusedAttention(nn.Module):
 
 
 def use_fused_kernels(model: PreTrainedModel) -> None:
-    """Make the norms and decoder layers of a built model use fused kernels, which run only on GPUs."""
+    """Make the norms and decoder layers of a built model use fused kernels. The kernels run only on GPUs."""
     names = ["RMSNorm"]
     use_fused_norms(model)
     if importlib.util.find_spec("liger_kernel") is None:
@@ -108,7 +108,7 @@ def use_fused_kernels(model: PreTrainedModel) -> None:
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Replace the RMSNorm of transformers, whose class differs by family, in the text layers and the vision tower."""
+    """Replace transformers' RMSNorm, whose class depends on the family, in the text layers and the vision tower."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
             module.__class__ = FusedRMSNorm

@@ -38,15 +38,16 @@ if TYPE_CHECKING:
 TINY_VERSION = 2
 """Version in the names of cached tiny models; increment it whenever the models of `build_tiny` change."""
 MAX_BUFFER = 10_000_000
-"""Maximum number of values in a buffer; for comparison, rotary frequencies have half the size of a head."""
+"""Maximum number of values in a buffer; rotary frequencies, for comparison, have half as many values as a head."""
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 
 def resolve_model(config: ModelConfig, cache: Path) -> Path:
     """Return the local folder of `model.path`.
 
-    The result is the folder itself, a `tiny:` model built under `cache`, a copy of an S3 folder, or a download from the hub.
-    Several ranks may call this function at the same time. A CheckpointError names what was searched for and where.
+    The result is the folder itself, a `tiny:` model built under `cache`, a copy of an S3 folder, or a download from the Hub.
+    Several ranks may call this function at the same time. If it is missing, the CheckpointError says what was
+    searched for and where.
     """
     folder = find_folder(
         config.path,
@@ -66,7 +67,7 @@ def build_tiny_model(family: str, cache: Path) -> Path:
 
 
 def fetch_model(config: ModelConfig) -> Path:
-    """Return a local copy of a model folder in S3, without pickled weights and subfolders."""
+    """Return a local copy of a model folder in S3, without pickled weights or subfolders."""
     patterns = list_file_patterns(config)
     return fetch_model_folder(
         config.path,
@@ -82,11 +83,11 @@ def list_file_patterns(config: ModelConfig) -> list[str]:
 def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
     """Read the transformers config of a model folder; raise CheckpointError if it is unreadable or the model is unsupported.
 
-    `dtype` is the dtype in which the model will be loaded, if it differs from the folder's; positions depend on it.
+    `dtype` is the dtype in which the model will be loaded, if it differs from that of the folder; positions depend on it.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the errors of transformers for invalid values have no common class
+    except Exception as error:  # transformers' errors for invalid values have no common base class
         raise CheckpointError(f"{path}: config.json cannot be read: {str(error) or type(error).__name__}") from error
     try:
         get_family(config.model_type)
@@ -107,7 +108,7 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
 
 
 def read_parameter_names(path: Path) -> list[str]:
-    """Return the parameters' names in memory, as read from the file headers, without a tied `lm_head`."""
+    """Return the in-memory names of the parameters, from the file headers, without a tied `lm_head`."""
     config = read_model_config(path)
     family = get_family(config.model_type)
     names = find_weights(path, family.rename, inside=family.weight_folders).places
@@ -129,11 +130,11 @@ def load_model(
 
     Under ZeRO-3, every rank maps the files into memory and copies its part of each parameter, one parameter at a time: no rank
     holds the complete model, and nothing is sent over the network. All ranks must call this function together, after
-    `init_distributed`. A CheckpointError lists tensors that are missing or unexpected or have a different shape.
+    `init_distributed`. A CheckpointError lists tensors that are missing, are unexpected or have a different shape.
 
     Args:
-        quantize: store the matrices of the language model in 4 bits and freeze them; everything else stays unchanged.
-        fused_kernels: use the GPU kernels of `dsreason.models.fused_kernels`.
+        quantize: how to store the matrices of the language model, which are then frozen: "nf4" is 4 bits; None: unquantised.
+        fused_kernels: whether to use the GPU kernels of `dsreason.models.fused_kernels`.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = get_family(model.config.model_type)
@@ -156,7 +157,7 @@ def load_model(
 def build_checked_model(
     path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles]:
-    """Build a folder's model without weights and check that the files contain all of them; raise errors as `load_model` does."""
+    """Build a folder's model without weights, and check that the files contain all weights; raise the errors of `load_model`."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
     weights = find_weights(path, family.rename, inside=family.weight_folders)
@@ -173,7 +174,7 @@ def load_weights(
     device: torch.device | str,
     quantized: Sequence[NF4Linear] = (),
 ) -> None:
-    """Load all weights of an empty model onto one device, and quantise those of the layers `quantized` to 4 bits."""
+    """Load all weights of an empty model onto one device, and quantise those of the `quantized` layers to 4 bits."""
     map_parameters(model, weights)
     fill_buffers(model, device)
     for layer in quantized:
@@ -184,7 +185,7 @@ def load_weights(
 
 
 def check_depth(config: Any, weights: WeightFiles) -> None:
-    """Raise CheckpointError if config.json claims more layers than the files have tensors; building them could take forever."""
+    """Raise CheckpointError if config.json claims more layers than the files have tensors; to build them could take forever."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
     if get_family(config.model_type).vision is not None:
         depths = {
@@ -200,7 +201,7 @@ def check_depth(config: Any, weights: WeightFiles) -> None:
 
 
 def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> PreTrainedModel:
-    """Build a model whose tensors have no memory. Tied embeddings are a single parameter."""
+    """Build a model whose tensors occupy no memory. Tied embeddings are a single parameter."""
     implementation = "sdpa" if attention == "auto" else attention
     has_vision = get_family(config.model_type).vision is not None
     try:
@@ -222,7 +223,7 @@ def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_rem
 
 
 def check_weights(model: nn.Module, weights: WeightFiles) -> None:
-    """Raise CheckpointError unless the files contain every parameter in its shape, and nothing else except a tied lm_head."""
+    """Raise CheckpointError unless the files contain every parameter, with its shape, and nothing else except a tied lm_head."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in expected}
@@ -264,7 +265,7 @@ def check_tied(weights: WeightFiles, stored: dict[str, str]) -> None:
 
 
 def map_parameters(model: nn.Module, weights: WeightFiles, names: list[str] | None = None) -> None:
-    """Replace empty parameters (`names`, or all) with the tensors in the files, in every module that shares a parameter."""
+    """Replace empty parameters (`names`, or all) with the tensors in the files, also in modules that share a parameter."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -280,7 +281,7 @@ def map_parameters(model: nn.Module, weights: WeightFiles, names: list[str] | No
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> None:
-    """Compute the buffers, such as rotary frequencies, with the initialisation of transformers; files do not contain them."""
+    """Compute the buffers, such as rotary frequencies, which no file contains, with transformers' initialisation."""
     for module in model.modules():
         names = [name for name, _ in module.named_buffers(recurse=False)]
         for name in names:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**27, 2**28
-"""Maximum number of float32 logits in memory (512 MiB, or 1 GiB on a GPU); divided by the vocabulary size, this is the number of
-tokens in a chunk.
+"""Maximum number of float32 logits in memory (512 MiB, or 1 GiB on a GPU); divided by the vocabulary size, this gives the number
+of tokens in a chunk.
 
 Every chunk reads the entire weight, and reads and writes its gradient, which makes small chunks slow on a GPU. The backward pass
 starts with the last chunk, whose probabilities are kept: this saves one of four matrix products for that chunk, and takes no more
-memory than every chunk needs.
+memory than any chunk needs.
 """
 PART = 32
-"""Number of tokens whose entropy is computed at a time, which needs another tensor of the size of their logits."""
+"""Number of tokens whose entropy is computed at a time; this takes another tensor of the size of their logits."""
 
 
 def compute_token_logprobs(
@@ -36,12 +36,12 @@ def compute_token_logprobs(
         hidden: `[N, H]`, the last hidden state before each target token.
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
-        chunk_size: number of tokens whose logits are in memory at the same time; by default that of `choose_chunk_size`.
+        chunk_size: number of tokens whose logits are in memory at the same time; by default, the result of `choose_chunk_size`.
         banned_ids: `[K]` token ids with probability 0, which the rollout engine never samples.
 
     Returns:
-        The log-probabilities `[N]` float32 and the entropies H = -Σ p log p in nats `[N]` float32, or `[0]` without
-        `with_entropy`. The backward pass recomputes the logits of each chunk except the last (d logp_t / d logits =
+        The log-probabilities `[N]` float32 and the entropies H = -Σ p log p in nats, `[N]` float32 (`[0]` unless
+        `with_entropy` is set). The backward pass recomputes the logits of each chunk except the last (d logp_t / d logits =
         onehot_t - softmax, d H / d logits = -p (log p + H)) and accumulates the gradient of `weight` in float32.
     """
     chunk = chunk_size or choose_chunk_size(weight)
@@ -50,7 +50,7 @@ def compute_token_logprobs(
 
 
 def choose_chunk_size(weight: Tensor) -> int:
-    """Return the number of tokens per chunk on the device of the weight `[V, H]`."""
+    """Return the number of tokens per chunk, which depends on the vocabulary and device of the weight `[V, H]`."""
     return max(1, (MAX_LOGITS_ON_GPU if weight.is_cuda else MAX_LOGITS) // weight.shape[0])
 
 
@@ -85,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.last_probs = probs if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.temperature, ctx.chunk, ctx.banned_ids = temperature, chunk, banned_ids
-        ctx.set_materialize_grads(False)  # an entropy that is only logged then costs nothing here
+        ctx.set_materialize_grads(False)  # so an entropy that is only logged costs nothing here
         return logprobs, entropy
 
     @staticmethod
@@ -119,13 +119,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def split_tokens(count: int, size: int) -> list[slice]:
-    """Return slices of `size` tokens; only the first may be shorter, because the probabilities of the last one are kept."""
+    """Return slices of `size` tokens. Only the first slice may be shorter, because the probabilities of the last one are kept."""
     ends = range(count, 0, -size)
     return [slice(max(0, end - size), end) for end in reversed(ends)]
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to `total` in float32, in place; if `total` is None, return the product, which avoids a tensor of zeros."""
+    """Add a @ b to `total` in float32, in place. If `total` is None, return the product, so that no tensor of zeros is needed."""
     if total is None:
         return (a @ b).float()
     return total.addmm_(a, b) if a.dtype == torch.float32 else total.add_(a @ b)
@@ -163,7 +163,7 @@ def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float, banned_i
 class LogprobHead(nn.Linear):
     """The language model's output layer, which returns log-probabilities instead of logits if it gets `targets`.
 
-    This module still owns the weight, so ZeRO-3 gathers the weight for the call, as for any other layer.
+    The weight still belongs to this module, so ZeRO-3 gathers it for the call, as for any other layer.
     """
 
     def forward(  # type: ignore[override]  # extends the signature of Linear

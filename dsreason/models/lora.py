@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
-"""Name of the only adapter in peft."""
+"""Name of the adapter in peft; a model has only one."""
 BASE = ".base_layer"
-"""Part of the names of a layer's original parameters once the layer has an adapter."""
+"""String that peft inserts into the names of a layer's original parameters when the layer gets an adapter."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-"""Suffixes of the names of an adapter's two matrices."""
+"""Suffixes of the parameter names of an adapter's two matrices."""
 
 
 def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
@@ -86,7 +86,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None
     """Add adapters to layers of `model` and freeze everything else. The output of the model does not change yet.
 
     The initial values depend only on `seed`, not on the number of ranks. Under ZeRO-3, every rank has the complete adapters
-    until the engine is built, and then keeps only its part of them; call `check_alike` before the engine is built.
+    until the engine is built, and then keeps only its part of them, so call `check_alike` first.
 
     Raises ConfigError as `find_adapted_layers` does.
     """
@@ -117,12 +117,12 @@ def get_adapter_settings(model: Any) -> dict[str, Any]:
 
 
 def to_plain_number(number: float) -> float:
-    """Convert whole numbers to int (16.0 → 16), the usual form in peft's files, which some readers expect."""
+    """Convert whole numbers to int (16.0 → 16), because some readers of peft's files expect that form."""
     return int(number) if float(number).is_integer() else number
 
 
 def to_peft_pattern(pattern: str) -> str:
-    """Convert a pattern for `re.search` to one for peft, which matches patterns at the end of a name."""
+    """Convert a pattern for `re.search` to one for peft, which anchors patterns at the end of a name."""
     return f".*(?:{pattern}).*"
 
 
@@ -145,7 +145,7 @@ def check_alike(model: nn.Module) -> None:
 
 
 def describe_trained_share(model: nn.Module) -> str:
-    """Return a log message on the number of adapted layers and the share of trained parameters, which may be partitioned."""
+    """Return a log message with the number of adapted layers and the share of trained parameters, partitioned or not."""
     layers = len(find_adapters(model))
     sizes = [
         (count_values(model, name, parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
@@ -161,7 +161,7 @@ def describe_trained_share(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Delta:
-    """The term that an adapter adds to a weight `[out, in]`: `scale · b @ a`."""
+    """The product that an adapter adds to a weight `[out, in]`: `scale · b @ a`."""
 
     a: Tensor
     """Matrix `[rank, in]`."""

@@ -1,4 +1,4 @@
-"""Media features: a single call of the vision tower encodes each distinct image and video of a batch once.
+"""Media features: a single call of the vision tower encodes each distinct image and video of a batch exactly once.
 
 The modules of a model therefore run in the same order for all batches; ZeRO-3 records this order for prefetching. Nothing in this
 module waits for the GPU: the layout of the media is computed on the host and copied to the GPU.
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[Tensor]:
-    """Return a list of features `[tokens, D]` for the media that are concatenated in `pixels` `[patches, dim]`.
+    """Encode the media that are concatenated in `pixels` `[patches, dim]` to a list of features, each `[tokens, D]`.
 
-    The first tensor replaces the embeddings of the placeholders; any additional ones (DeepStack) are added to the outputs of
+    The first tensor replaces the embeddings of the placeholders; any further tensors (DeepStack) are added to the outputs of
     the first decoder layers. `grids` `[media, 3]` must be on the host.
     """
     family = get_family(model.config.model_type)
@@ -62,7 +62,7 @@ def build_token_inputs(
 
 
 class PatchProduct(nn.Conv3d):
-    """A convolution with equal kernel and stride, computed as a matrix product because cuDNN is slow for it in bf16."""
+    """A convolution whose stride equals its kernel size, computed as a matrix product because cuDNN is slow at it in bf16."""
 
     def forward(self, patches: Tensor) -> Tensor:
         """Embed patches that are as large as the kernel: `[N, channels, frames, height, width]` → `[N, D, 1, 1, 1]`."""

@@ -1,7 +1,7 @@
 """Multimodal rotary positions (mRoPE): each token has a temporal, a height and a width index.
 
-These positions replace those of transformers, because a model must be trained with the positions with which it is served: in
-transformers 5.19, the text after a Qwen2.5-VL video continues from the spatial extent only. Like the models' original code and
+These positions replace those of transformers, because a model must be trained with the same positions with which it is served.
+In transformers 5.19, the text after a Qwen2.5-VL video continues from the spatial extent only. Like the models' original code and
 vLLM, this module continues the text after an image or video from the largest index on any axis, plus 1.
 """
 

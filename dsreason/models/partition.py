@@ -19,7 +19,7 @@ def partition_model(
 ) -> None:
     """Partition each parameter of `model` across the ranks, in `dtype`; all ranks must call this with the same values.
 
-    The weights of the layers `quantized` must be complete, and become 4-bit blocks; a rank computes only the blocks that it
+    The weights of the `quantized` layers must be complete. They become 4-bit blocks, of which a rank computes only those that it
     keeps.
     """
     # DeepSpeed takes the dtype from its config; the `dtype` argument of `Init` would turn float32 into bfloat16 on a CPU.
@@ -32,13 +32,13 @@ def partition_model(
 class InitWithoutBroadcast(Init):
     """A variant of `deepspeed.zero.Init` without the broadcast from rank 0, because every rank has mapped the files.
 
-    For the broadcast, each rank would have to load every complete parameter and write to the mapped pages. Complete parameters
-    are not copied to the GPU either, only the part that this rank keeps.
+    For the broadcast, each rank would have to load every complete parameter and write to the mapped pages. Only the part that
+    this rank keeps is copied to the GPU.
     """
 
     def __init__(self, model: nn.Module, config: dict[str, Any], quantized: frozenset[int]) -> None:
         self.quantized = quantized
-        """Values of `id` for the parameters that become 4-bit blocks."""
+        """Results of `id()` for the parameters that become 4-bit blocks."""
         super().__init__(module=model, config_dict_or_path=config)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[Any]) -> None:
@@ -51,16 +51,16 @@ class InitWithoutBroadcast(Init):
                     param.data = self._convert(param.data)
                 self._convert_to_deepspeed_param(param)
                 param.partition()
-                param.data = param.data.to(self.local_device)  # empty now, but gathered on this device
+                param.data = param.data.to(self.local_device)  # empty for now, but gathered on this device
 
     def _convert(self, values: Tensor) -> Tensor:
-        """Convert `values` to the training dtype; everything except this rank's part is undefined.
+        """Convert this rank's part of `values` to the training dtype; the rest of the result is undefined.
 
         Pages that are never written take no memory, so a rank needs memory only for its part, even of a large embedding.
         """
         if (
             values.dtype == self.dtype or self.num_param_groups > 1
-        ):  # hpZ makes a second partition, which needs all values
+        ):  # hpZ creates a secondary partition, which needs all values
             return values.to(self.dtype)
         size = math.ceil(values.numel() / self.dp_world_size)
         part = slice(self.rank * size, (self.rank + 1) * size)
@@ -69,7 +69,7 @@ class InitWithoutBroadcast(Init):
         return converted
 
     def _quantize(self, values: Tensor) -> Tensor:
-        """Quantise `values`; as in `_convert`, everything except this rank's blocks is undefined."""
+        """Quantise this rank's blocks of `values`; as in `_convert`, the rest of the result is undefined."""
         if self.num_param_groups > 1:
             return quantize(values)
         blocks = count_blocks(values.shape)

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHTS_SHARE = 0.9
-"""Share of a device's free memory for weights; the rest is for activations and the key-value cache."""
+"""Fraction of a device's free memory that weights may use; the rest is left for activations and the key-value cache."""
 FILES = "disk"
 """accelerate's name for weights that stay in their files and are read whenever their module is called."""
 DeviceMap = dict[str, int | str]
-"""Module name → GPU index, "cpu" or `FILES`; the submodules of a listed module are not listed."""
+"""Module name → GPU index, "cpu" or `FILES`; submodules of a listed module are omitted."""
 
 
 def load_where_it_fits(
@@ -46,7 +46,7 @@ def load_where_it_fits(
     """Load a model for inference, without gradients, onto `device` if it fits there.
 
     The layers of a larger model are distributed across all devices of this rank (see `list_devices`). Weights that fit on none
-    of them stay in their files and are read again for every token, at best from the page cache. Inputs belong on `device`;
+    of them stay in their files and are read again for every token, at best from the page cache. Inputs must be on `device`;
     outputs may be on another device.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
@@ -67,7 +67,7 @@ def load_where_it_fits(
 
 
 def list_devices(device: torch.device) -> list[torch.device]:
-    """Return `device` and this rank's other GPUs on this host: the first of 2 ranks on 4 GPUs gets GPUs 0 and 2."""
+    """Return `device` and the other GPUs that this rank may use: the first of 2 ranks on a host with 4 GPUs gets GPUs 0 and 2."""
     if device.type != "cuda":
         return [device]
     return [torch.device("cuda", i) for i in range(device.index or 0, torch.cuda.device_count(), count_local_ranks())]
@@ -79,7 +79,7 @@ def get_device_name(device: torch.device) -> int | str:
 
 
 def compute_budget(device: torch.device) -> int:
-    """Return the number of bytes available for weights on a device. The ranks of a host share the host's memory."""
+    """Return the number of bytes available for weights on a device. Host memory is divided among the ranks of the host."""
     free = (
         count_available_bytes() // count_local_ranks() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     )
@@ -87,7 +87,7 @@ def compute_budget(device: torch.device) -> int:
 
 
 def plan_devices(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
-    """Choose a device for each module. Decoder layers and the vision tower are never split; GPUs get about equal shares."""
+    """Choose a device for each module. Decoder layers and the vision tower are never split, and GPUs get about equal shares."""
     block_classes = [*model._no_split_modules, *get_vision_class(model, family)]
     balanced = get_balanced_memory(model, budgets, no_split_module_classes=block_classes)
     device_map: DeviceMap = infer_auto_device_map(
@@ -105,7 +105,7 @@ def get_vision_class(model: PreTrainedModel, family: Family) -> list[str]:
 def distribute_weights(
     model: PreTrainedModel, weights: WeightFiles, device_map: DeviceMap, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Load the weights of an empty model onto the devices in the map, and make inputs move to the device of each module."""
+    """Load the weights of an empty model onto the devices in the map, and make each module move its inputs to its device."""
     family = get_family(model.config.model_type)
     homes = {name: find_home(name, device_map) for name, _ in model.named_parameters(remove_duplicate=False)}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -128,7 +128,7 @@ def distribute_weights(
         offload_index=index,
         skip_keys="past_key_values",  # each layer's cache is on the layer's device
         preload_module_classes=get_vision_class(model, family),
-        force_hooks=True,  # all weights may be on another GPU than the inputs
+        force_hooks=True,  # even if all weights are on one GPU, the inputs may be on another
     )
 
 
@@ -145,7 +145,7 @@ def build_index_entry(weights: WeightFiles, name: str, dtype: torch.dtype) -> di
 
 
 def describe_placement(model: PreTrainedModel, device_map: DeviceMap, devices: Sequence[torch.device]) -> str:
-    """Return the warning about a model that does not fit on the first of these devices."""
+    """Return a warning that the model does not fit on the first of these devices, with the placement of its weights."""
     sizes: dict[int | str, int] = {}
     for name, parameter in model.named_parameters():
         home = find_home(name, device_map)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_decoder(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
-    """Run the model without its output layer on a batch; media that occur several times are encoded once."""
+    """Run the model without its output layer on a batch; media that occur several times are encoded only once."""
     inputs = build_batch_inputs(model, batch) | build_attention_inputs(model, batch)
     output: BaseModelOutputWithPast = model.get_decoder()(use_cache=use_cache, **inputs)
     return output
@@ -69,9 +69,9 @@ class Policy(nn.Module):
         """Compute the float32 log-probabilities `[N]` of the tokens `batch.targets`.
 
         With `with_entropy`, the entropies `[N]` of their distributions are returned as well. `banned_ids` have probability 0,
-        because the rollout engine never samples them and both must use the same distribution.
-        For a batch without trained tokens, the result is an empty tensor that is still part of the graph, because under ZeRO-3
-        every rank must run the same layers forward and backward.
+        because the rollout engine never samples them, and policy and engine must use the same distribution.
+        For a batch without trained tokens, the result is empty but still part of the autograd graph, because under ZeRO-3 every
+        rank must run the same layers forward and backward.
 
         If several ranks compute a row together, each returns all values, with gradients only for those that it computed.
         """
@@ -98,8 +98,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = Fal
 
     With `offload`, the saved inputs of the layers are kept in host memory until the backward pass.
 
-    transformers also makes the outputs of the embeddings require gradients. This is disabled, because only reentrant
-    checkpointing needs it and it would cause a useless backward pass through a frozen vision tower.
+    transformers also makes the outputs of the embeddings require gradients. That is undone here: only reentrant
+    checkpointing needs it, and it would cause a useless backward pass through a frozen vision tower.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.disable_input_require_grads()

@@ -3,8 +3,8 @@
 Each rank processes a part of the row's tokens, from the embedding to the log-probabilities of the targets that these tokens
 predict. For attention, the ranks exchange tokens for heads and back, so that each rank attends over the entire row with its share
 of the heads. Each rank encodes a part of the media and sends the features to the ranks that hold the placeholders. The
-log-probabilities are gathered, so every rank has those of the entire row and computes the same loss, but it computes only the
-gradient of its part. The gradient of the row is therefore the **sum** of the ranks' gradients.
+log-probabilities are gathered, so every rank has those of the entire row and computes the same loss, but only the gradient of
+its own part. The gradient of the row is therefore the **sum** of the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _RowExchange(torch.autograd.Function):
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Exchange rows all-to-all: sorted by receiving rank → sorted by sending rank. Gradients are exchanged in reverse."""
+    """Exchange rows all-to-all: sorted by receiving rank → sorted by sending rank. Gradients take the opposite way."""
     exchanged: Tensor = _RowExchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return exchanged
 
@@ -80,7 +80,7 @@ def gather_values(values: Sequence[Tensor], places: Tensor, count: int, group: G
     """Gather each tensor of local `values` from all ranks: `[M]` → `[count]`.
 
     `places` `[M]` are the indices of the local values in the result. Only the local values get gradients; the other ranks
-    compute the gradients of theirs.
+    compute the gradients of their own values.
     """
     local_values = torch.stack([value.detach() for value in values])
     gathered = local_values.new_zeros(len(local_values), count).index_copy(1, places, local_values)

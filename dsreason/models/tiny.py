@@ -1,8 +1,8 @@
 """Tiny random checkpoints for each family: complete folders that transformers and vLLM load like real ones.
 
 With these checkpoints, every command can run without downloads: they have the classes, tensor names, special tokens, chat format
-and processors of the real models, with a vocabulary of 512. With larger sizes, they replace big models in memory tests: weights
-are drawn and written shard by shard, so writing needs the memory of only one shard.
+and processors of the real models, but a vocabulary of only 512 tokens. In larger sizes, they replace big models in memory tests;
+weights are drawn and written shard by shard, so only one shard is in memory at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsreason.families.family import Modules, Tokens
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
 
-# The byte pairs are learned from words of the chat format and of answers, each of which becomes one token, and from sentences.
+# The merges are learned from sentences, and from words of the chat format and of answers, each of which becomes one token.
 WORDS = (
     "system user assistant yes no left right up down red green blue yellow white purple one two three four five six "
     "circle square triangle The There Is Does Will Which What How Answer"
@@ -99,8 +99,8 @@ def build_tiny(
 
     `hidden_size` must be a multiple of `num_key_value_heads` x `head_size`; `head_size` and `vision_hidden_size` must be
     multiples of 32. A `vocabulary_size` above 512 adds embedding rows without a token in the tokenizer. The weights are drawn
-    on `device`. The same arguments produce the same files. config.json is written last, so a folder that contains it is
-    complete.
+    on `device`. The same arguments always produce the same files. config.json is written last, so a folder that contains it
+    is complete.
     """
     if hidden_size % (num_key_value_heads * head_size) or vision_hidden_size % HEAD_SIZE or head_size % HEAD_SIZE:
         raise ValueError(
@@ -155,7 +155,7 @@ def build_tiny(
         common |= {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in media.items()}
     config = family.tiny.config(text, vision, head_size, common)
     with init_empty_weights(include_buffers=True):
-        model = auto_class.from_config(deepcopy(config))  # from_config mutates the config
+        model = auto_class.from_config(deepcopy(config))  # from_config modifies its argument
     config.architectures = [type(model).__name__]
     _write_weights(family, model, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)
     GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding).save_pretrained(folder)
@@ -206,7 +206,7 @@ def build_chat_template(family: Family) -> str:
 def _draw(
     name: str, shape: torch.Size, modules: Modules, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw matrices from N(0, 1 / inputs), embeddings and positions from N(0, 0.02^2); set norm weights to 1, biases to 0."""
+    """Draw matrices from N(0, 1 / inputs), embeddings and positions from N(0, 0.02^2); set norm weights to 1 and biases to 0."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:
@@ -224,7 +224,7 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    # named_parameters yields tied parameters once.
+    # named_parameters yields tied parameters only once.
     parameters = {family.to_published_name(name): p.to(dtype) for name, p in model.named_parameters()}
     parameters |= {name: torch.empty(2, dtype=dtype, device="meta") for name in family.tiny.others}
     plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)

@@ -23,16 +23,16 @@ STEM = "model"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder; `places` maps a name in memory to (file, name in that file)."""
+    """The tensors of a folder; `places` maps an in-memory name to (file, name in that file)."""
 
     folder: Path
     places: dict[str, tuple[Path, str]]
 
     def read(self, names: list[str], take: Callable[[str, Tensor], None]) -> None:
-        """Call `take(name, tensor)` for each name, file by file.
+        """Call `take(name, tensor)` for each of the `names`, file by file.
 
-        The tensors are views of the mapped files: until they are written, their pages are those of the file (shared memory, not
-        anonymous memory).
+        The tensors are views of the mapped files: until a tensor is written to, its pages are those of the file (shared memory,
+        not anonymous memory).
         """
         file_names: dict[Path, list[str]] = {}
         for name in names:
@@ -43,7 +43,7 @@ class WeightFiles:
                     take(name, tensors.get_tensor(self.places[name][1]))
 
     def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and dtype of each tensor by its name in memory, in the form `((512, 64), "BF16")`."""
+        """Return the shape and dtype of each tensor by in-memory name, in the form `((512, 64), "BF16")`."""
         headers = {}
         for file in {place[0] for place in self.places.values()}:
             with open_file(file) as tensors:
@@ -62,7 +62,7 @@ def find_weights(
     If `folder` has no such files, the files in its subfolders `inside` are read. Tensors for which `rename` returns None are
     omitted.
 
-    A CheckpointError names the file that is missing, damaged or of an unsupported format.
+    A CheckpointError names the file that is missing, damaged or in an unsupported format.
     """
     places: dict[str, tuple[Path, str]] = {}
     for file in list_files_inside(folder, inside) or list_tensor_files(folder, stem):

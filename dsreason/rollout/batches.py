@@ -13,7 +13,7 @@ from dsreason.monitor.memory import GIB
 T = TypeVar("T")
 
 MAX_ROWS = 256
-"""Maximum number of rows in a batch; above it, the time per step grows with the number of rows."""
+"""Maximum number of rows in a batch; beyond this number, the time per decoding step grows with the number of rows."""
 
 
 def merge_groups(
@@ -24,15 +24,16 @@ def merge_groups(
     least: int,
     any_rank: Callable[[bool], bool],
 ) -> Iterator[list[T]]:
-    """Merge the groups into as few lists as memory allows, because an engine waits for its longest completion once per list.
+    """Merge groups into as few lists as memory allows, because an engine waits for the longest completion of every list.
 
-    A list ends with the group that takes it above `memory_gib` on any rank, if it then has at least `least` items there.
+    A list ends with the group that takes it above `memory_gib` on any rank, provided that it then has at least `least` items on
+    that rank.
 
     Args:
-        groups: groups of items, some possibly empty; all ranks that need the same number of lists must have the same number
-            of groups.
+        groups: groups of items, some of which may be empty; all ranks that need the same number of lists must pass the same
+            number of groups.
         size: function that returns the size of an item in bytes.
-        any_rank: function that returns whether its argument is true on any of these ranks.
+        any_rank: collective function that returns whether its argument is true on any of these ranks.
     """
     batch: list[T] = []
     num_bytes = 0
@@ -47,7 +48,7 @@ def merge_groups(
 
 
 def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) -> list[list[int]]:
-    """Sort prompts by length and cut them into batches, so that prompts of similar length share a batch.
+    """Sort prompts by length and divide them into batches, so that prompts of similar length share a batch.
 
     A batch has at most `batch_size` prompts, or up to `MAX_ROWS` if they fit into `batch_tokens` including padding.
 
@@ -66,7 +67,7 @@ def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) 
 
 
 def count_tokens_that_fit(config: Any, dtype: torch.dtype, memory: int) -> int:
-    """Return how many tokens of a batch fit into `memory` bytes, including keys, values and the widest activations.
+    """Return the number of tokens that fit into `memory` bytes, with their keys, values and widest activations.
 
     Args:
         config: Hugging Face configuration of the model.

@@ -1,4 +1,4 @@
-"""Construction of rollout engines, based on vLLM or on plain transformers, for training and evaluation."""
+"""Construction of a rollout engine, based on vLLM or on plain transformers, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def open_rollout_engine(
 
     Args:
         settings: settings of the engine; their type selects vLLM or transformers.
-        loaded_version: version of the weights in the folder; the engine then starts awake with these weights. If None, it
-            starts asleep and without weights.
+        loaded_version: version of the weights in the folder; the engine then starts awake with these weights. If None, the
+            engine starts asleep and without weights.
     """
     if isinstance(settings, TransformersSettings):
         device = world.device
@@ -44,7 +44,7 @@ def open_rollout_engine(
             engine.load(loaded_version)
         yield engine
         return
-    from dsreason.rollout.vllm_engine import VLLMEngine  # imported here because it imports vLLM
+    from dsreason.rollout.vllm_engine import VLLMEngine  # imported on demand, because this imports vLLM
 
     vllm = VLLMEngine(
         path,

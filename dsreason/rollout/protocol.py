@@ -1,4 +1,4 @@
-"""The protocol of rollout engines, which hold a copy of the policy, complete prompts with it, and can release its memory."""
+"""The protocol of rollout engines: they hold a copy of the policy, complete prompts with it, and can release their memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SyncError(RuntimeError):
-    """Error raised when a weight sync did not deliver every tensor of the policy; the message names the tensors."""
+    """Error raised when a weight sync does not deliver every tensor of the policy; the message names the tensors."""
 
 
 class StaleWeightsError(RuntimeError):
@@ -30,8 +30,8 @@ class StaleWeightsError(RuntimeError):
 class RolloutError(RuntimeError):
     """Error raised when a completion cannot be used for training; the message names the sample.
 
-    Possible reasons: the engine read a different prompt than the trainer, prompt and completion are too long for the engine,
-    the completion ended abnormally, or it contains a media token.
+    Possible reasons: the engine read a different prompt than the trainer; prompt and completion together are too long for the
+    engine; the completion ended abnormally, or contains a media token.
     """
 
 
@@ -45,19 +45,19 @@ class Sampling:
     temperature: float = 1.0
     """Sampling temperature; 0 always picks the most probable token (greedy)."""
     top_p: float = 1.0
-    """Probability mass for nucleus sampling: only the smallest set of tokens that reaches it is kept; 1 keeps all."""
+    """Probability mass for nucleus sampling: only the smallest set of tokens that reaches it is kept; 1 keeps all tokens."""
     top_k: int = 0
-    """Number of most probable tokens to sample from; 0 keeps all."""
+    """Number of most probable tokens from which to sample; 0 keeps all tokens."""
     max_completion_length: int = 64
     """Maximum length of a completion in tokens, including the stop token."""
     seed: int = 0
     """Seed of the random streams. A prompt's stream depends only on the seed and its stream number, not on its batch."""
     repetition_penalty: float = 1.0
-    """Divisor of positive logits, and factor of negative logits, of tokens already in the prompt or completion; 1 disables it."""
+    """Divisor for positive logits and factor for negative logits of tokens already in prompt or completion; 1: no penalty."""
     presence_penalty: float = 0.0
-    """Amount subtracted from the logits of tokens that the completion already contains; 0 disables it."""
+    """Amount subtracted from the logits of tokens that the completion already contains; 0: no penalty."""
     frequency_penalty: float = 0.0
-    """Amount subtracted from a token's logit for each earlier occurrence in the completion; 0 disables it."""
+    """Amount subtracted from a token's logit for each earlier occurrence in the completion; 0: no penalty."""
 
     def __post_init__(self) -> None:
         out_of_range = self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.repetition_penalty <= 0
@@ -78,10 +78,10 @@ class CompletionSegment:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
-    """Float32 log-probabilities of sampled tokens; None for inserted tokens. They refer to the sampling distribution, after
-    temperature, top_p, top_k, penalties and the ban on media tokens (for greedy decoding, at temperature 1)."""
+    """Float32 log-probabilities of sampled tokens; None for inserted tokens. They refer to the sampling distribution, that
+    is, after temperature, top_p, top_k, penalties and the ban on media tokens (temperature 1 for greedy decoding)."""
     encoded: EncodedSample | None = None
-    """Encoded inserted tokens, with positions that start at 0; None for sampled tokens and for plain text."""
+    """Encoding of inserted tokens, with positions that start at 0; None for sampled tokens and for plain text."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Completion:
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """Flag for each of `ids`: True if the policy sampled the token."""
+        """One flag per element of `ids`: True if the policy sampled the token."""
         return tuple(segment.logprobs is not None for segment in self.segments for _ in segment.ids)
 
 
@@ -134,7 +134,7 @@ def make_single_turn(
 
 
 class TensorFingerprints(NamedTuple):
-    """Fingerprints, by name, of the tensors that a rank's engine computes with."""
+    """Fingerprints, by name, of the tensors with which a rank's engine computes."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -146,7 +146,7 @@ class RolloutEngine(Protocol):
     dtype: torch.dtype
     """Data type of the weights."""
     max_num_seqs: int
-    """Number of prompts that the engine completes at the same time; a call with fewer prompts leaves it partly idle."""
+    """Number of prompts that the engine completes at the same time; with fewer prompts, it is partly idle."""
     reads_pixels: bool
     """True if the engine reads the `mm_kwargs` of prompts, False if it processes the media itself."""
 
@@ -165,7 +165,7 @@ class RolloutEngine(Protocol):
         """Return the subset of `names` (frozen parameters) whose values the engine still holds, so that `sync` can skip them.
 
         Collective; call it between `wake` and `sync`. The result is the same on every rank. Frozen parameters that must be
-        sent again are logged once.
+        sent again are logged, but only once.
         """
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
@@ -176,10 +176,10 @@ class RolloutEngine(Protocol):
         Args:
             weights: names from `named_parameters()` of the Hugging Face model in memory, and the tensors.
             version: version of the weights.
-            retained: names that `find_retained` returned; `weights` does not include them.
+            retained: names that `find_retained` returned, which `weights` omits.
 
         Raises:
-            SyncError: a tensor is missing, unknown, has another shape or was not retained after all; the engine then holds
+            SyncError: a tensor is missing or unknown, has a different shape, or was not retained after all; the engine then holds
                 no usable weights.
         """
 
@@ -197,8 +197,8 @@ class RolloutEngine(Protocol):
         """Complete this rank's prompts with the weights of `version`; return the completions in the order of the prompts.
 
         Args:
-            streams: random stream number of each prompt; 0, 1, … by default. If the numbers are unique across all ranks,
-                a prompt's completion does not depend on the rank that samples it.
+            streams: random stream number of each prompt; 0, 1, … by default. If the numbers are unique across ranks, a
+                prompt's completion does not depend on which rank samples it.
 
         Raises:
             StaleWeightsError: the engine holds another version of the weights, or none.
@@ -212,7 +212,7 @@ class RolloutEngine(Protocol):
     ) -> Iterator[tuple[int, Completion]]:
         """Yield the index of each prompt and its completion as soon as the completion is finished.
 
-        Each prompt has its own sampling settings. If the weights are sharded over several ranks, all of them must exhaust
+        Each prompt has separate sampling settings. If the weights are sharded over several ranks, all of them must exhaust
         the iterator.
         """
 
@@ -236,7 +236,7 @@ def check_no_media_tokens(
 
 
 def check_version(requested: int, current: int | None) -> None:
-    """Raise StaleWeightsError if `current`, the engine's weights version, is not the requested one."""
+    """Raise StaleWeightsError if `current`, the version of the engine's weights, is not the requested one."""
     if requested != current:
         raise StaleWeightsError(
             f"completions with weights version {requested} were requested, but the engine holds "
@@ -245,6 +245,6 @@ def check_version(requested: int, current: int | None) -> None:
 
 
 def draw_random_streams(sampling: Sampling, streams: Sequence[int]) -> NDArray[np.float64]:
-    """Draw uniform numbers in [0, 1), `[len(streams), max_completion_length]`, one row per stream; use no global generator."""
+    """Draw uniform numbers in [0, 1), `[len(streams), max_completion_length]`, without a global generator."""
     shape = sampling.max_completion_length
     return np.stack([np.random.default_rng((sampling.seed, stream)).random(shape) for stream in streams])

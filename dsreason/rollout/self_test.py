@@ -1,6 +1,6 @@
 """The start-up self-test: perturb the weights, sleep, wake, sync, and check that the log-probabilities are restored.
 
-The test detects a faulty sync or sleep before the first step; otherwise rewards would just never rise.
+The test detects a faulty sync or sleep before the first step. Without it, the only symptom would be rewards that never rise.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, SyncE
 from dsreason.rollout.weight_sync import find_changed
 
 REAL, PERTURBED = -1, -2
-"""Weight versions that no training step uses."""
+"""Versions of the weights in the self-test, which no training step uses."""
 TOLERANCES = {torch.float32: 1e-4}
 COARSE_TOLERANCE = 0.1
-"""Tolerance for a difference of log-probabilities. The same weights, prompts and kernels should reproduce them exactly; if
-not, a differently rounded logit moves by 1e-6 in float32, and by 0.06 in bfloat16 if it is between 8 and 16."""
+"""Tolerance for differences between log-probabilities. The same weights, prompts and kernels should reproduce them exactly. If
+not, rounding changes a logit by 1e-6 in float32, and by 0.06 in bfloat16 if the logit is between 8 and 16."""
 
 
 class Round(NamedTuple):
@@ -47,7 +47,7 @@ def run_self_test(
     policy's weights under a version that no step requests. Collective: every rank passes the same number of prompts.
 
     Args:
-        weights: returns a new iterator over the policy's full weights.
+        weights: function that returns a new iterator over the policy's full weights.
         prompts: should include one with media and one without. Each is completed separately, to find faults that affect
             only one of them.
 
@@ -55,8 +55,8 @@ def run_self_test(
         The first round.
 
     Raises:
-        SyncError: any rank found a fault; raised on every rank. The message names the tensors that did not take the
-            perturbed values or were not restored.
+        SyncError: any rank found a fault; raised on every rank. The message names the tensors that did not take on
+            the perturbed values or were not restored.
     """
     sampling = Sampling(temperature=0, max_completion_length=max_completion_length)
 
@@ -82,7 +82,7 @@ def run_self_test(
 
 
 def iter_perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with its values halved and 0.01 added: this changes even zeros and ones, and activations stay finite."""
+    """Yield every tensor with its values halved plus 0.01; this changes even zeros and ones, and keeps activations finite."""
     for name, tensor in weights:
         yield name, tensor * 0.5 + 0.01
 
@@ -94,7 +94,7 @@ def find_unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
         return f"a sync of changed weights left {len(stuck)} of {len(before)} tensors unchanged: {join_first(stuck)}"
     if compute_largest_difference(real.completions, moved.completions) <= tolerance:
-        return "every tensor took the changed values, but the completions stay the same: the engine does not compute with them"
+        return "every tensor has the changed values, but the completions stay the same: the engine does not compute with them"
     return None
 
 
@@ -107,11 +107,11 @@ def find_not_restored(real: Round, again: Round, tolerance: float, when: str) ->
     if difference <= tolerance:
         return None
     symptom = "completions differ" if difference == math.inf else f"log-probabilities differ by {difference:.2g}"
-    return f"{when}, {symptom}, although every parameter and buffer is unchanged: the engine does not compute with them"
+    return f"{when}, {symptom}, although every parameter and buffer is unchanged: the engine does not compute with these tensors"
 
 
 def compute_largest_difference(first: Sequence[Completion], second: Sequence[Completion]) -> float:
-    """Return the largest absolute difference of log-probabilities; infinity if tokens differ or a value is NaN."""
+    """Return the largest absolute difference between log-probabilities; infinity if tokens differ or a value is NaN."""
     if [completion.ids for completion in first] != [completion.ids for completion in second]:
         return math.inf
     pairs = zip(first, second, strict=True)

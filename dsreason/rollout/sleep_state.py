@@ -1,7 +1,7 @@
-"""Preservation of tensors in vLLM's memory pools that are neither weights nor KV cache; vLLM loses their values in sleep.
+"""Preservation of tensors in vLLM's memory pools that are neither weights nor KV cache; vLLM's sleep loses their values.
 
 Examples are the zeros that Qwen3-VL adds to prompts without media, the positions of a CUDA graph's unused rows and, in
-older versions, the block tables. vLLM does not list such tensors, so they are found by their memory address.
+older versions, the block tables. vLLM has no list of such tensors, so they are found by memory address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 DROPPED = ("weights", "kv_cache")
-"""Tags of the pools that get new memory when they are woken by tag. vLLM preserves other pools or uses them as scratch."""
+"""Tags of the pools that get new memory when they are woken by tag. vLLM preserves other pools, or uses them as scratch space."""
 Pools = Callable[[int], str | None]
 """Function that maps a device address to the tag of the vLLM pool that contains it; None if no pool does."""
 
@@ -45,7 +45,7 @@ class SleepState:
 
     memory: dict[str, list[Tensor]] = field(default_factory=dict)
     contents: dict[str, list[Tensor | None]] = field(default_factory=dict)
-    """Copies on the CPU, by pool tag; None stands for a tensor of zeros."""
+    """Copies on the CPU, by pool tag; None represents a tensor of zeros."""
 
     @property
     def gib(self) -> float:
@@ -58,7 +58,7 @@ class SleepState:
         }
 
     def write_back(self, tag: str) -> None:
-        """Restore the contents of the pool `tag`, which must have memory again."""
+        """Restore the contents of the pool `tag`, which must already have new memory."""
         for memory, content in zip(self.memory.get(tag, []), self.contents.pop(tag, []), strict=True):
             if content is None:
                 memory.zero_()
@@ -84,7 +84,7 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
         if address in restored_storages or not storage.nbytes() or (tag := pools(address)) not in DROPPED:
             continue
         restored_storages.add(address)
-        # Wrap the storage in a new byte tensor: vLLM's own are inference tensors, which are read-only outside inference mode.
+        # Wrap the storage in a new byte tensor: vLLM's tensors are inference tensors, which are read-only outside inference mode.
         memory.setdefault(tag, []).append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
     return SleepState(memory)
 

@@ -53,11 +53,11 @@ class TransformersSettings:
     attention: str = "auto"
     batch_size: int = 8
     batch_tokens: int = 0
-    """Maximum tokens, including completions and padding, of a batch with more than `batch_size` prompts; 0 allows none."""
+    """Maximum number of tokens, with completions and padding, in a batch of more than `batch_size` prompts; 0 allows none."""
 
 
 class TransformersEngine(RolloutEngine):
-    """A `RolloutEngine` whose model exists from `wake` to `sleep`; on a CPU it is kept, because no GPU memory must be freed."""
+    """A `RolloutEngine` whose model exists from `wake` to `sleep`; a CPU keeps the model, as no GPU memory must be freed."""
 
     reads_pixels = True
 
@@ -97,7 +97,7 @@ class TransformersEngine(RolloutEngine):
         self.awake = True
 
     def load(self, version: int) -> None:
-        """Wake the engine with the weights from the model folder."""
+        """Wake the engine with the weights in the model folder, and label them `version`."""
         self.model = load_where_it_fits(
             self.path,
             dtype=self.dtype,
@@ -108,7 +108,7 @@ class TransformersEngine(RolloutEngine):
         self.awake, self.version = True, version
 
     def find_retained(self, names: Collection[str]) -> set[str]:
-        """Return the empty set: every sync sends all weights."""
+        """Return an empty set, because every sync sends all weights."""
         return set()
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
@@ -129,7 +129,7 @@ class TransformersEngine(RolloutEngine):
     def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """Complete the prompts in batches with equal sampling settings. Each prompt has its own random stream."""
+        """Complete the prompts in batches of equal sampling settings. Each prompt has a separate random stream."""
         check_version(version, self.version if self.awake else None)
         for sampling in dict.fromkeys(samplings):
             positions = [i for i, prompt_sampling in enumerate(samplings) if prompt_sampling == sampling]
@@ -196,10 +196,10 @@ def draw_tokens(
     banned_ids: Tensor,
     stop_ids: Tensor,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, at each step, the token sampled for each of the `B` rows and its log-probability, both `[B]`.
+    """Yield, for each step, the tokens sampled for the `B` rows and their log-probabilities, both `[B]`.
 
     Sampling ends when every row has sampled a stop token; until then, finished rows keep sampling. Positions are computed
-    here, so transformers' generation state is not used. The model's layers may be on several devices; inputs and
+    here, without transformers' generation state. The model's layers may be on several devices; inputs and
     sampled tokens are on the device of `banned_ids`.
     """
     prompts = list({id(row): row for row in rows}.values())  # completions of the same prompt share its prefill
@@ -214,7 +214,7 @@ def draw_tokens(
     cache = output.past_key_values
     cache.batch_select_indices(prompt_indices)  # indices on the CPU work for layers on any device
     attention = pad(batch.attention_mask[device_indices], (0, sampling.max_completion_length), value=1)
-    # Text continues after the largest position on any axis.
+    # The text continues after the largest position on any axis.
     next_position = batch.position_ids.amax(dim=(0, 2))[device_indices] + 1
     uniform = torch.from_numpy(draw_random_streams(sampling, streams)).to(device)
     head = model.get_output_embeddings()
@@ -245,7 +245,7 @@ def draw_tokens(
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, sending: WeightStream) -> None:
-    """Copy each tensor into the parameter of the same name; tied parameters go by the first of their names.
+    """Copy each tensor into the parameter of the same name; for tied parameters, that is the first of their names.
 
     Raises:
         SyncError: a tensor is missing or wrong.
@@ -275,7 +275,7 @@ def read_stop_token_ids(path: Path) -> list[int]:
 
 
 class Penalties:
-    """Penalties on the logits of tokens that were already used, for `B` rows and a vocabulary of `V` tokens.
+    """Penalties on the logits of tokens that have already been used, for `B` rows and a vocabulary of `V` tokens.
 
     Source: `apply_penalties` in vLLM; the repetition penalty is from CTRL (arXiv:1909.05858), the others from OpenAI's API.
     """
@@ -303,7 +303,7 @@ class Penalties:
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token per row; return the tokens and their log-probabilities, both `[B]`.
 
-    This is inverse transform sampling: the first token at which the cumulative probability exceeds the row's uniform number.
+    This is inverse transform sampling: it selects the first token whose cumulative probability exceeds the row's uniform number.
 
     Args:
         logits: `[B, V]`, float32.

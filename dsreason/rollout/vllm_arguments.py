@@ -1,4 +1,4 @@
-"""Arguments of vLLM's engine: their defaults, and a check of the arguments that users add."""
+"""Arguments for vLLM's engine: their defaults, and a check of the arguments that users add."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dsreason.job.ranks import World
 from dsreason.problems import find_nearest
 
 MAX_SEQUENCES = 256
-"""Maximum number of completions sampled at the same time; for each, vLLM keeps token counts over the full vocabulary."""
+"""Maximum number of completions sampled at the same time; for each one, vLLM keeps token counts over the full vocabulary."""
 MIN_SEQUENCES = 64
-"""Lower bound of the limit on concurrent completions, even if a GRPO rollout has fewer, because validation needs more."""
+"""Minimum for the limit on concurrent completions, even if a GRPO rollout has fewer, because validation may need more."""
 BATCHED_TOKENS = 8192
 """Maximum number of tokens per forward pass; longer prompts are split. vLLM reserves activation memory for each token."""
 MEDIA_BYTES_PER_TOKEN = 32 * 1024
-"""Bytes per token of a processed image or video in float32, with a margin; the most is 24 KiB, for Qwen3-VL."""
+"""Upper bound for the bytes per token of a processed image or video in float32; the actual maximum is 24 KiB, for Qwen3-VL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class VLLMSettings:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.4
     sleep_level: int = 2
-    """Sleep level of vLLM: 1 keeps a copy of the weights in host memory, 2 discards them."""
+    """Sleep level of vLLM: 1 keeps a copy of the weights in host memory, 2 discards the weights."""
     enforce_eager: bool = False
     max_num_seqs: int = MAX_SEQUENCES
     """Number of completions requested together; at most `MAX_SEQUENCES` are sampled at a time, and the others are queued."""
@@ -57,15 +57,15 @@ def build_engine_arguments(
         "max_num_batched_tokens": BATCHED_TOKENS,
         "enforce_eager": settings.enforce_eager or not on_cuda,
         "logprobs_mode": "processed_logprobs",
-        # Room for the media of two prompts is enough: the completions of a prompt are requested one after the other.
+        # Space for the media of two prompts is enough, because all completions of a prompt are requested in succession.
         "mm_processor_cache_gb": max(1.0, 2 * settings.max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
         "use_tqdm_on_load": False,
         "trust_remote_code": trust_remote_code,
     }
     if on_cuda:
         return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": settings.gpu_memory_utilization}
-    # Disable chunked prefill, because it rewinds a request's random stream after each part of a prompt except the last, which
-    # vLLM cannot do on a CPU.
+    # Disable chunked prefill: after each part of a prompt except the last, it rewinds the request's random stream, which vLLM
+    # cannot do on a CPU.
     return arguments | {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(BATCHED_TOKENS, settings.max_model_len),
@@ -73,7 +73,7 @@ def build_engine_arguments(
 
 
 def check_engine_options(options: Mapping[str, Any], key: str) -> None:
-    """Raise ConfigError if the installed vLLM lacks any of `options`; `key` is their configuration key."""
+    """Raise ConfigError if the installed vLLM has no argument for one of `options`; `key` is their configuration key."""
     known_options = read_known_arguments() if options else set()
     unknown = {name: find_nearest(name, known_options) for name in sorted(options) if name not in known_options}
     if unknown:

@@ -54,7 +54,7 @@ from dsreason.rollout.weight_sync import (
     find_changed,
     find_complete_layers,
     find_different,
-    find_places,
+    find_slots,
     iter_engine_values,
     move_to_cpu,
     repair_tied_output,
@@ -71,12 +71,12 @@ log = logging.getLogger(__name__)
 class VLLMEngine(RolloutEngine):
     """A `RolloutEngine` on vLLM. Each group of `tensor_parallel_size` consecutive ranks shares one copy of the policy.
 
-    All ranks must construct it together, after `init_world`. On a CPU, vLLM goes through the same states but keeps its
+    All ranks must construct it together, after `init_world`. On a CPU, vLLM goes through the same states, but keeps its
     memory.
 
     Args:
         loaded_version: version of the weights in the folder; the engine then starts awake and generates with them. If None,
-            it starts asleep.
+            the engine starts asleep.
     """
 
     reads_pixels = False
@@ -110,7 +110,7 @@ class VLLMEngine(RolloutEngine):
             hf_model = build_empty_model(config, dtype, "auto", trust_remote_code)
             self.expected = {
                 name: parameter.shape for name, parameter in hf_model.named_parameters()
-            }  # tied parameters appear once
+            }  # tied parameters appear only once
             from vllm import LLM
 
             keep_video_times()
@@ -124,7 +124,7 @@ class VLLMEngine(RolloutEngine):
             arguments |= settings.engine_options
             self.llm, self.max_num_seqs = LLM(str(path), **arguments), arguments["max_num_seqs"]
             (self.model,) = self.llm.apply_model(lambda model: model)
-            self.places = find_places(self.model, list(self.expected), self.family)
+            self.slots = find_slots(self.model, list(self.expected), self.family)
             (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
             self.state = find_sleep_state(runner, find_pools())
             log.info(
@@ -137,7 +137,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        """The gloo process group of the ranks that share one copy of the policy, for Python objects and tensors on the CPU."""
+        """The gloo process group of the ranks that share one copy of the policy; it transfers Python objects and CPU tensors."""
         from vllm.distributed.parallel_state import get_tp_group
 
         group: dist.ProcessGroup = get_tp_group().cpu_group
@@ -150,7 +150,7 @@ class VLLMEngine(RolloutEngine):
     # ------------------------------------------------------------ phases
 
     def wake(self) -> None:
-        """Allocate memory for the weights. `sync` allocates the KV cache at its end, after the gathers."""
+        """Allocate memory for the weights. `sync` allocates the KV cache once all weights have been gathered."""
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
@@ -158,13 +158,13 @@ class VLLMEngine(RolloutEngine):
                 raise SyncError(f"{len(lost)} buffers lost their values during sleep: {join_first(lost)}")
 
     def find_retained(self, names: Collection[str]) -> set[str]:
-        """Return the frozen weights that still equal the sent ones. Sleep level 2 loses weights on a GPU but not on a CPU."""
+        """Return the frozen weights that still have the sent values. Sleep level 2 loses weights on a GPU, but not on a CPU."""
         if not self.weights_awake:
             return set()
         frozen = self.sent.keys() & set(names)
-        places = [place for place in self.places if place.name in frozen]
-        lost = {place.name for place in find_different(places, self.sent, self._group)}
-        complete_names = find_complete_layers(self.places, frozen - lost)
+        slots = [slot for slot in self.slots if slot.name in frozen]
+        lost = {slot.name for slot in find_different(slots, self.sent, self._group)}
+        complete_names = find_complete_layers(self.slots, frozen - lost)
         retained = set.intersection(*gather_objects(complete_names))
         if frozen - retained and not self.logged_lost_weights:
             self.logged_lost_weights = True
@@ -189,16 +189,15 @@ class VLLMEngine(RolloutEngine):
                 sending.read_remaining()
             sending.finish()
             repair_tied_output(self.model)
-        check_arrival(self.places, sending.fingerprints, self._group)
+        check_arrival(self.slots, sending.fingerprints, self._group)
         self._reset_cache()
         self.version, self.sent = version, sending.fingerprints
 
     @torch.no_grad()
     def fingerprints(self) -> TensorFingerprints:
-        """Return the fingerprints, with parameters named `Hugging Face name (vLLM name)`."""
+        """Return the fingerprints; parameters are named `Hugging Face name (vLLM name)`."""
         parameters = {
-            f"{place.name} ({place.engine_name})": compute_fingerprint(*iter_engine_values(place))
-            for place in self.places
+            f"{slot.name} ({slot.engine_name})": compute_fingerprint(*iter_engine_values(slot)) for slot in self.slots
         }
         return TensorFingerprints(move_to_cpu(parameters), compute_fingerprints(self.model.named_buffers()))
 
@@ -207,7 +206,7 @@ class VLLMEngine(RolloutEngine):
     ) -> Iterator[tuple[int, Completion]]:
         """Complete the prompts of all ranks in the tensor-parallel group; yield this rank's completions. Collective."""
         shares = self._gather(prompts, samplings, version, streams)
-        if not self.cache_awake:  # no sync has run since a sleep that kept the weights
+        if not self.cache_awake:  # the last sleep kept the weights, and no sync has run since
             self._reset_cache()
         requests = [request for share in shares for request in share]
         self._check_room(requests)
@@ -229,7 +228,7 @@ class VLLMEngine(RolloutEngine):
                 ended: list[RequestOutput] = []
                 with preserve_process_state(self.world):
                     for number, (request, vllm_input) in islice(waiting, self.max_num_seqs - len(running)):
-                        # The outputs carry this id; enqueue returns a different one.
+                        # Outputs contain this id; enqueue returns a different one.
                         running[str(self.llm.request_counter.counter)] = number
                         params = make_sampling_params(request.sampling, request.seed, self.stop_ids, self.banned_ids)
                         self.llm.enqueue([vllm_input], [params], use_tqdm=False)
@@ -240,14 +239,14 @@ class VLLMEngine(RolloutEngine):
                 for output in ended:
                     yield running.pop(output.request_id), output
         finally:
-            if running:  # the consumer has stopped iterating
+            if running:  # the caller has stopped iterating
                 self.llm.llm_engine.abort_request(list(running))
 
     def sleep(self) -> None:
         if not self.keeps_weights:
             self.version = None
         if self.weights_awake:
-            if not self.cache_awake:  # after a failed sync; vLLM can only put all pools to sleep together
+            if not self.cache_awake:  # a sync has failed; vLLM can put pools to sleep only all together
                 self._wake("kv_cache")
             with preserve_process_state(self.world):
                 self._sleep()
@@ -255,12 +254,12 @@ class VLLMEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
-        """Shut down the engine and its process groups, but not the trainer's. It is safe to call this twice."""
+        """Shut down the engine and its process groups, but not those of the trainer. A second call does nothing."""
         if self.llm is None:
             return
         llm, self.llm, self.model, self.version = self.llm, None, None, None
-        # Tensors in vLLM's pools must be freed before the pools.
-        self.places, self.sent, self.buffers, self.state = [], {}, {}, SleepState()
+        # Free the tensors in vLLM's pools before the pools themselves.
+        self.slots, self.sent, self.buffers, self.state = [], {}, {}, SleepState()
         release(llm)
         del llm
         gc.collect()
@@ -285,7 +284,7 @@ class VLLMEngine(RolloutEngine):
         self.weights_awake = self.cache_awake = False
 
     def _reset_cache(self) -> None:
-        """Discard keys, values and vision features computed with the old weights; allocate the KV cache if it is asleep."""
+        """Discard keys, values and vision features that were computed with the old weights; wake the KV cache if it is asleep."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -298,7 +297,7 @@ class VLLMEngine(RolloutEngine):
     def _gather(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]
     ) -> list[list[RolloutRequest]]:
-        """Gather the requests of all ranks in the group, which runs them together; return one list per rank, possibly empty."""
+        """Gather the requests of all ranks in the group, which runs them together; return one list, possibly empty, per rank."""
         rank_requests = [
             RolloutRequest(
                 prompt.sample.id,

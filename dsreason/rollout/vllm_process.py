@@ -1,4 +1,4 @@
-"""Containment of vLLM's side effects on the trainer's process: environment, random state, shared memory, process groups."""
+"""Containment of vLLM's side effects on the trainer's process: on environment, random state, shared memory and process groups."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
-"""Default environment variables on every device. Only errors are logged: vLLM warns at each reload about layers without
-weights, and at each sleep on a CPU, but our own checks cover real problems."""
+"""Default environment variables on every device. Only errors are logged, because vLLM warns about layers without weights at each
+reload, and at each sleep on a CPU; real problems are found by our own checks."""
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Additional defaults on a CPU: GiB of KV cache, and no binding to cores, which the trainer's threads would inherit."""
+"""Additional defaults on a CPU: GiB of KV cache, and no binding to cores, because the trainer's threads would inherit it."""
 
 
 def set_environment(world: World) -> None:
-    """Set the variables that vLLM reads on import; keep the user's values unless the engine cannot work with them."""
+    """Set the variables that vLLM reads on import; keep values that the user has set unless the engine cannot work with them."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher requires the engine core in this process
     for name, value in (DEFAULTS if world.device.type == "cuda" else DEFAULTS | CPU_DEFAULTS).items():
         os.environ.setdefault(name, value)
@@ -36,7 +36,7 @@ def set_environment(world: World) -> None:
 
 @contextmanager
 def preserve_process_state(world: World) -> Iterator[None]:
-    """Isolate trainer and engine from each other; every call into vLLM runs inside this context.
+    """Isolate trainer and engine from each other. Every call into vLLM must run inside this context.
 
     vLLM seeds every random generator and, on a CPU, replaces `torch.set_num_threads`; both are restored. DeepSpeed's ZeRO-3
     replaces torch's `linear` with its own autograd function, which vLLM's layers would run and compile; the block therefore
@@ -89,7 +89,7 @@ def rename_shared_memory(world: World) -> Iterator[None]:
 
 
 def release(llm: LLM) -> None:
-    """Shut down vLLM's worker and destroy its process groups, but keep the default group, which belongs to the trainer."""
+    """Shut down vLLM's worker and destroy its process groups, except the default group, which belongs to the trainer."""
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     map_pools()
@@ -99,13 +99,13 @@ def release(llm: LLM) -> None:
         finalizer.detach()
     client.engine_core.model_executor.shutdown()
     destroy_model_parallel()
-    gc.unfreeze()  # vLLM froze all objects that existed at its start, including its weights
+    gc.unfreeze()  # vLLM has frozen all objects that existed when it started, including its weights
 
 
 def map_pools() -> None:
-    """Map the memory of sleeping pools again if enough GPU memory is free.
+    """Remap the memory of pools that are asleep if enough GPU memory is free.
 
-    vLLM unmaps a pool when it frees the pool; if sleep has already unmapped it, the allocator prints CUDA errors.
+    vLLM unmaps a pool when it frees it; if sleep has already unmapped the pool, the allocator prints CUDA errors.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 

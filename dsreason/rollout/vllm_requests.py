@@ -30,7 +30,7 @@ class RolloutRequest(NamedTuple):
 
 
 def make_request_seed(seed: int, stream: int) -> int:
-    """Return the seed that vLLM uses for a random stream. It has 63 bits, because vLLM's seeds are signed 64-bit integers."""
+    """Return vLLM's seed for a random stream. It has 63 bits, because vLLM's seeds are signed 64-bit integers."""
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -50,18 +50,18 @@ def make_sampling_params(
         max_tokens=sampling.max_completion_length,
         seed=seed,
         logprobs=0,  # return the log-probability of the sampled token only
-        ignore_eos=True,  # the stop tokens come from the generation config, not from the tokenizer
+        ignore_eos=True,  # `stop_ids` come from the generation config; vLLM would use the tokenizer's
         stop_token_ids=list(stop_ids),
-        # The bias is added before the division by the temperature, so a high temperature would make any finite bias ineffective.
+        # The bias is added before the division by the temperature, so a high temperature would weaken any finite bias.
         logit_bias=dict.fromkeys(banned_ids, -float("inf")),
         detokenize=False,
     )
 
 
 def to_inputs(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
-    """Return vLLM's inputs: token ids with one placeholder per media item, and media that are already resized and sampled.
+    """Return vLLM's inputs: token ids with one placeholder per media item, and media that have already been resized and sampled.
 
-    vLLM processes each media item once and caches it by its digest, which is the same in all requests with the same prompt.
+    vLLM processes each media item once and caches the result by digest, which is the same in all requests with the same prompt.
     """
     digests: dict[int, str] = {}
     inputs = []
@@ -128,7 +128,7 @@ def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedToke
 
 
 def describe_difference(actual: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Describe how two lists of token ids differ: their lengths, and the first difference with the tokens around it."""
+    """Describe how two lists of token ids differ: by their lengths, and by the tokens around the first difference."""
     pairs = zip(actual, expected, strict=False)
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
     actual_text, expected_text = (

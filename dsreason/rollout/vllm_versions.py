@@ -9,7 +9,7 @@ from dsreason.data.media_plan import convert_video_metadata
 
 
 def read_weights_beside_config(path: Path) -> None:
-    """Make vLLM read Cosmos3's weights from the folder of config.json, as in exports; it only searches the original folders."""
+    """Make vLLM read Cosmos3's weights from the folder of config.json, where exports have them; vLLM searches only subfolders."""
     from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
 
     if next(path.glob("*.safetensors"), None) is not None:
@@ -17,9 +17,9 @@ def read_weights_beside_config(path: Path) -> None:
 
 
 def keep_video_times() -> None:
-    """Make vLLM 0.26 read the frame times of videos for Qwen2.5-VL; it ignores them and assumes 24 frames per second.
+    """Make vLLM 0.26 read the frame times of videos for Qwen2.5-VL; otherwise, it would assume 24 frames per second.
 
-    vLLM 0.32 reads the times itself. The positions of a video's tokens, and of all tokens after it, depend on them.
+    vLLM 0.32 reads the times itself. The positions of a video's tokens, and of all later tokens, depend on the times.
     """
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLMultiModalProcessor, Qwen2_5_VLProcessingInfo
     from vllm.model_executor.models.qwen2_vl import Qwen2VLMultiModalDataParser
@@ -30,7 +30,7 @@ def keep_video_times() -> None:
 
     class Parser(Qwen2VLMultiModalDataParser):
         def _parse_video_data(self, data: Any) -> Any:
-            # The dummy videos with which vLLM measures memory have no times.
+            # The dummy videos with which vLLM measures its memory have no times.
             self.video_needs_metadata = isinstance(data, list) and all(isinstance(video, tuple) for video in data)
             return super()._parse_video_data(data)
 

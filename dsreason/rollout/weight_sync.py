@@ -2,14 +2,14 @@
 
 vLLM's `reload_weights` returns nothing and only warns about tensors that it did not load, so this module makes two checks:
 
-1. Every tensor of the Hugging Face model must be sent exactly once and with its shape, and no others (`WeightStream`). Frozen
+1. Every tensor of the Hugging Face model must be sent exactly once, with its shape, and no other tensor (`WeightStream`). Frozen
    tensors may be omitted if an earlier sync sent them and the engine still holds them.
 2. After loading, the fingerprint of each sent tensor is compared with that of the rows that hold it in the engine
-   (`check_arrival`). They differ if the tensor was lost or the engine holds old values. A fingerprint consists of the
+   (`check_arrival`). The two differ if the tensor was lost or the engine holds old values. A fingerprint consists of the
    number of values, their sum and the sum of their squares, in float64. Tensors that were omitted are compared with the
    values last sent.
 
-A fingerprint does not detect values that are permuted inside a tensor, or tensors that were swapped but have equal sums. Parts
+A fingerprint does not detect values that were permuted within a tensor, or swapped tensors with equal sums. Parts
 of a fused layer (query, key and value; gate and up) are compared separately, so swapped parts are detected.
 """
 
@@ -33,7 +33,7 @@ VLLMModule: TypeAlias = Any
 CHUNK = 2**24
 """Number of values converted to float64 at a time."""
 TOLERANCE = 1e-12
-"""Tolerance of a sum relative to its upper bound. The order of addition changes a sum by less, one bfloat16 step by more."""
+"""Tolerance of a sum relative to its upper bound. Another order of addition changes it by less, one bfloat16 step by more."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class TensorSlot:
 class WeightStream:
     """The iterator from which vLLM loads weights. It yields copies of expected tensors and records all others in `wrong`.
 
-    The copies are on the engine's device. They are needed because vLLM keeps the parts of a fused layer until all of them have
-    arrived, but gathered tensors are freed before. `fingerprints` initially contains the tensors that the engine still
+    The copies are on the engine's device. They are needed because vLLM keeps the parts of a fused layer until all parts have
+    arrived, whereas gathered tensors are freed earlier. `fingerprints` initially contains the tensors that the engine still
     holds; the fingerprints of sent tensors are added and stay on the device until `finish` moves them to the CPU.
     """
 
@@ -94,7 +94,7 @@ def raise_sync_error(wrong: list[str]) -> None:
         raise SyncError(f"weight sync failed for {len(wrong)} tensors: {join_first(wrong)}")
 
 
-def find_places(model: VLLMModule, names: list[str], family: Family) -> list[TensorSlot]:
+def find_slots(model: VLLMModule, names: list[str], family: Family) -> list[TensorSlot]:
     """Find the slot of each tensor in vLLM's `model`. A tied output layer is a second slot of the embedding.
 
     Raises:
@@ -107,31 +107,31 @@ def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Ten
         for name, parameter in layer._parameters.items()
         if parameter is not None
     }
-    places, wrong = [], []
+    slots, wrong = [], []
     for name, engine_name in zip(names, find_engine_names(model, names, family), strict=True):
         engine_parameter, part = find_part(model, engine_name, parameters)
         if engine_parameter is None:
             wrong.append(f"{name} ({engine_name}) has no parameter in the engine")
             continue
         layer, parameter = parameters.pop(engine_parameter) if part is None else parameters[engine_parameter]
-        places.append(TensorSlot(name, engine_parameter, layer, parameter, find_rows(layer, part)))
-    fused = {place.engine_name for place in places}
+        slots.append(TensorSlot(name, engine_parameter, layer, parameter, find_rows(layer, part)))
+    fused = {slot.engine_name for slot in slots}
     for engine_name, (layer, parameter) in parameters.items():
-        twin = next((p for p in places if getattr(p.layer, p.parameter) is getattr(layer, parameter)), None)
+        twin = next((p for p in slots if getattr(p.layer, p.parameter) is getattr(layer, parameter)), None)
         if engine_name in fused:
             continue
         if twin is None:
             wrong.append(f"the engine's {engine_name} receives no tensor")
         else:
-            places.append(TensorSlot(twin.name, engine_name, layer, parameter, find_rows(layer, None)))
+            slots.append(TensorSlot(twin.name, engine_name, layer, parameter, find_rows(layer, None)))
     raise_sync_error(wrong)
-    return places
+    return slots
 
 
 def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
     """Return vLLM's names of the model's tensors, with separate names for the parts of fused layers.
 
-    vLLM's own mapping only yields the name of the fused layer, not the part that the tensor belongs to.
+    vLLM's mapping yields only the name of the fused layer, not the part to which the tensor belongs.
     """
     engine_names: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
         [*map(family.to_exported_name, names)]
@@ -154,7 +154,7 @@ def find_part(
 
 
 def find_rows(layer: VLLMModule, part: int | None) -> slice:
-    """Return the rows of this rank's weight that hold a part of a fused layer; if None, all rows except vocabulary padding."""
+    """Return the rows of this rank's weight that hold a part of a fused layer; for None, all rows except vocabulary padding."""
     if part is not None:
         sizes = layer.output_partition_sizes
         return slice(sum(sizes[:part]), sum(sizes[: part + 1]))
@@ -176,47 +176,47 @@ def is_output_layer(layer: VLLMModule) -> bool:
     return isinstance(layer, ParallelLMHead)
 
 
-def find_complete_layers(places: list[TensorSlot], names: Collection[str]) -> set[str]:
-    """Return the subset of `names` that covers complete layers, because vLLM reloads a layer completely or not at all."""
+def find_complete_layers(slots: list[TensorSlot], names: Collection[str]) -> set[str]:
+    """Return those of `names` whose layers are completely in `names`, because vLLM reloads a layer completely or not at all."""
     names_by_layer: dict[VLLMModule, set[str]] = {}
-    for place in places:
-        names_by_layer.setdefault(place.layer, set()).add(place.name)
+    for slot in slots:
+        names_by_layer.setdefault(slot.layer, set()).add(slot.name)
     names = set(names)
-    while incomplete := {place.name for place in places if place.name in names and names_by_layer[place.layer] - names}:
+    while incomplete := {slot.name for slot in slots if slot.name in names and names_by_layer[slot.layer] - names}:
         names -= incomplete
     return names
 
 
-def check_arrival(places: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+def check_arrival(slots: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Raise SyncError, naming the tensors, if fingerprints of the engine's weights differ from those of the sent tensors."""
     raise_sync_error(
         [
-            f"{place.name} was sent, but the engine's {place.engine_name} holds different values"
-            for place in find_different(places, sent, group)
+            f"{slot.name} was sent, but the engine's {slot.engine_name} holds different values"
+            for slot in find_different(slots, sent, group)
         ]
     )
 
 
 @torch.no_grad()
-def find_different(places: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> list[TensorSlot]:
+def find_different(slots: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> list[TensorSlot]:
     """Return the slots whose values differ from the sent ones. Collective over the tensor-parallel `group`.
 
-    The fingerprints of the group's shards are added up. A tensor that several ranks hold is counted several times, which
-    the number of values reveals.
+    The fingerprints of the group's shards are added up. A tensor that several ranks hold is counted several times; the number of
+    values reveals this.
     """
-    if not places:
+    if not slots:
         return []
-    fingerprints = torch.stack([compute_fingerprint(*iter_engine_values(place)) for place in places]).cpu()
+    fingerprints = torch.stack([compute_fingerprint(*iter_engine_values(slot)) for slot in slots]).cpu()
     dist.all_reduce(fingerprints, group=group)
     return [
-        place
-        for place, numbers in zip(places, fingerprints, strict=True)
-        if not is_same_fingerprint(numbers, sent[place.name])
+        slot
+        for slot, numbers in zip(slots, fingerprints, strict=True)
+        if not is_same_fingerprint(numbers, sent[slot.name])
     ]
 
 
 def is_same_fingerprint(actual: Tensor, sent: Tensor) -> bool:
-    """Return whether `actual` is the fingerprint of one or several copies of the sent values."""
+    """Return whether `actual` is the fingerprint of one or more copies of the sent values."""
     (count, total, squares), (sent_count, sent_total, sent_squares) = actual.tolist(), sent.tolist()
     copies = count / sent_count if sent_count else 0
     return (
@@ -227,28 +227,28 @@ def is_same_fingerprint(actual: Tensor, sent: Tensor) -> bool:
     )
 
 
-def iter_engine_values(place: TensorSlot) -> Iterator[Tensor]:
+def iter_engine_values(slot: TensorSlot) -> Iterator[Tensor]:
     """Yield the values that the engine's layer computes with, in blocks."""
-    weight = getattr(place.layer, place.parameter)
-    packed = getattr(place.layer, "cpu_linear", None)
+    weight = getattr(slot.layer, slot.parameter)
+    packed = getattr(slot.layer, "cpu_linear", None)
     repacked = weight.numel() == 0 or is_output_layer(
-        place.layer
+        slot.layer
     )  # an embedding reads rows of `weight` even if vLLM repacked it
-    if packed is None or not repacked or place.parameter != "weight":
-        yield weight[place.rows]
+    if packed is None or not repacked or slot.parameter != "weight":
+        yield weight[slot.rows]
         return
-    # Only the layer's own kernel can read the repacked weight, so multiply the weight by unit vectors, which is exact.
-    width = weight.shape[1] if weight.numel() else place.layer.input_size_per_partition
+    # Only the layer's kernel can read the repacked weight, so multiply it by unit vectors, which is exact.
+    width = weight.shape[1] if weight.numel() else slot.layer.input_size_per_partition
     for start in range(0, width, 1024):
         units = torch.zeros(min(1024, width - start), width, dtype=weight.dtype)
         units[:, start:].fill_diagonal_(1)
-        yield packed(units, weight, None)[:, place.rows]
+        yield packed(units, weight, None)[:, slot.rows]
 
 
 def compute_fingerprint(*blocks: Tensor) -> Tensor:
     """Compute the number of values, their sum and the sum of their squares as float64 `[3]` on the device of the values.
 
-    The function does not synchronise with the device.
+    This does not wait for the device.
     """
     numbers = torch.zeros(3, dtype=torch.float64, device=blocks[0].device)
     for chunk in (chunk.double() for block in blocks for chunk in block.detach().reshape(-1).split(CHUNK)):
@@ -278,7 +278,7 @@ def compute_fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Ten
 
 
 def find_changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """Return the names whose fingerprints differ. Equal infinities or NaN count as unchanged, because constants may have them."""
+    """Return the names whose fingerprints differ. Equal infinities or NaN count as unchanged, as constants may contain them."""
     unchanged = {
         name
         for name in before.keys() & after.keys()

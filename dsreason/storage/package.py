@@ -1,4 +1,4 @@
-"""Packages to upload: a complete checkpoint, an export or the logs of a run, with a marker that is uploaded last."""
+"""Packages to upload: a complete checkpoint, an export or the logs of a run, plus a marker that is uploaded last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.step_names import PREFIX, is_step_name, parse_step
 
 MANIFEST = "UPLOADED.json"
-"""Marker of complete uploads other than checkpoints. The file is created in storage and does not exist locally."""
+"""Marker of a complete upload other than a checkpoint. The file exists only in the storage, not locally."""
 CHECKPOINTS, EXPORTS, LOGS = "checkpoints", "export", "logs"
 BESIDE_LOGS = ("config.json", "metrics.jsonl", "tensorboard")
 """Files and folders of a run that are uploaded together with its logs."""
@@ -33,7 +33,7 @@ BESIDE_LOGS = ("config.json", "metrics.jsonl", "tensorboard")
 
 @dataclass(frozen=True)
 class Sent:
-    """The number of files and bytes uploaded, not counting files that storage already had with the same content."""
+    """The number of files and bytes uploaded, without files that the storage already had with the same content."""
 
     files: int
     num_bytes: int
@@ -56,7 +56,7 @@ class Package:
         return sum(self.files.values())
 
     def build_marker(self, sums: Mapping[str, str]) -> bytes:
-        """Build the content of the marker: a checkpoint's own marker, or a manifest with the size and SHA-256 of each file."""
+        """Build the marker's content: that of the checkpoint's marker, or a manifest with the size and SHA-256 of each file."""
         if self.marker == MARKER:
             return (self.folder / self.marker).read_bytes()
         files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
@@ -64,7 +64,7 @@ class Package:
 
 
 def get_folder_kind(folder: Path) -> UploadKind:
-    """Return the kind of a folder such as `logs`, `checkpoints/step_4` or `export/final`, according to its path in the run."""
+    """Return the kind of a folder from its path in the run: `logs`, `checkpoints/step_4` or `export/final`."""
     if folder.name == LOGS:
         return "logs"
     return "checkpoint" if folder.parent.name == CHECKPOINTS else "export"
@@ -83,7 +83,7 @@ def get_folder_name(folder: Path) -> str:
 
 @contextmanager
 def open_package_or_logs(folder: Path) -> Iterator[Package]:
-    """Yield the package in `folder`; for logs, which the run may still extend, yield a copy that is deleted afterwards."""
+    """Yield the package in `folder`; for logs, which the run may still write, yield a temporary copy."""
     if not is_logs(folder):
         yield open_package(folder)
         return
@@ -97,10 +97,10 @@ def is_logs(folder: Path) -> bool:
 
 
 def copy_logs(folder: Path, place: Path) -> Path:
-    """Copy the logs of the ranks and `BESIDE_LOGS` to one folder in `place`, and return it.
+    """Copy the logs of the ranks and `BESIDE_LOGS` to a new folder in `place`, and return the new folder.
 
     Raises:
-        CheckpointError: a link inside a folder points outside of it. The folders themselves may be links.
+        CheckpointError: a link inside one of these folders points outside it. The folders themselves may be links.
     """
     copy = place / LOGS
     check_links(folder)
@@ -121,7 +121,7 @@ def open_package(folder: Path) -> Package:
     """Open the checkpoint or export in `folder`.
 
     Raises:
-        CheckpointError: the folder is incomplete or damaged, or contains links that point outside of it.
+        CheckpointError: the folder is incomplete or damaged, or contains links that point outside it.
         ConfigError: the folder is neither a checkpoint nor an export.
     """
     if not folder.is_dir():
@@ -130,7 +130,7 @@ def open_package(folder: Path) -> Package:
     if is_checkpoint or (folder / MARKER).is_file():
         check_links(folder)
         check_complete(folder)
-        # The marker does not list later additions (`universal/`), which can be recreated.
+        # The marker does not list what was added later (`universal/`), which can be recreated.
         return Package(folder, check_content(folder), MARKER)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
@@ -157,11 +157,11 @@ def open_export(folder: Path) -> Package:
             )
     for name, path in files.items():
         if name.endswith(".safetensors"):
-            check_whole(path)
+            check_not_truncated(path)
     return Package(folder, {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}, MANIFEST)
 
 
-def check_whole(weights: Path) -> None:
+def check_not_truncated(weights: Path) -> None:
     """Raise CheckpointError if the safetensors file is truncated or otherwise does not match its header."""
     try:
         with safe_open(weights, framework="numpy"):
@@ -173,7 +173,7 @@ def check_whole(weights: Path) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Raise CheckpointError for a link that points outside the folder, because its target may not be meant for upload."""
+    """Raise CheckpointError if a link points outside the folder, because its target may not be meant for upload."""
     for path in folder.rglob("*"):
         check_link(path, folder)
 

@@ -1,7 +1,7 @@
 """Storage to which checkpoints and exports are uploaded: S3 buckets and repositories on the Hugging Face Hub.
 
-An upload is complete once its marker exists, which is uploaded last. The marker of a checkpoint is `COMPLETE`; that of any
-other upload is `UPLOADED.json`, which lists the size and SHA-256 of every file.
+The marker of an upload is uploaded last, so an upload with a marker is complete. The marker of a checkpoint is `COMPLETE`;
+that of any other upload is `UPLOADED.json`, which lists the size and SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Storage(Protocol):
     """A storage backend. On failure, both methods raise StorageError with the target and the server's response."""
 
     def check(self, *, create: bool) -> None:
-        """Check that the target is writable without leaving anything there. Create a missing repository only if `create`."""
+        """Check that the target is writable without leaving a file there. Create a missing repository only if `create` is set."""
 
     def upload(self, package: Package, advance: Advance) -> Sent: ...
 
@@ -51,7 +51,7 @@ def check_target(
 
     Args:
         create: whether to create a repository that does not exist.
-        tolerate_outage: whether to only log transient errors, such as a server that does not respond.
+        tolerate_outage: whether to log transient errors, such as a server that does not respond, instead of raising them.
     """
     try:
         open_storage(read_target(target, option)).check(create=create)
@@ -65,8 +65,8 @@ def upload(package: Package, target: UploadAddress, advance: Advance = lambda co
     """Upload a package so that its files are directly below `target`.
 
     Raises:
-        StorageError: the storage rejects the upload, or a file cannot be read. Files that have been uploaded are kept, and
-            another call uploads the remaining files.
+        StorageError: the storage rejects the upload, or a file cannot be read. Files that have been uploaded are kept, so
+            another call uploads only the remaining files.
     """
     try:
         return open_storage(target).upload(package, advance)

@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face Hub. The huggingface_hub library sends only missing files, retries transient errors, and
+"""Uploads to the Hugging Face Hub. The huggingface_hub library sends only missing files, retries after transient errors, and
 commits once all files have arrived."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HubStorage:
     address: HubAddress
 
     def check(self, *, create: bool) -> None:
-        """Check that the token may commit, without committing a file: the Hub checks this before it accepts any data.
+        """Check that the token may commit, without committing a file; the Hub checks the permission before it accepts data.
 
         If the repository or the branch does not exist and must not be created, check the token's account instead.
         """
@@ -102,7 +102,7 @@ class HubStorage:
         )
 
     def _drop_card(self, api: HfApi, package: Package) -> Package:
-        """Return the package without its model card if the repository already has one, which its owner may have edited."""
+        """Return the package without its model card if the repository already has one, because the owner may have edited that."""
         path = f"{self.address.folder}/{CARD}".lstrip("/")
         if CARD not in package.files or not api.file_exists(self.address.repo, path, revision=self.address.revision):
             return package
@@ -125,7 +125,7 @@ class HubStorage:
 
 @contextmanager
 def convert_hub_errors(address: HubAddress) -> Iterator[None]:
-    """Convert the library's errors to StorageError, without the original as cause, because its message has signed URLs."""
+    """Convert the library's errors to StorageError. The original is not chained, because its message contains signed URLs."""
     try:
         yield
     except HUB_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Uploads to S3. Large files are sent in parts, parts and files are verified by their ETags, and existing files are skipped."""
+"""Uploads to S3. Large files are sent in parts, ETags verify parts and files, and files that already exist are skipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARALLEL = 8
 """Maximum number of parts that are sent, and held in host memory, at the same time."""
 MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
 SHA256 = "sha256"
-"""Metadata key for an object's SHA-256, by which later uploads recognise the file."""
+"""Metadata key of an object's SHA-256, by which later uploads recognise files that they can skip."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class S3Storage:
         try:
             return request("head_object", address, Key=address.key)
         except StorageError as error:
-            if error.status in (403, 404):  # without permission to list the bucket, a missing object gives 403
+            if error.status in (403, 404):  # without permission to list the bucket, S3 returns 403 for a missing object
                 return None
             raise
 
@@ -102,7 +102,9 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
 
     count = -(-size // part_bytes)
     try:
-        with ThreadPool(min(PARALLEL, count)) as threads:  # its daemon threads do not prevent the process from exiting
+        with ThreadPool(
+            min(PARALLEL, count)
+        ) as threads:  # daemon threads, which do not prevent the process from exiting
             sent_parts = list(threads.imap(send, range(1, count + 1)))
         parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in enumerate(sent_parts, start=1)]
         try:
@@ -132,7 +134,7 @@ def make_file_check(address: S3Address, size: int, etag: str) -> Callable[[Answe
 def make_etag_check(address: S3Address, expected: str) -> Callable[[Answer], None]:
     """Return a function that raises StorageError if a response's ETag shows that S3 has received different bytes.
 
-    An ETag is compared only if it is an MD5; with KMS or customer keys, and on some S3-compatible servers, it is not.
+    An ETag is compared only if it is an MD5 hash; with KMS or customer keys, and on some S3-compatible servers, it is not.
     """
 
     def check(answer: Answer) -> None:

@@ -3,10 +3,10 @@
     with open_uploads(config.checkpoint) as uploads:
         …                                            # train; when a checkpoint or an export is complete:
         uploads.add(folder, last=step == total_steps)
-        prune(…, spared=uploads.list_in_use())       # folders that have not been uploaded must not be deleted
+        prune(…, spared=uploads.list_in_use())       # keep folders whose upload is not complete
 
-At its end, the block waits until all uploads have finished or the job is asked to stop. If any folder has not been uploaded
-by then, an error gives the command to upload it later. If the run fails, the block waits only for the logs, and only briefly.
+At its end, the block waits until all uploads have finished or the job is asked to stop. If a folder has not been uploaded by
+then, an error contains the command that uploads it later. If the run fails, the block waits only for the logs, and only briefly.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WAITING = "not uploaded yet"
 RECORD = "uploads.json"
 """Name of the record in a run's folder: target → uploaded folder → modification time of the uploaded content."""
 RECORDING = Lock()
-"""Lock to hold while changing the record, because each target has its own thread."""
+"""Lock to hold while changing the record, because each target has a separate thread."""
 REPORT_EVERY_S = 30.0
 TICK = 0.2
 """Seconds between two checks for a request to stop the job."""
@@ -75,7 +75,7 @@ def open_uploads(config: CheckpointConfig, stopped_by: Callable[[], str] = str) 
     targets = config.targets if is_first_rank() else ()
     uploads = Uploads([Uploader(target.address, what=target.what, include=target.include) for target in targets])
     if any(isinstance(uploader.target, HubAddress) for uploader in uploads.uploaders):
-        disable_progress_bars()  # they would overwrite the run's progress bar
+        disable_progress_bars()  # the library's bars would overwrite the run's progress bar
     try:
         yield uploads
     except BaseException as error:
@@ -98,12 +98,12 @@ class Uploads:
             uploader.add(folder, last=last)
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Queue complete folders that earlier jobs of the run have not uploaded, for targets that get all folders."""
+        """Queue complete folders that earlier jobs of the run did not upload, for targets that get all folders."""
         for uploader in self.uploaders:
             uploader.add_not_uploaded(run)
 
     def list_in_use(self) -> set[Path]:
-        """Return the folders that must not be deleted because an upload is queued, in progress, or failed and to be retried."""
+        """Return the folders that must not be deleted, because their upload is queued or in progress, or will be retried."""
         return {folder for uploader in self.uploaders for folder in uploader.list_in_use()}
 
     def finish(self, stopped_by: Callable[[], str] = str) -> None:
@@ -140,7 +140,7 @@ class Uploads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def missing(self) -> str:
-        """Return a report by target of the folders not uploaded, with the reason and an upload command for each; "" if none."""
+        """Return a report, by target, of folders that were not uploaded, each with a reason and an upload command; "" if none."""
         return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.list_in_use())
 
 
@@ -148,7 +148,7 @@ class Uploader:
     """The uploads of a run's checkpoints, exports and logs to one target.
 
     Args:
-        what: folders to upload: "all", or "final" for only those that are added with `last=True`.
+        what: folders to upload: "all", or "final" for only the folders added with `last=True`.
         include: kinds of folders to upload. Logs are uploaded after every other folder and at the end of the run.
     """
 
@@ -168,7 +168,7 @@ class Uploader:
         self._thread: Thread | None = None
 
     def add(self, folder: Path, *, last: bool) -> None:
-        """Queue a complete folder, `<run>/checkpoints/step_N` or `<run>/export/…`, and after it all failed uploads.
+        """Queue a complete folder, `<run>/checkpoints/step_N` or `<run>/export/…`, followed by all failed uploads.
 
         A folder whose current content has already been uploaded is skipped.
         """
@@ -197,9 +197,9 @@ class Uploader:
             self._thread.start()
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Queue complete folders that earlier jobs of the run have not uploaded, if this target gets all folders.
+        """Queue complete folders that earlier jobs of the run did not upload, if this target gets all folders.
 
-        Every job calls this at its start, even for other targets, so that its logs can be uploaded if it saves nothing else.
+        Every job calls this at its start, even for other targets, so that its logs can be uploaded even if it saves nothing else.
         """
         self._run = run
         if self.what == "all":
@@ -207,12 +207,12 @@ class Uploader:
                 self.add(folder, last=False)
 
     def list_in_use(self) -> set[Path]:
-        """Return the folders that must not be deleted because an upload is queued, in progress, or failed and to be retried."""
+        """Return the folders that must not be deleted, because their upload is queued or in progress, or will be retried."""
         with self._lock:
             return set(self._unfinished)
 
     def finish(self) -> None:
-        """Wait for all uploads and retry failed ones once. Upload the logs last, because they report on the other uploads.
+        """Wait for all uploads and retry failed ones once. The logs come last, because they report on the other uploads.
 
         Raises:
             StorageError: a folder has not been uploaded; the message lists all such folders.
@@ -262,7 +262,7 @@ class Uploader:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        """Return whether the current content of a folder has been uploaded; always False for logs, because they grow."""
+        """Return whether the current content of a folder has been uploaded; always return False for logs, because they grow."""
         if get_folder_kind(folder) == "logs":
             return False
         record = read_json_object(find_run_of_folder(folder) / RECORD).get(str(self.target), {})

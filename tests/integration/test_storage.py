@@ -84,7 +84,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("DSREASON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-    remote._copy_of.cache_clear()  # as in a new process
+    remote._fetch_copy.cache_clear()  # as in a new process
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(storage_s3, "PART_BYTES", PART)
 
@@ -358,7 +358,7 @@ def test_a_replaced_object_is_fetched_anew(server: Any, proxy: Proxy) -> None:
     put(server, "a.png", png())
     first = fetch_file("s3://bucket/a.png")
     put(server, "a.png", png("blue"))
-    remote._copy_of.cache_clear()  # as in a new process
+    remote._fetch_copy.cache_clear()  # as in a new process
     second = fetch_file("s3://bucket/a.png")
     assert first != second
     assert second.read_bytes() == png("blue")

@@ -208,7 +208,7 @@ def explore_loaded(explorer: Explorer) -> dict[str, Any]:
     engine = explorer.engine
     differences = explorer.differences(version=0)
     expected = compute_fingerprints(explorer.policy.model.named_parameters())
-    wrong = [place.name for place in find_different(engine.places, expected, engine._group)]
+    wrong = [place.name for place in find_different(engine.slots, expected, engine._group)]
     return {"differences": differences, "weights sent": len(engine.sent), "wrong": wrong}
 
 

@@ -141,7 +141,7 @@ def store(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, value in {**result, "ENDPOINT_URL": bucket.meta.endpoint_url}.items():
         monkeypatch.setenv(f"PROD_S3_CHECKPOINT_{name}", value)
     monkeypatch.setenv("DSREASON_CACHE", str(tmp_path / "cache"))
-    remote._copy_of.cache_clear()
+    remote._fetch_copy.cache_clear()
     s3._create_client.cache_clear()
     yield bucket
     s3._create_client.cache_clear()

@@ -129,7 +129,7 @@ def watch_stop_signals() -> threading.Event:
     def end(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    for number in signals.select_heeded(signals.ASK_TO_STOP):
+    for number in signals.select_not_ignored(signals.ASK_TO_STOP):
         signal.signal(number, end)
     return stop
 

@@ -1,8 +1,8 @@
 """The NF4 format (QLoRA, arXiv 2305.14314, appendix E): blocks of 64 values with a 4-bit code per value and a float32 scale.
 
 A block is a row of 36 bytes: 32 bytes of two codes each, the first code in the high half, and the 4 bytes of the scale. Because
-codes and scales are bytes of a single tensor, code that partitions, gathers or moves weights handles only one tensor and does not
-cast the scales. Values and codes are those of bitsandbytes' `nf4` with `blocksize=64` and without quantised scales.
+codes and scales are bytes of one tensor, code that partitions, gathers or moves weights handles a single tensor and never casts
+the scales. Values and codes are those of bitsandbytes' `nf4` with `blocksize=64` and without quantised scales.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ BLOCK = 64
 CODE_BYTES = BLOCK // 2
 ROW_BYTES = CODE_BYTES + 4
 AT_ONCE = 2**18
-"""Number of blocks that are computed at a time; it keeps the float32 and index tensors below 200 MB."""
+"""Number of blocks to compute at a time, small enough to keep the float32 and index tensors below 200 MB."""
 
 
 def count_blocks(shape: torch.Size) -> int:
-    """Return the number of blocks of a weight; the last one may be padded."""
+    """Return the number of blocks in a weight; the last block may be padded."""
     return -(-shape.numel() // BLOCK)
 
 
 def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
     """Quantise a complete weight to `[blocks, 36]` uint8 on its device. Rows outside `blocks` (default: all) are undefined.
 
-    Pages that are never written take no memory, so quantising some of the blocks needs memory only for these.
+    Pages that are never written take no memory, so a call for some of the blocks needs memory only for those blocks.
     """
     rows = torch.empty(count_blocks(weight.shape), ROW_BYTES, dtype=torch.uint8, device=weight.device)
     blocks = range(len(rows)) if blocks is None else blocks
@@ -64,7 +64,7 @@ def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @cache
 def make_code_pairs(device: torch.device) -> Tensor:
-    """Return the two values that each byte of codes encodes, `[256, 2]` float32."""
+    """Return the two values encoded by each possible byte of codes, `[256, 2]` float32."""
     table = torch.tensor(TABLE)
     byte = torch.arange(256)
     return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).to(device)

@@ -12,7 +12,7 @@ from dsreason.models.nf4.blocks import dequantize, quantize
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer whose frozen `weight` is the `[blocks, 36]` bytes of `quantize`; products are computed in `dtype`.
+    """A linear layer whose frozen `weight` holds the `[blocks, 36]` bytes from `quantize`; products are computed in `dtype`.
 
     `convert_to_nf4` turns an `nn.Linear` into this class by changing its type; the loading code sets the weight.
     """
@@ -33,7 +33,7 @@ class NF4Linear(nn.Linear):
 
 
 class NF4Product(torch.autograd.Function):
-    """The product with a frozen 4-bit weight, of which only the bytes are saved for the backward pass."""
+    """A product with a frozen 4-bit weight that saves only the weight's bytes for the backward pass."""
 
     @staticmethod
     def forward(
@@ -65,7 +65,7 @@ def convert_to_nf4(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[N
 
 
 def is_quantized(parameter: str, pattern: str) -> bool:
-    """Return whether a parameter with this name is the weight of a layer that matches `pattern`."""
+    """Return whether a parameter with this name is the weight of a layer whose name matches `pattern`."""
     return parameter.endswith(".weight") and re.search(pattern, parameter.removesuffix(".weight")) is not None
 
 

@@ -1,1 +1,1 @@
-"""The processor of a model folder: loading, and checks that it matches the model and that its chat template terminates."""
+"""The processor of a model folder: its loading, and checks that it fits the model and that its chat template terminates."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PATCH = 64
-"""Maximum of a patch's side in pixels, of the patches merged per side, and of the frames per patch; real models have 2 to 16."""
+"""Upper bound for a patch's side in pixels, the patches merged per side, and the frames per patch; real models have 2 to 16."""
 
 
 def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

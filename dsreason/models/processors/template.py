@@ -17,7 +17,7 @@ from dsreason.errors import CheckpointError, ConfigError
 
 FORK = multiprocessing.get_context("fork")
 CPU_SECONDS, MEMORY_BYTES = 10, 1024**3
-"""Limits for rendering a short conversation, which normally takes a millisecond."""
+"""Limits of CPU time and memory for rendering a short conversation, which normally takes a millisecond."""
 LEAST_MEMORY_BYTES = 64 << 20
 TEXT = "What is it?"
 CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT}], TEXT)
@@ -26,9 +26,10 @@ CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT
 def check_template(path: Path, processor: Any) -> None:
     """Raise CheckpointError if the chat template does not terminate, needs gigabytes or fails on a short conversation.
 
-    A template is a program that comes with the model. Jinja's sandbox denies it access to files and code, but not endless loops
-    or huge texts, so it is tried in a process with limits on time and memory. Errors that a template raises itself
-    (`raise_exception`) may depend on the roles, so they are accepted here; if one occurs for a row, the message names the row.
+    A template is a program that comes with the model. Jinja's sandbox denies it access to files and code, but does not prevent
+    endless loops or huge strings, so the template is tested in a process with limits on time and memory. Errors that a template
+    raises itself (`raise_exception`) may depend on the roles, so they are accepted here; if one occurs for a row, its message
+    names the row.
     """
     compute_memory_limit()
     reader, writer = FORK.Pipe(duplex=False)
@@ -47,7 +48,7 @@ def check_template(path: Path, processor: Any) -> None:
 
 
 def compute_memory_limit() -> int:
-    """Return the memory in bytes that a template may take: the default, or less if the shell's limit (`ulimit -v`) leaves less.
+    """Return the memory in bytes that a template may use: `MEMORY_BYTES`, or what the shell's limit (`ulimit -v`) leaves if less.
 
     Raises:
         ConfigError: the shell's limit leaves too little for any template.
@@ -68,7 +69,7 @@ def read_address_space() -> int:
 
 
 def _try_template(processor: Any, writer: Connection) -> None:
-    """Test the template in the child process and send the problem, or "" if it has none.
+    """Test the template in the child process and send a description of the problem, or "" if there is none.
 
     Send nothing if the template exceeds the limits.
     """

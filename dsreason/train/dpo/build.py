@@ -59,7 +59,7 @@ class DPOTrainer:
     run: TrainingRun[DPOConfig]
     engine: DeepSpeedEngine
     sampler: Sampler
-    """Sampler that generates answers to the held-out rows."""
+    """Sampler that generates answers to held-out rows."""
     held_out: HeldOut[DPOConfig]
     loader: PairLoader
     reference: PairReference
@@ -69,7 +69,7 @@ class DPOTrainer:
     watch: ChosenWatch = field(default_factory=ChosenWatch)
 
     def validate(self, step: int) -> PreferenceResult | None:
-        """Measure the policy on the held-out rows; return None if there are none. Collective."""
+        """Measure the policy on the held-out rows; return None if the run has no such rows. Collective."""
         if len(self.held_out.dataset) == 0:
             return None
         metrics = validate_preferences(self.engine, self.reference, self.held_out, self.baseline, self.run.progress)
@@ -152,7 +152,7 @@ def measure_missing(
     num_rows: int,
     job: TrainingJob[DPOConfig],
 ) -> None:
-    """Measure the rows of `batches` and add them to `stored`. Collective."""
+    """Measure the rows of `batches` with the engine's weights and add them to `stored`. Collective."""
     num_done, logged = 0, time.monotonic()
     while num_done < num_rows:
         with job.watchdog.track_phase("data"):

@@ -1,4 +1,4 @@
-"""Loading of preference pairs: row indices → micro-batches of each step."""
+"""Loading of preference pairs: row indices of a step → its micro-batches."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class PairFacts:
     """Metadata of a pair, without its tensors."""
 
     row: int
-    """Index of the row in its data set."""
+    """Index of the row in its data set, from 0."""
     id: str
     where: str
     """File and row number, for error messages."""
     fingerprint: str
     lengths: tuple[int, int]
-    """Numbers of trained tokens of the chosen and the rejected answer."""
+    """Number of trained tokens of the chosen and of the rejected answer."""
     ref_logprobs: tuple[float, float] | None
     """Log-probabilities of both answers under the reference; None if the row has none."""
 
@@ -43,7 +43,7 @@ class PairMicroBatch:
     """Pairs that share one forward pass.
 
     The trained tokens of `batch` are ordered by pair, with the chosen answer before the rejected one. `pairs` is empty for
-    a dummy batch, which only gives all ranks the same number of forward passes.
+    a dummy batch, which exists only so that all ranks run the same number of forward passes.
     """
 
     batch: Batch
@@ -51,7 +51,7 @@ class PairMicroBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Numbers of trained tokens of the chosen and the rejected answers, `[P, 2]` int64."""
+        """Number of trained tokens of each chosen and rejected answer, `[P, 2]` int64."""
         return torch.tensor([pair.lengths for pair in self.pairs], dtype=torch.int64).view(-1, 2)
 
 
@@ -74,7 +74,7 @@ class PairShare(RankShare):
 
 @dataclass(frozen=True)
 class Chunks:
-    """An order of steps that uses each of the rows once, in the order of `rows`, `size` rows per step."""
+    """An order of steps that uses each row once, in the order of `rows`, with `size` rows per step."""
 
     rows: Sequence[int]
     size: int
@@ -139,7 +139,7 @@ def iter_pair_batches(
 def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig, rows: Sequence[int]) -> PairShare:
     """Encode the rows into micro-batches of pairs.
 
-    A fatal error is returned as a part of the result instead of being raised, so that all ranks get the full message.
+    A fatal error is returned in the result instead of being raised, so that all ranks can report the full message.
     """
     encoded = read_rows(dataset, encoder.encode_pair, rows)
     pairs = {row: item for row, item in zip(rows, encoded, strict=True) if isinstance(item, Pair)}

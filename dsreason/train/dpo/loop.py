@@ -25,13 +25,13 @@ SHOWN = {"loss": "train/loss", "accuracy": "dpo/accuracy"}
 
 
 def run(config: DPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Run DPO training; every rank of a job calls this. Return once the last checkpoint and the export are on disk."""
+    """Run DPO training; every rank of a job calls this. It returns once the last checkpoint and the export are on disk."""
     with build_dpo(config, output_dir, resume) as dpo:
         train_on_loader(dpo.run, dpo.loader, partial(train_on_batches, dpo), dpo.validate)
 
 
 def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
-    """Run one optimizer step on a global batch, count it and log its metrics."""
+    """Run one optimizer step on a global batch, increment the step count and log the metrics."""
     run, engine, baseline, started = dpo.run, dpo.engine, dpo.baseline, time.perf_counter()
     with run.memory.track_phase("train"):
         config, world = dpo.job.config.dpo, dpo.job.world
@@ -46,7 +46,7 @@ def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
     run.count_step(
         epoch=engine.global_steps / dpo.steps_per_epoch, extra=saved_baseline, learned=batches.num_tokens > 0
     )
-    if "dpo/chosen" in metrics and (warning := dpo.watch.look(metrics["dpo/chosen"], metrics["dpo/accuracy"])):
+    if "dpo/chosen" in metrics and (warning := dpo.watch.record(metrics["dpo/chosen"], metrics["dpo/accuracy"])):
         log.warning("%s", warning)
     progress_values = {name: metrics[key] for name, key in SHOWN.items() if key in metrics}
     show_batches(run, dpo.arithmetic, batches, metrics, progress_values, seconds=seconds)

@@ -1,4 +1,4 @@
-"""Preference pairs: encodes a better and a worse answer to the same prompt, and divides pairs into micro-batches."""
+"""Encoding of preference pairs, a better and a worse answer to the same prompt, and their division into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dsreason.data.types import EncodedSample, Message, Sample
 from dsreason.errors import DataError
 
 GIVEN = ("ref_chosen_logprob", "ref_rejected_logprob")
-"""Fields of a row that hold its reference log-probabilities; data adapters keep them in `sample.meta`."""
+"""Fields of a row that contain its reference log-probabilities; data adapters pass them on in `sample.meta`."""
 LOWEST_LOGPROB = -1e12
-"""Lower bound for the log-probability of an answer: a million tokens, each far less probable than a model can represent."""
+"""Lower bound for the log-probability of an answer: a million tokens, each far less probable than any model can represent."""
 ROUNDING = 1e-3
-"""Amount by which rounding errors may raise a sum of log-probabilities above 0."""
+"""Tolerance for rounding errors that raise a sum of log-probabilities above 0."""
 LOGPROB = f"the log-probability of an answer, a number from {LOWEST_LOGPROB:g} to 0"
 
 
@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Numbers of trained tokens of both answers."""
+        """Number of trained tokens of each answer: chosen, rejected."""
         return int(self.chosen.loss_mask.sum()), int(self.rejected.loss_mask.sum())
 
     def samples(self, *, share_prompt: bool) -> list[EncodedSample]:
@@ -58,7 +58,7 @@ class Pair:
 
 
 class PairEncoder(Encoder):
-    """An encoder of preference rows; the length of a row is the total length of its prompt and both answers."""
+    """An encoder for preference rows; the length of a row is the total length of its prompt and both answers."""
 
     def measure(self, sample: Sample) -> int:
         """Count the tokens of a row, reading only the headers of its media; the result may exceed `max_length`."""
@@ -132,7 +132,7 @@ def count_common_messages(better: Sequence[Message], worse: Sequence[Message]) -
 def check_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None:
     """Raise DataError if both answers have the same tokens.
 
-    Answers with the same tokens may have different texts, because the chat template strips, for example, trailing spaces.
+    Different texts may have the same tokens, because the chat template strips trailing spaces, for example.
     """
     if chosen == rejected:
         raise build_same_answer_error(sample)
@@ -171,7 +171,7 @@ def compute_fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: 
 
 
 def cut_pairs(pairs: Sequence[Pair], config: DPOConfig) -> list[list[Pair]]:
-    """Divide pairs into micro-batches: by tokens if the config sets a token budget, otherwise by number of pairs.
+    """Divide pairs into micro-batches: by number of tokens if the config sets a token budget, otherwise by number of pairs.
 
     Raises:
         DataError: a single pair exceeds the token budget.

@@ -17,11 +17,11 @@ from dsreason.train.dpo.reference import NOTHING_GIVEN, FileReference, read_refe
 
 
 def check(config: DPOConfig) -> None:
-    """Raise an error for any problem that the user can fix, without reading weights or training.
+    """Raise an error for any problem that the user can fix, without loading weights or training.
 
     Raises:
-        DsReasonError: the model folder or the reference file is unusable, there is no data, there are too few rows for one
-            step, or a row is unusable.
+        DsReasonError: the model folder, the reference file or a row is unusable, there is no data, or there are too few rows
+            for one step.
     """
     file = open_reference_file(config)
     encoder = build_pair_encoder(check_model(config))

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers under the reference, either measured and saved in the run folder or read from rows or a file."""
+"""Log-probabilities of answers under the reference: measured and saved in the run folder, or read from rows or a file."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 log = logging.getLogger(__name__)
 
 FILE = "reference.jsonl"
-"""Name of the file in the run folder: its first line identifies the model, and each following line holds a measured row."""
+"""Name of a file in the run folder: its first line identifies the model, and each further line contains a measured row."""
 START = b'{"model"'
 VALUES = ("chosen", "rejected")
 REMOVE = "remove the file to measure its rows again"
 
 
 class PairReference(Protocol):
-    """The reference policy of the log-ratios."""
+    """The reference policy for log-ratios."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         """Return the log-probabilities of the chosen and the rejected answers, `[P, 2]` float64. Collective.
@@ -57,7 +57,7 @@ class NoReference:
 
 
 class AdapterOff:
-    """A reference that evaluates the model without its LoRA adapters in every step."""
+    """A reference that evaluates the current model without its LoRA adapters in every step."""
 
     def __init__(self, base: BaseReference) -> None:
         self.base = base
@@ -88,7 +88,7 @@ class RowReference:
 
 @dataclass(frozen=True)
 class ReferenceLine:
-    """A line of `dpo.reference_file`. Its fingerprint is that of the row; None unless a run wrote the file."""
+    """A line of `dpo.reference_file`. The fingerprint is that of the row, or None if the file was not written by a run."""
 
     chosen: float
     rejected: float
@@ -102,7 +102,7 @@ class FileReference:
     file: str
     by_id: dict[str, ReferenceLine] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
-    """Fingerprints of the models that the file was measured with; empty if the file does not name any."""
+    """Fingerprints of the models with which the file was measured; empty if the file names no model."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
@@ -114,7 +114,7 @@ class FileReference:
         return line.chosen, line.rejected
 
     def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
-        """Return the reason why the file cannot be used for a row, or None. Without a fingerprint, only the id is checked."""
+        """Return the reason why the file cannot be used for a row, or None. Without a fingerprint, check only the id."""
         line = self.by_id.get(row_id)
         if line is None:
             return f"dpo.reference_file ({self.file}) has no line with this id; add it"
@@ -127,7 +127,7 @@ class FileReference:
         return None
 
     def warn_of_other_model(self, model: str) -> None:
-        """Warn if the file was measured with a model other than the initial one, whose fingerprint is `model`."""
+        """Warn if the file was measured with a different model than the initial one, whose fingerprint is `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
                 "dpo.reference_file (%s) was measured with a model with fingerprint %s, but training starts with %s, so "
@@ -159,7 +159,7 @@ class StoredReference:
 
     file: Path
     rows: dict[tuple[str, int], ReferenceRecord] = field(default_factory=dict)
-    """(part, row index) → measured row; identical on all ranks."""
+    """(part, row index) → measured row; the same on all ranks."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return to_tensor([self.of(pair, part) for pair in micro_batch.pairs], engine)
@@ -212,7 +212,7 @@ def to_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Ten
 
 
 def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> StoredReference:
-    """Load the rows that the resumed run, or an earlier start of this run, measured. Call this only on rank 0.
+    """Load the rows measured by the resumed run or by an earlier start of this run. Call this only on rank 0.
 
     Args:
         model: fingerprint of the initial model.
@@ -254,10 +254,10 @@ def append(file: Path, rows: Iterable[ReferenceRecord]) -> None:
 def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
     """Read a file of JSON objects, one per line; return each with its location for error messages.
 
-    If a run wrote the file, an incomplete last line, which a killed process left, is skipped.
+    If the file was written by a run, an incomplete last line, left by a killed process, is skipped.
 
     Args:
-        advice: what the user should do about an error; it ends the error messages.
+        advice: end of the error messages, which says what the user should do.
 
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
@@ -285,7 +285,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_reference_file(path: str) -> FileReference:
-    """Read `dpo.reference_file`, which holds the log-probabilities of the chosen and the rejected answer for each id.
+    """Read `dpo.reference_file`, which contains the log-probabilities of the chosen and the rejected answer for each id.
 
     Raises:
         ConfigError: the file does not exist.

@@ -20,12 +20,12 @@ from dsreason.train.dpo.loader import PairMicroBatch, StepPairs
 from dsreason.train.dpo.reference import PairReference
 
 WINDOW = 20
-"""Number of recent steps in the window, whose later half is compared with its earlier half."""
+"""Number of recent steps to watch; the later half is compared with the earlier half."""
 
 
 @dataclass
 class Baseline:
-    """The mean reward (β · log-ratio) of the answers in all previous steps, which BCO considers neutral.
+    """The mean reward (β · log-ratio) of the answers in all previous steps, which BCO regards as neutral.
 
     The current step is excluded; otherwise, its gradient would depend on the order of its micro-batches.
     """
@@ -38,7 +38,7 @@ class Baseline:
         return self.total / max(self.count, 1)
 
     def add(self, pairs: Pairs, beta: float) -> None:
-        """Add the rewards of a step's pairs, unless any of them is not finite."""
+        """Add the rewards of a step's pairs, unless a reward is not finite."""
         rewards = beta * torch.cat([pairs.chosen_ratio, pairs.rejected_ratio])
         if bool(rewards.isfinite().all()):
             self.total = math.fsum([self.total, *rewards.tolist()])
@@ -54,7 +54,7 @@ def compute_reference_logprobs(
 ) -> list[Tensor]:
     """Return the reference log-probabilities `[P, 2]` of each micro-batch. Collective.
 
-    An error on one rank is raised on all ranks.
+    An error on any rank is raised on all ranks.
     """
     with record_phase("ref_logprobs"), share_errors(), torch.no_grad():
         return [reference.logprobs(engine, micro_batch, part) for micro_batch in micro_batches]
@@ -104,7 +104,7 @@ NAMES = [item.name for item in fields(Pairs)]
 
 
 def compute_pair_metrics(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -> dict[str, float]:
-    """Compute the metrics of the pairs, all of them means; at least one pair is required.
+    """Compute the metrics of the pairs, which are means over pairs; at least one pair is required.
 
     `accuracy` is the fraction of pairs with a positive margin: the policy prefers the chosen answer more strongly than the
     reference does. `ranking` is the fraction of pairs whose chosen answer is more probable than the rejected one. `chosen`
@@ -129,14 +129,14 @@ def compute_pair_metrics(pairs: Pairs, config: PreferenceConfig, settings: PairS
 
 @dataclass
 class ChosenWatch:
-    """A detector of a known failure of preference losses: both answers become less probable, the rejected one faster."""
+    """A detector for a known failure of preference losses: both answers become less probable, but the rejected one faster."""
 
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """(Mean log-ratio of the chosen answers, accuracy) of each of the most recent steps."""
+    """(Mean log-ratio of the chosen answers, accuracy) of each recent step."""
     has_warned: bool = False
 
-    def look(self, chosen: float, accuracy: float) -> str | None:
-        """Record a step; return a warning, only once, if `chosen` fell while `accuracy` rose over the window, else None."""
+    def record(self, chosen: float, accuracy: float) -> str | None:
+        """Record a step; return a warning the first time that `chosen` falls while `accuracy` rises over the window."""
         if not math.isfinite(chosen):
             return None
         self.recent.append((chosen, accuracy))

@@ -31,7 +31,7 @@ from dsreason.train.dpo.update import (
 log = logging.getLogger(__name__)
 
 NAMES = {"total": "loss", "accuracy": "preference_accuracy", "ranking": "ranking_accuracy"}
-"""Pair metrics that have a different name in validation: name in training → name in validation."""
+"""Pair metrics with a different name in validation: name in training → name in validation."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def validate_preferences(
 def measure_pairs(
     engine: DeepSpeedEngine, reference: PairReference, held_out: HeldOut[DPOConfig], progress: Progress
 ) -> Pairs:
-    """Compute the log-probabilities of all held-out pairs and gather them from all ranks. Collective.
+    """Compute the log-probabilities of all held-out pairs, and gather the pairs of all ranks. Collective.
 
     Raises:
         DataError: none of the rows is usable.

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from dsreason.errors import DataError
-from dsreason.files.remote import check_place
+from dsreason.files.remote import check_location
 from dsreason.problems import join_first
 from dsreason.world.data import builtin, folder, mock, prompts, shards
 from dsreason.world.data.clips import read_clip
@@ -74,7 +74,7 @@ def select_rows(dataset: WorldDataset, numbers: Sequence[int] | np.ndarray) -> W
 
 def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> WorldDataset:
     """Read the rows of the file or folder `data.path`, up to `data.limit`; error messages refer to the setting as `key`."""
-    check_place(key, data.path)
+    check_location(key, data.path)
     try:
         rows, read = FORMATS[data.format](data, seed)
     except DataError as error:

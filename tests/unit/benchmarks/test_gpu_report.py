@@ -180,7 +180,7 @@ def test_model_size_fits_card(gib: float, size: str | None, monkeypatch: pytest.
     if size is not None:
         assert materials.find_largest_size(CARD) == size
         return
-    with pytest.raises(SkipPart, match="0.5B parameters need a card of 20 GiB; this one has 16"):
+    with pytest.raises(SkipPart, match="0.5B parameters need a card with 20 GiB, but this one has 16"):
         materials.find_largest_size(CARD)
 
 
@@ -215,7 +215,7 @@ def test_short_time_goes_to_parallel_checks_first(tmp_path: Path, monkeypatch: p
     assert calls[3:] == [("sft", 60), ("grpo", 140.0)]
     records = read_records(tmp_path)
     assert records["sft_zero2"]["verdict"] == records["ledger_2b"]["verdict"] == "skipped"
-    assert "no time left of 200 s" in result.output
+    assert "the 200 s are used up" in result.output
 
 
 def test_parallel_checks_keep_measurements_when_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_parallel_checks_keep_measurements_when_stopped(tmp_path: Path, monkeypa
         return Ended("timed out", 1.0, {"speed": 1.0})
 
     monkeypatch.setattr(command, "run_part", run)
-    monkeypatch.setattr(command, "listen", lambda: stopped)
+    monkeypatch.setattr(command, "catch_stop_signals", lambda: stopped)
     arguments = ["--seconds", "200", "--parts", "zero attention sft", "--out", str(tmp_path)]
     result = CliRunner().invoke(command.app, arguments)
     assert result.exit_code == 130

@@ -119,7 +119,7 @@ def test_more_ranks_than_gpus_reports_both_numbers(taken: list[torch.device], mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(
         DsReasonError,
-        match=r"rank 2 on .*: this host has no GPU 2: the number of visible GPUs.* is 2 .*0,1.*at most 2 ranks on this",
+        match=r"rank 2 on .*: this host has no GPU 2: the number of visible GPUs is 2, .*0,1.*at most 2 ranks on this",
     ):
         init_world()
 

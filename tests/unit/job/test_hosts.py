@@ -17,8 +17,8 @@ from dsreason.errors import ConfigError, DsReasonError
 from dsreason.job import hosts
 from dsreason.job.hosts import (
     find_differences,
+    find_local_address,
     find_missing_variables,
-    find_own_address,
     hash_code,
     select_shared_variables,
 )
@@ -95,7 +95,7 @@ def test_cosmos_keys_are_not_mixed_between_hosts() -> None:
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.1.1", "no-such-host.invalid"])
 def test_loopback_and_unknown_peers_have_no_address(peer: str) -> None:
-    assert find_own_address(peer) is None
+    assert find_local_address(peer) is None
 
 
 @pytest.fixture

@@ -75,12 +75,12 @@ def test_unmappable_pools_are_freed_without_error(failing: str) -> None:
 def test_engine_drops_references_before_freeing_pools() -> None:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.llm, engine.model, engine.version, engine.world = object(), object(), 3, WORLD
-    engine.places, engine.sent, engine.buffers = [object()], {"w": torch.ones(1)}, {"b": torch.ones(1)}
+    engine.slots, engine.sent, engine.buffers = [object()], {"w": torch.ones(1)}, {"b": torch.ones(1)}
     engine.state = SleepState({"weights": [torch.ones(1)]})
     recorded: list[object] = []
 
     def release(llm: object) -> None:
-        recorded.extend([llm, engine.llm, engine.model, engine.places, engine.state.memory])
+        recorded.extend([llm, engine.llm, engine.model, engine.slots, engine.state.memory])
 
     with mock.patch.object(vllm_engine, "release", release):
         engine.shutdown()

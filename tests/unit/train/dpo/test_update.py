@@ -71,7 +71,7 @@ def test_non_finite_reward_keeps_baseline() -> None:
 )
 def test_falling_chosen_answers_are_reported_once(chosen, accuracy, warns) -> None:
     watch = ChosenWatch()
-    message = [watch.look(chosen(i), accuracy(i)) for i in range(2 * WINDOW)]
+    message = [watch.record(chosen(i), accuracy(i)) for i in range(2 * WINDOW)]
     assert not any(message[: WINDOW - 1])
     assert sum(text is not None for text in message) == warns
     if warns:
