@@ -1,4 +1,4 @@
-"""Parts of a plan: the phases of a run, and the contents of a memory during each phase."""
+"""Building blocks of a plan: the phases of a run, and what occupies memory or disk space during each phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """Contents of one memory during a phase of the run.
+    """What occupies a GPU's memory, a host's memory or the disk during a phase of the run.
 
     Example: `PlannedPhase("optimizer step", (MemoryItem("weights", 2**34),))`.
     """

@@ -120,7 +120,7 @@ def test_no_gpu_has_such_memory(config: Path, memory: str) -> None:
 def test_oversized_forward_is_rejected(config: Path, settings: tuple[str, ...]) -> None:
     config.write_text(f'[model]\npath = "{config.parent}"\n')
     text = raised("--config", config, "--gpus", 1, *(part for setting in settings for part in ("--set", setting)))
-    assert "tokens or patches, but the maximum of a plan is 1e+09; lower model.max_length" in text
+    assert "tokens or patches, but a plan supports at most 1e+09; lower model.max_length" in text
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_folder_needs_only_a_config(tmp_path: Path) -> None:
 
 
 def test_the_hub_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architecture, "ask_hub", lambda *_: json.dumps(CONFIG).encode())
+    monkeypatch.setattr(architecture, "download_config", lambda *_: json.dumps(CONFIG).encode())
     result = find_architecture("nvidia/Cosmos-Reason1-7B")
     assert (result.config.hidden_size, result.source) == (64, "config.json of nvidia/Cosmos-Reason1-7B on the Hub")
 

@@ -12,8 +12,8 @@ from dsreason.tools.planning.duration.estimate import (
     Duration,
     FlopsModel,
     Load,
+    compute_exchange_seconds,
     estimate_duration,
-    exchange_seconds,
     time_optimizer_step,
 )
 from dsreason.tools.planning.duration.rates import CARDS, GB, H200, find_card
@@ -86,7 +86,7 @@ def test_gpus_of_a_host_share_the_work(gpus: int) -> None:
 
 def test_a_slow_network_limits_many_hosts() -> None:
     fast, slow = (on_h200(sft_2b(1024), Load(273, network=rate * GB), 1024) for rate in (50, 0.5))
-    assert fast.time_slowest.limit != "network" and slow.time_slowest.limit == "network"
+    assert fast.slowest_phase.limit != "network" and slow.slowest_phase.limit == "network"
     assert slow.seconds > 5 * fast.seconds
 
 
@@ -94,7 +94,7 @@ def test_exchange_gathers_twice_and_reduces_once() -> None:
     """Check 2 GPUs, each of which sends half: 2 x 2 bytes of each weight, and 4 of each gradient, at 1 GB/s."""
     request = sft_2b(2)
     numel = request.parameters.numel
-    seconds = exchange_seconds(request, replace(H200, between_gpus=GB), Load(273))
+    seconds = compute_exchange_seconds(request, replace(H200, between_gpus=GB), Load(273))
     assert seconds == pytest.approx(8 * numel / 2 / GB)
 
 
