@@ -187,9 +187,9 @@ def test_what_the_driver_says_of_a_card(path: Path, facts: dict[str, Any], expec
 def test_unresponsive_driver_is_reported_as_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "SECONDS", 0.3)
     program(path, "nvidia-smi", "exec sleep 30")
-    assert only(gpus.check_driver_answers()).verdict == "fail"
+    assert only(gpus.check_driver_responds()).verdict == "fail"
     program(path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    assert "version mismatch" in only(gpus.check_driver_answers()).what
+    assert "version mismatch" in only(gpus.check_driver_responds()).what
 
 
 def test_gpus_that_torch_cannot_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
