@@ -334,7 +334,7 @@ def test_truncated_sampling_disables_correction() -> None:
         ({"backend": "vla"}, "got 'vla'"),
         ({"quantization": "fp8"}, "sampled from the weights that are trained"),
         ({"multi_turn_config": {"enable": True}}, "multi-turn rollouts are not supported"),
-        ({"sampling_config": {"repetition_penalty": 1.1}}, "another policy"),
+        ({"sampling_config": {"repetition_penalty": 1.1}}, "a policy other than"),
         (
             {
                 "parallelism": {
@@ -615,8 +615,8 @@ def test_what_both_mean_is_shown_in_numbers(tmp_path: Path) -> None:
         "policy__parallelism__dp_shard_size": 4,
     }
     result = {meaning.name: meaning for meaning in imported(SFT, **changes).meanings}
-    assert result["global batch"].theirs == "8 per data-parallel rank x 4 = 32 samples"
-    assert result["steps"].theirs.endswith("1001 samples / 32 = 31.3 per epoch, 93 in total")
-    assert result["steps"].ours.endswith("31.3 per epoch, 93 in total")
-    assert result["learning rate"].ours == "0 to 1e-06 in 20 steps, then constant"
-    assert result["tokens per step"].ours == "at most 131,072"
+    assert result["global batch"].cosmos_rl == "8 per data-parallel rank x 4 = 32 samples"
+    assert result["steps"].cosmos_rl.endswith("1001 samples / 32 = 31.3 per epoch, 93 in total")
+    assert result["steps"].dsreason.endswith("31.3 per epoch, 93 in total")
+    assert result["learning rate"].dsreason == "0 to 1e-06 in 20 steps, then constant"
+    assert result["tokens per step"].dsreason == "at most 131,072"
