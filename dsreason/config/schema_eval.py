@@ -287,7 +287,7 @@ class EvalConfig(Section):
         return self
 
     def merge_vision(self, source: VisionConfig | None = None) -> VisionConfig:
-        """Merge `[vision]` with a source's settings, which take precedence; if `fps` and `nframes` are unset, use `evaluation.fps`."""
+        """Merge `[vision]` and a source's settings, which win; `evaluation.fps` applies if `fps` and `nframes` are unset."""
         source_values = (source or VisionConfig()).model_dump(exclude_none=True)
         common = self.vision.model_dump(exclude_none=True)
         if {"fps", "nframes"} & source_values.keys():
