@@ -56,7 +56,7 @@ def test_never_moves_nothing_if_it_fits(total: int, drop_gradients: bool) -> Non
 
 
 def test_never_offload_is_rejected_without_room() -> None:
-    """60 GiB: 16 are missing, 8 without gradients; vLLM may have 36 - 8 = 28 of 60, 0.466."""
+    """Check the advice: 8 of 60 GiB are missing even without gradients, so vLLM may use 36 - 8 = 28 of 60 GiB, or 0.466."""
     with pytest.raises(ConfigError) as raised:
         choose_amount("never", replace(TWO_BILLION, total=60 * GIB))
     message = str(raised.value)

@@ -140,7 +140,7 @@ def test_death_before_log_is_reported_without_log(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "guessed", "rank": 1}\n', b"x" * 10_000])
-def test_a_stranger_changes_nothing(ranks: Ranks, said: bytes) -> None:
+def test_unauthenticated_connection_is_ignored(ranks: Ranks, said: bytes) -> None:
     with socket.create_connection(ranks.connection(1).getpeername()) as stranger:
         stranger.sendall(said)
     ranks.kill(2)

@@ -148,13 +148,13 @@ def test_unreachable_server_is_named(server):
         remote(server, retries=1).score(["x", "y"], SAMPLES[:2])
 
 
-def test_a_slow_server_is_given_up(server):
+def test_slow_server_is_abandoned(server):
     server.answer = lambda body: (time.sleep(1), (200, {}))[1]
     with pytest.raises(RewardError, match=r"no response within 0.2 s \(2 attempts\)"):
         remote(server, time_limit=0.2, retries=1).score(["x"], SAMPLES[:1])
 
 
-def test_slowly_dripping_response_is_given_up(server):
+def test_slowly_dripping_response_is_abandoned(server):
     server.drip = 0.05
     with pytest.raises(RewardError, match=r"no response within 0.2 s \(1 attempts\)"):
         remote(server, time_limit=0.2, retries=0).score(["x"], SAMPLES[:1])
@@ -214,7 +214,7 @@ def test_truncated_message_shows_no_token_part(server, before):
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 500])
-def test_the_token_is_in_no_message(server, status, caplog):
+def test_error_messages_never_contain_the_token(server, status, caplog):
     server.answer = lambda body: (status, {"detail": f"Bearer {TOKEN} is bad"})
     with pytest.raises(RewardError) as error:
         remote(server, retries=0).score(["x"], SAMPLES[:1])
@@ -228,7 +228,7 @@ def test_the_token_is_in_no_message(server, status, caplog):
     assert ("check REMOTE_REWARD_TOKEN" in chain[0]) == (status in (401, 403))
 
 
-def test_redirects_would_carry_the_token_away(server):
+def test_redirects_are_not_followed_with_token(server):
     server.answer = lambda body: (302, {})
     server.headers = {"Location": server.url + "/elsewhere"}
     with pytest.raises(RewardError, match="redirects are not followed"):
@@ -256,7 +256,7 @@ def test_sample_not_serializable_to_json_is_named(server):
 
 @pytest.mark.parametrize("prefix", ["REMOTE_REWARD_", "WFM_REWARD_"])
 @pytest.mark.parametrize("address", ["URL", "ENQUEUE_URL"])
-def test_both_families_of_environment_names_are_read(prefix, address, monkeypatch):
+def test_both_environment_prefixes_are_read(prefix, address, monkeypatch):
     for name, value in {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}.items():
         monkeypatch.setenv(prefix + name, value)
     remote_reward = RemoteReward(RemoteRewardConfig())
@@ -287,7 +287,7 @@ def test_a_wrong_environment_is_explained(environment, text, monkeypatch):
     assert TOKEN not in str(error.value)
 
 
-def test_a_scorer_adds_scores_of_the_server(server):
+def test_scorer_adds_scores_from_server(server):
     answer = {"quality": [0.5] * 5, "words": [0, 1, 1, 1, 2]}
     server.answer = lambda body: (200, {"scores": answer})
     config = RewardConfig(functions={"exact_match": 1.0, "remote:quality": 2.0}, remote={"url": server.url})
