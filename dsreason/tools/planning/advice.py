@@ -178,11 +178,16 @@ def iter_other_rollouts(request: PlanRequest, config: GRPOConfig) -> Iterator[Ch
     shares = [twentieths / 20 for twentieths in range(18, 3, -1)]
     current_share = config.rollout.gpu_memory_utilization
     lower, higher = (
-        [one for one in shares if one < current_share],
-        [one for one in reversed(shares) if one > current_share],
+        [share for share in shares if share < current_share],
+        [share for share in reversed(shares) if share > current_share],
     )
     best = next(
-        (one for one in [*lower, *higher] if try_change(request, Change({"rollout.gpu_memory_utilization": one}))), None
+        (
+            share
+            for share in [*lower, *higher]
+            if try_change(request, Change({"rollout.gpu_memory_utilization": share}))
+        ),
+        None,
     )
     if best is not None:
         yield Change({"rollout.gpu_memory_utilization": best})

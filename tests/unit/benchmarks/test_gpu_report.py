@@ -197,7 +197,7 @@ def test_other_parts_run_when_one_fails(tmp_path: Path, monkeypatch: pytest.Monk
     assert recorded == [[], ["head"], ["head", "sync"]]
 
 
-def test_short_time_goes_to_parallel_checks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_checks_come_first_when_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, calls = [0.0], []
 
     def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:

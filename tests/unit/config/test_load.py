@@ -108,7 +108,7 @@ def test_broken_list_or_table_is_rejected(text: str) -> None:
         parse_value(text)
 
 
-def test_null_unsets_what_the_file_sets() -> None:
+def test_null_override_unsets_value_from_file() -> None:
     config = load(
         "[train]\nmicro_batch_size = 4", "train.micro_batch_size=null", "train.max_tokens_per_micro_batch=512"
     )

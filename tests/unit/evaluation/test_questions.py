@@ -279,7 +279,7 @@ def test_malformed_question_among_several_is_named(folder: Path) -> None:
         ("[{", "not valid JSON|cannot be|Expecting"),
     ],
 )
-def test_a_malformed_file_is_an_error(folder: Path, items: Any, text: str) -> None:
+def test_malformed_question_file_is_rejected(folder: Path, items: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         load(folder, items)
 
@@ -522,6 +522,6 @@ def test_row_without_answer_is_rejected(folder: Path) -> None:
         load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")
 
 
-def test_no_rows_are_an_error(folder: Path) -> None:
+def test_source_without_rows_is_rejected(folder: Path) -> None:
     with pytest.raises(DataError, match="the data set is empty"):
         load_rows(folder, [])

@@ -143,7 +143,7 @@ def test_files_of_cosmos_reason1_are_read(tmp_path: Path) -> None:
     assert (second.id, second.is_correct) == (f"robovqa/0123/{key}-2", True)
 
 
-def test_parts_without_a_type_are_read_too(tmp_path: Path) -> None:
+def test_parts_without_type_are_also_read(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": [{"video": "1.mp4"}, {"text": "Which way?"}, {"text": "Say it."}]}]
     [result] = read_file(put(tmp_path / "robovqa" / "1.json", [COSMOS | {"prompt": prompt}]))
     assert result.prompt == ["Which way?\nSay it."]
@@ -295,7 +295,7 @@ def test_unknown_data_sets_list_the_known_ones(root: Path) -> None:
         find_runs(root, ["agibot", "av"])
 
 
-def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
+def test_folder_without_results_is_rejected(tmp_path: Path) -> None:
     put(tmp_path / "run.json", {})
     with pytest.raises(DataError, match="contains no results"):
         find_runs(tmp_path)

@@ -238,7 +238,7 @@ def test_script_in_data_set_is_never_run(here: Path, executed: Path, script: str
         assert guarded(lambda: [sample.id for sample in samples(folder, media_path=str(here))]) == ["7"]
 
 
-def test_adapter_beside_data_is_never_run(here: Path, executed: Path) -> None:
+def test_adapter_file_next_to_data_is_never_run(here: Path, executed: Path) -> None:
     for name in ("adapter.py", "jsonl.py", "conftest.py", "rows.py"):
         (here / name).write_text(f"open({str(executed)!r}, 'w').write('code ran')")
     (here / "rows.jsonl").write_text(GOOD)

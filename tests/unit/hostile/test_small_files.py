@@ -159,7 +159,7 @@ def test_irregular_model_file_is_rejected(file: str, put: Put, here: Path) -> No
         refused(lambda: found_folder(here), CheckpointError, f"{file}: cannot be read (")
 
 
-def test_unused_files_beside_model_are_ignored(here: Path) -> None:
+def test_unused_files_in_model_folder_are_ignored(here: Path) -> None:
     (here / "rows.json").touch()
     os.truncate(here / "rows.json", 10 * 2**30)
     (here / "old.json").mkdir()

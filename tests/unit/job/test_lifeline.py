@@ -88,7 +88,7 @@ def test_lost_connection_is_reported_with_last_activity(ranks: Ranks, end: str) 
     assert (hear.rank, hear.exit_code, hear.silent) == (2, PEER_EXIT_CODE, True)
 
 
-def test_rank_that_says_goodbye_is_not_missed(ranks: Ranks) -> None:
+def test_rank_that_signs_off_is_not_reported(ranks: Ranks) -> None:
     ranks.lines[2].send_goodbye()
     ranks.kill(2)
     ranks.kill(1)

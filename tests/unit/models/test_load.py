@@ -140,7 +140,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     ("content", "message"),
     [("{", "is damaged"), ("{}", "is damaged"), ('{"weight_map": {"a": "../b.safetensors"}}', "outside its folder")],
 )
-def test_bad_index_is_an_error(tiny: Path, content: str, message: str) -> None:
+def test_invalid_index_is_rejected(tiny: Path, content: str, message: str) -> None:
     (tiny / "model.safetensors").unlink()
     (tiny / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=f"index.json.*{message}"):
@@ -166,7 +166,7 @@ def test_model_that_cannot_be_trained_is_refused(tiny: Path, values: dict[str, o
         read_model_config(edit_config(tiny, **values))
 
 
-def test_missing_chat_template_is_an_error(tiny: Path) -> None:
+def test_missing_chat_template_is_rejected(tiny: Path) -> None:
     for file in tiny.glob("chat_template*"):
         file.unlink()
     tokenizer = tiny / "tokenizer_config.json"
@@ -175,13 +175,13 @@ def test_missing_chat_template_is_an_error(tiny: Path) -> None:
         load_processor(tiny)
 
 
-def test_missing_tokenizer_is_an_error(tiny: Path) -> None:
+def test_missing_tokenizer_is_rejected(tiny: Path) -> None:
     (tiny / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer has id \w+ for image placeholders, but config\.json has \d+"):
         load_processor(tiny)
 
 
-def test_missing_image_processor_is_an_error(tiny: Path) -> None:
+def test_missing_image_processor_is_rejected(tiny: Path) -> None:
     for file in tiny.glob("*processor*.json"):
         file.unlink()
     with pytest.raises(CheckpointError, match="tokenizer or processor cannot be loaded"):
@@ -238,7 +238,7 @@ def test_missing_path_is_rejected(tmp_path: Path, path: str, message: str) -> No
         resolve_model(ModelConfig(path=path), tmp_path)
 
 
-def test_folder_without_config_is_an_error(tmp_path: Path) -> None:
+def test_folder_without_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no config.json"):
         resolve_model(ModelConfig(path=str(tmp_path)), tmp_path)
 

@@ -92,7 +92,7 @@ def test_unknown_reward_error_explains_cause(name, text, file):
     assert text in str(error.value)
 
 
-def test_an_unknown_option_is_an_error():
+def test_unknown_option_is_rejected():
     with pytest.raises(ConfigError, match="unexpected keyword argument 'patern'"):
         find_reward("format", {"patern": "x"})
 

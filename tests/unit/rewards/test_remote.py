@@ -243,7 +243,7 @@ def test_truncated_response_is_requested_again(server):
         remote(server, retries=1).score(["x"], SAMPLES[:1])
 
 
-def test_batches_with_different_scores_are_an_error(server):
+def test_batches_with_different_scores_are_rejected(server):
     server.answer = lambda body: (200, {"scores": {body["completions"][0]: [1]}})
     with pytest.raises(RewardError, match="one batch has the scores l, but another has le"):
         remote(server, batch_size=1).score(["l", "le"], SAMPLES[:2])

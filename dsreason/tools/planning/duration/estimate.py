@@ -132,7 +132,7 @@ class FlopsModel:
             parameter.requires_grad_(name in trained)
         self.trained: ModelFlops = compute_model_flops(model)
 
-    def work(self, tokens: float, sample: int, load: Load) -> Work:
+    def build_work(self, tokens: float, sample: int, load: Load) -> Work:
         """Divide tokens into samples of `sample` tokens; a share of them represents frames, and the others are trained on."""
         count = tokens / sample
         media = load.media_share * tokens if self.request.shape.vision_depth else 0.0
@@ -142,12 +142,12 @@ class FlopsModel:
             spans.append((remaining_tokens, 0))
         return Work(spans, round(tokens - media), [FRAME] * frames)
 
-    def forward(self, work: Work) -> float:
+    def compute_forward_flops(self, work: Work) -> float:
         return self.whole.step(work) / 3
 
-    def training(self, work: Work) -> float:
+    def compute_training_flops(self, work: Work) -> float:
         """Return the FLOPs of a forward and a backward pass and, with gradient checkpointing, of the recomputed forward pass."""
-        recomputation = self.forward(work) if self.request.config.model.gradient_checkpointing else 0.0
+        recomputation = self.compute_forward_flops(work) if self.request.config.model.gradient_checkpointing else 0.0
         return self.trained.step(work) + recomputation
 
     @property
@@ -160,8 +160,8 @@ def time_training(
 ) -> Timed:
     """Estimate the forward and backward passes of a step on one GPU, including ZeRO's gathers and reductions."""
     rows = split_into_rows(tokens, request.row_tokens)
-    work = model.work(tokens, sample, load)
-    arithmetic = model.training(work) / request.config.ranks_per_row / rates.training
+    work = model.build_work(tokens, sample, load)
+    arithmetic = model.compute_training_flops(work) / request.config.ranks_per_row / rates.training
     # The host needs as much time for a short row as for a full one.
     host_per_row = model.blocks * rates.block_seconds * (1.0 if request.zero.stage == 3 else 0.6)
     computing = sum(max(arithmetic * row / tokens, host_per_row) for row in rows)
@@ -201,7 +201,7 @@ def time_optimizer_step(request: PlanRequest, rates: Rates) -> Timed:
 
 def time_forwards(model: FlopsModel, rates: Rates, load: Load, tokens: float, sample: int, count: int) -> Timed:
     """Estimate the `count` forward passes per step that compute old or reference log-probabilities."""
-    arithmetic = count * model.forward(model.work(tokens, sample, load)) / rates.inference
+    arithmetic = count * model.compute_forward_flops(model.build_work(tokens, sample, load)) / rates.inference
     micro_batches = len(split_into_rows(tokens, model.request.row_tokens))
     host = count * micro_batches * model.blocks * rates.block_seconds / 3
     return time_slowest("log-probabilities before training", arithmetic=arithmetic, host=host)
@@ -221,7 +221,9 @@ def time_sampling_phases(plan: Plan, rates: Rates, load: Load, model: FlopsModel
         return phases
     engines = request.machine.gpus // plan.vllm.parallel
     prompts = config.grpo.prompts_per_step / engines
-    prefill = model.forward(model.work(prompts * load.tokens_per_sample, load.tokens_per_sample, load))
+    prefill = model.compute_forward_flops(
+        model.build_work(prompts * load.tokens_per_sample, load.tokens_per_sample, load)
+    )
     phases.append(Timed("rollout: prompts", prefill / plan.vllm.parallel / rates.inference, "arithmetic"))
     completions = prompts * config.grpo.num_generations
     together = max(1.0, min(completions, plan.vllm.max_sequences, plan.vllm.cache_tokens / plan.vllm.longest * 2))

@@ -73,9 +73,9 @@ def test_row_flops_match_mfu() -> None:
     """Use samples without media: 6 FLOPs per matrix value and token, plus a second forward pass for recomputation."""
     request = sft_2b()
     model = FlopsModel(request)
-    work = model.work(4096, 1024, Load(1024, media_share=0.0))
+    work = model.build_work(4096, 1024, Load(1024, media_share=0.0))
     assert work == Work([(1024, 0)] * 4, 4096, [])
-    assert model.training(work) == pytest.approx(model.whole.step(work) * 4 / 3)
+    assert model.compute_training_flops(work) == pytest.approx(model.whole.step(work) * 4 / 3)
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
