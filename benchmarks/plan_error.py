@@ -177,7 +177,7 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
 def estimate(case: Case, model: Path, ds_config: Path, results: dict[str, float], device: str) -> dict[str, Any]:
     from dsreason.tools.planning.request import Machine, PlanRequest
     from dsreason.tools.planning.states import compute_states
-    from dsreason.tools.planning.training import forward_backward, plan_optimizer_step
+    from dsreason.tools.planning.training import plan_forward_backward, plan_optimizer_step
 
     machine = Machine(case.ranks, device=device)
     media = 256 * case.images or 4  # a row without media gets a small dummy image of 4 tokens
@@ -189,10 +189,10 @@ def estimate(case: Case, model: Path, ds_config: Path, results: dict[str, float]
     held += states.host if device == "cpu" else 0
     return {
         "held": held + min(states.bucket, 4 * request.parameters.num_trained),
-        "forward and backward": forward_backward(request, ()).total,
+        "forward and backward": plan_forward_backward(request, ()).total,
         "optimizer": plan_optimizer_step(request, ()).total,
         "parameters": request.parameters.numel,
-        "items": {item.name: item.nbytes / 2**20 for item in forward_backward(request, ()).items},
+        "items": {item.name: item.nbytes / 2**20 for item in plan_forward_backward(request, ()).items},
     }
 
 

@@ -154,10 +154,10 @@ def find_rates(card: str | None, machine: Machine) -> Rates:
 
 def show(planned: Plan, found: list[Suggestion], duration: Duration, *, as_json: bool) -> None:
     from dsreason.tools.planning import show as texts
-    from dsreason.tools.planning.duration.show import describe_time, time_json, time_table
+    from dsreason.tools.planning.duration.show import describe_time, make_time_table, time_to_json
 
     if as_json:
-        write(json.dumps(texts.to_json(planned, found) | {"time": time_json(duration)}, indent=2))
+        write(json.dumps(texts.to_json(planned, found) | {"time": time_to_json(duration)}, indent=2))
         return
     console = open_console()
     if not console.is_terminal:
@@ -166,7 +166,7 @@ def show(planned: Plan, found: list[Suggestion], duration: Duration, *, as_json:
         print_message(line)
     console.print(texts.make_phase_table(planned))
     console.print(texts.make_outside_table(planned))
-    console.print(time_table(duration))
+    console.print(make_time_table(duration))
     for line in describe_time(duration):
         print_message(line)
     for note in planned.notes:

@@ -33,7 +33,7 @@ class Owned:
     values: tuple[Any, ...]
     """Values that the JSON may contain; if empty, no concrete value is allowed."""
     fact: str
-    """Setting that determines the value, for messages: `train.global_batch_size is 32`."""
+    """Setting that determines the value, as worded in messages: `train.global_batch_size is 32`."""
     by_config: bool = True
     """Whether the run configuration determines the value; if False, the trainer does, identically in every run."""
 
@@ -44,7 +44,7 @@ def resolve_deepspeed(
     """Return the complete DeepSpeed configuration for a run on `world_size` ranks.
 
     Args:
-        name: path of a JSON file, or the bare name of one in the current folder or of a shipped one (`zero3.json`).
+        name: path of a JSON file, or the bare name of a file in the current folder or of a shipped file (`zero3.json`).
         config_name: name of the run configuration in error messages.
 
     Raises:
@@ -297,15 +297,15 @@ def _find_zero_problems(document: dict[str, Any], world_size: int) -> Iterator[s
 
 def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _remove_auto(document)
-    # The trainer builds its own optimizer and scheduler; bfloat16 is an old name of bf16; even null would enable
-    # datastates_ckpt; with sequence_parallel_size, DeepSpeed would expect a smaller train_batch_size below.
+    # The trainer builds its own optimizer and scheduler; bfloat16 is an old name for bf16; datastates_ckpt is enabled even if
+    # it is null; with sequence_parallel_size, DeepSpeed would expect a smaller train_batch_size than the one set below.
     for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16", "sequence_parallel_size"):
         result.pop(key, None)
     micro, steps = get_micro_batch_size(config), compute_accumulation_steps(config, world_size)
     result |= {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
-        # DeepSpeed requires exactly this product; if the global batch is not a multiple, it is slightly smaller.
+        # DeepSpeed requires exactly this product, which exceeds the global batch if that does not divide evenly.
         "train_batch_size": micro * steps * world_size,
         "gradient_clipping": config.optim.max_grad_norm,
         "communication_data_type": "fp32",
@@ -323,9 +323,9 @@ def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, 
 def _get_stage3_defaults(config: JobConfig) -> dict[str, Any]:
     """Return defaults for keys that a DeepSpeed JSON leaves unset; stages 1 and 2 ignore them.
 
-    By default, DeepSpeed keeps a gathered parameter that is reused within 1e9 parameter elements, and walks its trace for
-    every module to find out. It also wraps each linear layer in a Python autograd function, so that the graph does not hold
-    gathered weights between the forward and the backward pass; with checkpointing, the graph holds those of one block only.
+    By default, DeepSpeed keeps a gathered parameter if it is used again within 1e9 parameter elements, which it determines by
+    walking its trace for every module. It also wraps each linear layer in a Python autograd function, so that the graph does not
+    hold gathered weights between the forward and the backward pass; with checkpointing, it holds only those of one block.
     """
     return {
         "stage3_max_reuse_distance": 0,
@@ -345,7 +345,7 @@ def _remove_auto(value: Any) -> Any:
 
 
 def _fit_device(zero: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Return a copy of `zero` that pins memory by default on a GPU; on a CPU, disable pinning and overlapped communication."""
+    """Return a copy of `zero` that pins offloaded memory by default on a GPU; on a CPU, pinning and overlap are disabled."""
     zero = dict(zero)
     for block in ("offload_optimizer", "offload_param"):
         if block in zero:

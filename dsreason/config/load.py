@@ -26,7 +26,7 @@ S = TypeVar("S", bound=BaseModel)
 
 RECIPES = "launch/recipes"
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
-"""Limits for a configuration file, needed because a few lines of YAML aliases can expand to any number of values."""
+"""Limits of a configuration file; without them, a few lines of YAML aliases could expand to any number of values."""
 MAX_NUMBER = 10**300
 """Maximum absolute value of an integer; TOML, YAML and JSON allow numbers that no float can represent."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
@@ -54,8 +54,8 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
         ConfigError: lists all problems at once, each with the file or `--set` that caused it.
     """
     name = f"{default_recipe} (shipped)" if path is None else str(path)
-    in_file = read_document(get_shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
-    return read_values(schema, in_file, name, overrides)
+    file_values = read_document(get_shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
+    return read_values(schema, file_values, name, overrides)
 
 
 def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> S:
@@ -172,8 +172,8 @@ def _parse(text: str, suffix: str, name: str) -> Any:
 
 def _check_unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     counts = Counter(key for key, _ in pairs)
-    if twice := sorted(key for key, count in counts.items() if count > 1):
-        raise ConfigError(f"{name}: duplicate keys in the same section: {', '.join(twice)}; keep one of each")
+    if duplicates := sorted(key for key, count in counts.items() if count > 1):
+        raise ConfigError(f"{name}: duplicate keys in the same section: {', '.join(duplicates)}; keep one of each")
     return dict(pairs)
 
 
@@ -181,7 +181,7 @@ def _parse_yaml(text: str, name: str) -> Any:
     """Parse YAML the way users expect: `1e-6` is a number (for PyYAML, a string), and a repeated key is an error."""
     node = yaml.compose(text, Loader=_YamlLoader)
     _check_extent(node, name)  # before yaml.load, which copies the targets of aliases and merges (`<<`)
-    _reject_twice(node)
+    _reject_duplicates(node)
     return yaml.load(text, Loader=_YamlLoader)
 
 
@@ -191,7 +191,7 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-def _reject_twice(node: Any) -> None:
+def _reject_duplicates(node: Any) -> None:
     if isinstance(node, yaml.MappingNode):
         used_keys: set[str] = set()
         for key, value in node.value:
@@ -200,10 +200,10 @@ def _reject_twice(node: Any) -> None:
             if key.value in used_keys:
                 raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
             used_keys.add(key.value)
-            _reject_twice(value)
+            _reject_duplicates(value)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _reject_twice(item)
+            _reject_duplicates(item)
 
 
 def parse_override(text: str) -> Override:
@@ -279,15 +279,17 @@ def _check_step(node: Any, part: str | int, override: Override, path: KeyPath) -
         raise ConfigError(f"{origin} is a section, not a list; use one of its keys instead of {part}")
 
 
-def _format_problem(name: str, key: KeyPath, text: str, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
-    line = f"{_find_origin(name, key, in_file, overrides)}: {join_path(key)}: {text}" if key else f"{name}: {text}"
+def _format_problem(
+    name: str, key: KeyPath, text: str, file_values: dict[str, Any], overrides: Sequence[Override]
+) -> str:
+    line = f"{_find_origin(name, key, file_values, overrides)}: {join_path(key)}: {text}" if key else f"{name}: {text}"
     return mask_credentials(line)
 
 
-def _find_origin(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
+def _find_origin(name: str, key: KeyPath, file_values: dict[str, Any], overrides: Sequence[Override]) -> str:
     """Return the file or the `--set` that set the value, or both if the value is a section that both contribute to."""
     for override in reversed(overrides):
         if override.path == key[: len(override.path)]:
             return f"--set {override.text}"
     inside = [f"--set {override.text}" for override in overrides if override.path[: len(key)] == key]
-    return " and ".join([name] * (find_document_path(in_file, key) == key) + inside) or name
+    return " and ".join([name] * (find_document_path(file_values, key) == key) + inside) or name

@@ -1,4 +1,4 @@
-"""The output folder: its default name, the checks before it is used, and the configuration stored in it."""
+"""Functions for the output folder: its default name, the checks before a run uses it, and the configuration stored in it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAY_DIFFER = frozenset(
         *("reward.workers", "reward.time_limit", "reward.enqueue_url", "reward.fetch_url"),
     }
 )
-"""Keys that affect speed or memory use, but not the result."""
+"""Keys that a resumed run may change, because they affect speed or memory use, but not the result."""
 
 
 def build_default_output_dir(command: str) -> Path:
@@ -156,7 +156,7 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
 def find_differing_keys(
     before: dict[str, Any], now: dict[str, Any], sections: Collection[str], defaults: dict[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Return the differing keys among those that determine what a run computes, with the old and the new value.
+    """Return the keys that determine what a run computes and whose values differ, with the old and the new value.
 
     A key that did not exist in an older version counts as having its default value.
     """

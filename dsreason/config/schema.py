@@ -65,13 +65,14 @@ class OptimConfig(Section):
     weight_decay: float = Field(0.01, ge=0)
     """Weight decay of matrices; it is not applied to norms and biases. If unset with `lora.rank`: 0 in sft, grpo and dpo."""
     warmup: Share | Count = 0.03
-    """Length of the warmup: an integer is a number of steps (at most all), a fraction below 1 is a share of all steps."""
+    """Length of the warmup: an integer is a number of steps (at most that of the run), and a fraction below 1 is a
+    share of all steps."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
     """Schedule of the learning rate after the warmup: keep it constant or let it decay (wsd: constant, then square-root decay
     over the last `decay_share`)."""
     decay_share: float | None = Field(None, gt=0, le=1)
-    """Share of all steps, at the end, over which the learning rate decays; before, it is constant. Unset: all steps after the
-    warmup (wsd: 0.2)."""
+    """Share of all steps, at the end of the run, over which the learning rate decays; until then, it is constant. Unset: all
+    steps after the warmup (wsd: 0.2)."""
     min_lr_share: float = Field(0.0, ge=0, le=1)
     """Final learning rate as a share of `lr`."""
     max_grad_norm: float = Field(1.0, ge=0)
@@ -264,13 +265,13 @@ class JobConfig(Section):
     @property
     @abstractmethod
     def batch_fact(self) -> str:
-        """The setting that determines `samples_per_step`, for messages."""
+        """The setting that determines `samples_per_step`, as worded in messages."""
 
     def check_ranks(self, num_ranks: int) -> list[str]:
         """Return warnings about running on `num_ranks` ranks.
 
         Any global batch can be split over any number of ranks: the loss compensates for uneven shares, and a rank without a
-        sample computes a placeholder that has no effect. This only costs time.
+        sample computes a placeholder that affects nothing, and only costs time.
 
         Raises:
             ConfigError: the trainer cannot run on this number of ranks.

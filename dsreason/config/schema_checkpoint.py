@@ -71,7 +71,7 @@ class CheckpointConfig(Section):
 
     @field_validator("upload", mode="before")
     @classmethod
-    def list_of_one(cls, upload: object) -> object:
+    def wrap_single_table(cls, upload: object) -> object:
         return (upload,) if isinstance(upload, dict | UploadConfig) else upload
 
     @field_validator("keep", "export_keep")

@@ -127,12 +127,12 @@ class ServerConfig(Section):
             raise ValueError(
                 "contains a query (?) or a fragment (#), but the API's paths are appended to it; remove that part"
             )
-        if parts.scheme not in ("http", "https") or not parts.hostname or not has_port(parts):
+        if parts.scheme not in ("http", "https") or not parts.hostname or not has_valid_port(parts):
             raise ValueError(f"must be the URL of a server, such as http://localhost:8000/v1; got {url!r}")
         return url
 
 
-def has_port(parts: SplitResult) -> bool:
+def has_valid_port(parts: SplitResult) -> bool:
     """Return whether the URL has no port or a valid one."""
     try:
         return parts.port != 0
@@ -275,7 +275,7 @@ class EvalConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def check_who_answers(self) -> Self:
+    def check_model_or_server(self) -> Self:
         url, path, engine = self.server.url, self.model.path, self.model.engine
         if url is None and path is None:
             raise ValueError("neither model.path nor server.url is set; set one of them")

@@ -21,14 +21,14 @@ class AlgorithmConfig(Section):
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
     """Loss, advantages, clipping, KL and filters as defined in the respective paper (`dsreason/losses/presets.py`)."""
     num_generations: int = Field(8, ge=1)
-    """Number of completions per prompt, which form the group within which advantages are computed. 1 is enough for a teacher
-    without rewards."""
+    """Number of completions per prompt; they form a group, within which advantages are computed. 1 is enough for a teacher
+    if there are no rewards."""
     prompts_per_step: int = Field(16, ge=1)
     """Number of prompts per rollout, over all ranks."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
     """Number of optimizer steps per rollout; each uses an equal share of its completions."""
     advantage: Literal["group_normalized", "group_centered", "leave_one_out", "batch_normalized"] | None = None
-    """Formula that turns the rewards of a group into advantages."""
+    """Formula that computes the advantages of a group from its rewards."""
     clip_low: float | None = Field(None, ge=0)
     """Lower clipping range of the probability ratio."""
     clip_high: float | None = Field(None, ge=0)
@@ -171,11 +171,11 @@ class RemoteRewardConfig(Section):
     batch_size: int = Field(64, ge=1)
     """Number of completions per request."""
     concurrency: int = Field(4, ge=1)
-    """Concurrent requests per rank."""
+    """Maximum number of concurrent requests per rank."""
     time_limit: float | None = Field(None, gt=0)
     """Time limit of one request, in seconds. Unset: the environment variable REMOTE_REWARD_ENQUEUE_TIMEOUT_S, or else 60."""
     retries: int = Field(4, ge=0)
-    """Retries of a failed request, after pauses that double."""
+    """Maximum number of retries of a failed request; the pauses between them double."""
 
 
 class DistillConfig(Section):
@@ -191,8 +191,8 @@ class DistillConfig(Section):
     """Weight of a token's advantage from the teacher (log teacher - log student), which is added to the advantage from the
     rewards."""
     discount: float = Field(0.0, ge=0, le=1)
-    """Discount factor per token with which a token is also credited for the teacher's advantages of later tokens. 0: each
-    token is credited only for its own advantage."""
+    """Discount factor per token at which a token is also credited with the teacher's advantages of later tokens. 0: each token is
+    credited only with its own advantage."""
     offload: bool = True
     """Keep the teacher's weights in CPU memory and copy each layer to the GPU when it is needed. If false, every rank keeps its
     shard on its GPU, even during rollouts."""
@@ -201,9 +201,9 @@ class DistillConfig(Section):
     time_limit: float = Field(120.0, gt=0)
     """Time limit of one request to the server, in seconds."""
     retries: int = Field(4, ge=0)
-    """Retries of a failed request, after pauses that double."""
+    """Maximum number of retries of a failed request; the pauses between them double."""
     concurrency: int = Field(8, ge=1)
-    """Concurrent requests per rank."""
+    """Maximum number of concurrent requests per rank."""
 
     @property
     def by_server(self) -> bool:
@@ -231,9 +231,9 @@ class DistillConfig(Section):
 
 class RewardConfig(RewardFunctionsConfig):
     functions: dict[str, RewardWeight] = {}
-    """Mapping from the reward's name (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) to its weight."""
+    """Mapping from the name of a reward (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) to its weight."""
     options: dict[str, dict[str, Any]] = {}
-    """Keyword arguments of each reward, by its name, such as `format.pattern`. Values of `api_key`, `token` and similar keys
+    """Keyword arguments of the rewards, by name, such as `format.pattern`. Values of `api_key`, `token` and similar keys
     are masked in saved configurations."""
     only: dict[str, dict[str, list[str | int | float | bool]]] = {}
     """Rows that a reward scores, by its name: field of the rows → values of which the row must have one, such as

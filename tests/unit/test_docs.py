@@ -78,18 +78,18 @@ def load(kind: str, file: Path | None, *overrides: str) -> Any:
 # ---------------------------------------------------------------- pages
 
 
-def test_the_readme_is_one_page() -> None:
+def test_readme_fits_on_one_page() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 
 
-def test_a_picture_is_small() -> None:
+def test_pictures_are_small() -> None:
     pictures = list((ROOT / "docs").glob("*.png"))
     assert pictures
     assert all(picture.stat().st_size <= MAX_PNG_BYTES for picture in pictures)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_every_block_says_its_language(page: Path) -> None:
+def test_every_code_block_names_its_language(page: Path) -> None:
     assert {block.language for block in blocks(page=page)} <= LANGUAGES
     assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page=page))
 
@@ -101,7 +101,7 @@ def headings(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_target_exists(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]*)\)", page.read_text(encoding="utf-8")):
         file, _, anchor = target.partition("#")
         linked = page.parent / file if file else page
@@ -224,7 +224,7 @@ def test_every_command_and_its_configuration_is_valid(
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=by_name)
-def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     example = ModuleType("example")
     monkeypatch.setitem(sys.modules, "example", example)
@@ -286,7 +286,7 @@ def table_after(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in match[0].splitlines()[2:]]
 
 
-def test_the_presets_are_those_of_the_code() -> None:
+def test_preset_table_matches_code() -> None:
     yes = {True: "yes", False: "no"}
     assert table_after("grpo.md", "Presets") == [
         [
@@ -309,7 +309,7 @@ def test_the_presets_are_those_of_the_code() -> None:
         ("world.md", "Rewards", CLIP_REWARDS),
     ],
 )
-def test_what_is_built_in_is_listed(page: str, heading: str, names: list[str]) -> None:
+def test_every_builtin_reward_is_listed(page: str, heading: str, names: list[str]) -> None:
     listed = {name.strip(" `") for row in table_after(page, heading) for name in row[0].split(",")}
     assert set(names) <= listed
 

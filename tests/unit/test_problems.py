@@ -26,7 +26,7 @@ CIRCLE += [CIRCLE, {"again": CIRCLE}]
     ],
     ids=repr,
 )
-def test_more_than_three_levels_are_deeper(value: object, deeper: bool) -> None:
+def test_nesting_deeper_than_limit_is_detected(value: object, deeper: bool) -> None:
     assert is_nested_deeper(value, 3) is deeper
 
 

@@ -55,13 +55,13 @@ def test_sample_fields_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_shipped_adapter_has_to_sample(name: str) -> None:
+def test_shipped_adapter_defines_to_sample(name: str) -> None:
     module = importlib.import_module(f"data_adapters.{name}")
     if name != "conversations":  # what two of them share
         assert next(iter(inspect.signature(module.to_sample).parameters)) == "row"
 
 
-def test_the_commands() -> None:
+def test_help_lists_every_command() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
     assert [name for name in COMMANDS if f" {name} " not in output] == []
 

@@ -147,5 +147,5 @@ def test_tracked_files_name_no_machine_or_workplace() -> None:
         ("a workplace tool", "farm" + "-nodes"),
     ],
 )
-def test_the_patterns_find_what_they_are_for(what: str, text: str) -> None:
+def test_private_name_patterns_match_examples(what: str, text: str) -> None:
     assert re.search(PERSONAL[what], text)

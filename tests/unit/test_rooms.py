@@ -86,18 +86,18 @@ def forbidden(source: str, module: str, *, is_package: bool = False) -> list[str
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_to_lower_floors_only(module: str) -> None:
+def test_imports_point_only_to_lower_layers(module: str) -> None:
     file = MODULES[module]
     assert forbidden(file.read_text(), module, is_package=file.name == "__init__.py") == []
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_only_the_rollout_room_imports_vllm(module: str) -> None:
+def test_only_the_rollout_folder_imports_vllm(module: str) -> None:
     names = {name.partition(".")[0] for _, name in imported(MODULES[module].read_text(), module.rpartition(".")[0])}
     assert "vllm" not in names or room_of(module) == "rollout"
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_folder_has_a_layer() -> None:
     assert {room_of(module) for module in MODULES} <= FLOOR.keys()
 
 
@@ -127,11 +127,11 @@ def reached(module: str, file: Path) -> set[str]:
     return {name for name in result if name in MODULES} - {module}
 
 
-def test_no_files_form_a_circle() -> None:
+def test_no_files_import_each_other_in_cycle() -> None:
     assert circle({module: reached(module, file) for module, file in MODULES.items()}) == []
 
 
-def test_a_circle_is_found() -> None:
+def test_import_cycle_is_detected() -> None:
     assert sorted(set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}))) == ["a", "b", "c"]
 
 
@@ -152,7 +152,7 @@ def test_folder_is_small_and_documented(folder: Path) -> None:
         ("from dsreason.evaluation import run", "data_adapters.llava"),
     ],
 )
-def test_import_of_higher_room_is_found(source: str, module: str) -> None:
+def test_import_from_higher_layer_is_detected(source: str, module: str) -> None:
     assert len(forbidden(source, module)) == 1
 
 
@@ -165,5 +165,5 @@ def test_import_of_higher_room_is_found(source: str, module: str) -> None:
         ("from data_adapters import jsonl", "data_adapters.builtin"),
     ],
 )
-def test_imports_of_lower_rooms_and_libraries_pass(source: str, module: str) -> None:
+def test_imports_from_lower_layers_and_libraries_pass(source: str, module: str) -> None:
     assert forbidden(source, module) == []

@@ -30,7 +30,7 @@ def test_names_and_texts_are_unique() -> None:
         assert [value for value, count in Counter(values).items() if count > 1] == []
 
 
-def test_every_room_has_a_fault() -> None:
+def test_every_folder_has_a_fault() -> None:
     rooms = {folder.name for folder in (ROOT / "dsreason").iterdir() if (folder / "__init__.py").exists()}
     assert rooms - {fault.file.split("/")[1] for fault in FAULTS} == set()
 

@@ -153,14 +153,14 @@ def test_reward_url_query_is_used_but_masked(url: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["s3://user:sentinel@bucket", "with sentinel in it", f"hf_{'a' * 30}"])
-def test_a_mask_is_known_again(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_masked_values_are_recognized(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("A_KEY", "sentinel")
     assert [*iter_masked_keys({"a": text})] == []
     assert [*iter_masked_keys({"a": hide_in_json(text)})] == ["a"]
 
 
 @pytest.mark.parametrize("text", ["…", "and so on…", "what is it?…", "a <BIG_KEY> here", "x=…"])
-def test_other_ellipses_are_no_masks(text: str) -> None:
+def test_other_ellipses_do_not_count_as_masks(text: str) -> None:
     assert [*iter_masked_keys({"prompt": text})] == []
 
 
@@ -187,7 +187,7 @@ def test_recorded_command_line_hides_secrets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", ["Look at https://a/b?c=1", "Say token=abc", "My name is sentinel"])
 def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
-    """Resume a run with masked values, even if its record shows values that are masked by now."""
+    """Check that a run with masked values can be resumed, even if its record has values that this version masks."""
     options = {"judge.py:f": {"api_key": "sk-sentinel"}}
     config = judged(options=options, remote={"url": "https://judge/score?k=1"})
     config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": prompt})})
@@ -203,7 +203,7 @@ def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("part", ["https://", "a:b@", "://a:", "token='", "?key=", "api_key_"])
 def test_long_hostile_text_is_scanned_quickly(part: str) -> None:
-    """A pattern that looks at the rest of the text from every place would take minutes."""
+    """Check for linear time; a pattern that scans the rest of the text from every position would take minutes."""
     long = part * (200_000 // len(part))
     assert "sentinel" not in hide_in_json(f"{long} api_key=sentinel")
     assert [*iter_masked_keys(f"{long} api_key=…")] == [""]

@@ -39,7 +39,7 @@ def locked(file: Path) -> dict[str, set[Version]]:
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
 @pytest.mark.parametrize("folder", [REQUIREMENTS, REQUIREMENTS / "oldest"], ids=["newest", "oldest"])
-def test_what_is_locked_is_what_is_claimed(folder: Path, extra: str) -> None:
+def test_locked_versions_match_declared_ranges(folder: Path, extra: str) -> None:
     versions = locked(folder / f"{extra}.txt")
     wrong = {
         str(requirement): version

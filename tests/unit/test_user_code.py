@@ -83,7 +83,7 @@ def test_own_folder_precedes_current_folder_in_imports(write: Write, tmp_path: P
 
 
 @pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
-def test_what_it_imports_may_import_in_turn(write: Write, init: bool) -> None:
+def test_imported_files_may_import_further_files(write: Write, init: bool) -> None:
     if init:
         write("parts/__init__.py", "")
     write("parts/deep.py", "from parts.deeper import ONE\nimport helper\nSUM = ONE + helper.ONE\n")
@@ -115,7 +115,7 @@ def test_libraries_never_find_modules_of_the_folder(write: Write) -> None:
     assert importlib.util.find_spec("optional_package") is None
 
 
-def test_nothing_installed_is_hidden(write: Write, library: None) -> None:
+def test_local_files_never_hide_installed_modules(write: Write, library: None) -> None:
     for name in ("json", "a_library", "colorsys", "numpy"):
         write(f"{name}.py", "raise RuntimeError('planted')")
     file = write(
@@ -125,7 +125,7 @@ def test_nothing_installed_is_hidden(write: Write, library: None) -> None:
     assert value(file) == "[1]"
 
 
-def test_the_import_path_stays_as_it_is(write: Write) -> None:
+def test_import_path_is_unchanged(write: Write) -> None:
     before = list(sys.path)
     write("named/inner.py", "import helper\nONE = helper.ONE")
     write("helper.py", "ONE = 1")
@@ -134,7 +134,7 @@ def test_the_import_path_stays_as_it_is(write: Write) -> None:
     assert sys.path == before
 
 
-def test_a_missing_module_is_missed_as_ever(write: Write) -> None:
+def test_missing_module_is_reported_as_usual(write: Write) -> None:
     file = write("own.py", "import nothing_of_the_kind")
     with pytest.raises(
         ConfigError, match="cannot be imported: ModuleNotFoundError: No module named 'nothing_of_the_kind'"

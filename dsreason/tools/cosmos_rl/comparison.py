@@ -1,4 +1,4 @@
-"""Comparison of the two configurations' effect: batch, learning rate, steps, tokens."""
+"""Comparison of what both configurations do: batch size, learning rate, steps, tokens, weight decay."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dsreason.files.address import is_s3
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
 
 MOST_BYTES = 512 * 1024**2
-"""Maximum size in bytes of a file whose rows are counted."""
+"""Maximum size, in bytes, of a file whose rows are counted."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """One line of the comparison: a quantity, with its description for cosmos-rl and for dsreason."""
+    """One line of the comparison: a quantity, and its value in cosmos-rl and in dsreason."""
 
     name: str
-    theirs: str
-    ours: str
+    cosmos_rl: str
+    dsreason: str
 
 
 def list_meanings(cosmos: Settings, draft: Draft) -> list[Meaning]:
@@ -43,12 +43,15 @@ def compare_batch(cosmos: Settings, draft: Draft) -> list[Meaning]:
     if draft.trainer == "grpo":
         size, prompts = draft.get("grpo.num_generations"), draft.get("grpo.prompts_per_step")
         updates = draft.get("grpo.optimizer_steps_per_rollout") or 1
-        ours = f"{prompts} prompts x {size} completions = {prompts * size} per rollout, {prompts * size // updates} per update"
-        theirs = f"{each} completions per replica x {replicas} = {each * replicas} per step"
-        return [gpus, Meaning("global batch", theirs, ours)]
+        completions = prompts * size
+        dsreason = (
+            f"{prompts} prompts x {size} completions = {completions} per rollout, {completions // updates} per update"
+        )
+        cosmos_rl = f"{each} completions per replica x {replicas} = {each * replicas} per step"
+        return [gpus, Meaning("global batch", cosmos_rl, dsreason)]
     global_batch = draft.get("train.global_batch_size")
-    theirs = f"{each} per data-parallel rank x {global_batch // each} = {global_batch} samples"
-    return [gpus, Meaning("global batch", theirs, f"{global_batch} samples, on any number of GPUs")]
+    cosmos_rl = f"{each} per data-parallel rank x {global_batch // each} = {global_batch} samples"
+    return [gpus, Meaning("global batch", cosmos_rl, f"{global_batch} samples, on any number of GPUs")]
 
 
 def describe_gpus(cosmos: Settings, draft: Draft) -> str:
@@ -90,15 +93,15 @@ def compare_steps(draft: Draft, rows: int | None) -> list[Meaning]:
     epochs, most = draft.get("train.epochs"), draft.get("train.max_steps")
     capped = f", at most {most}" if most else ""
     if rows is None:
-        theirs = f"rows / {size}, rounded down, x {epochs} epochs{capped}"
-        return [Meaning("steps", theirs, f"rows x {epochs} epochs / {size}, rounded down{capped}")]
+        cosmos_rl = f"rows / {size}, rounded down, x {epochs} epochs{capped}"
+        return [Meaning("steps", cosmos_rl, f"rows x {epochs} epochs / {size}, rounded down{capped}")]
     held_out = draft.get("data.validation") or 0
     used = rows - (count_held_out_rows(rows, held_out) if not isinstance(held_out, dict) else 0)
-    their_steps, own_steps = used // size * epochs, used * epochs // size
+    cosmos_steps, dsreason_steps = used // size * epochs, used * epochs // size
     if most:
-        their_steps, own_steps = min(their_steps, most), min(own_steps, most)
+        cosmos_steps, dsreason_steps = min(cosmos_steps, most), min(dsreason_steps, most)
     each = f"{used} {unit} / {size} = {used / size:.1f} per epoch"
-    return [Meaning("steps", f"{each}, {their_steps} in total{capped}", f"{each}, {own_steps} in total{capped}")]
+    return [Meaning("steps", f"{each}, {cosmos_steps} in total{capped}", f"{each}, {dsreason_steps} in total{capped}")]
 
 
 def count_held_out_rows(rows: int, share: float) -> int:
@@ -106,7 +109,7 @@ def count_held_out_rows(rows: int, share: float) -> int:
 
 
 def compare_tokens(cosmos: Settings, draft: Draft) -> list[Meaning]:
-    """Compare the maximum numbers of tokens, the handling of longer samples, and the averaging of the loss."""
+    """Compare the maximum numbers of tokens, the treatment of longer samples, and how the loss is averaged."""
     longest = draft.get("model.max_length")
     samples = draft.get("train.global_batch_size") or draft.get("grpo.prompts_per_step") * draft.get(
         "grpo.num_generations"
@@ -132,7 +135,7 @@ def compare_optimizer() -> list[Meaning]:
 
 
 def count_rows(draft: Draft) -> int | None:
-    """Count the rows of a local file or folder; return None if they are elsewhere, or the file is too large or not understood."""
+    """Count the rows in a local file or folder; return None if the data is remote, too large or in an unknown format."""
     path = draft.get("data.path") or ""
     if not path or is_s3(path):
         return None

@@ -24,7 +24,7 @@ LANGUAGE_KEYS: dict[str, Key] = (
 )
 """Keys in files for vision-language and text models."""
 WORLD_KEYS: dict[str, Key] = LANGUAGE_KEYS | keys_of_world.KEYS
-"""Keys in files for world models in diffusers' format; their entries take precedence over those of `LANGUAGE_KEYS`."""
+"""Keys in files for world models in diffusers' format; an entry here replaces the one in `LANGUAGE_KEYS`."""
 DEFAULT = "dsreason's default"
 PREDICT_KEYS: dict[str, Key] = keys_of_predict.KEYS
 """Keys in files for the older trainer of Cosmos-Predict2.5, which have a different structure."""
@@ -42,10 +42,10 @@ class Imported:
     arguments: list[str]
 
     def check(self, name: str) -> None:
-        """Check that no finding is an error.
+        """Check that no finding has the verdict "error".
 
         Raises:
-            ConfigError: some keys cannot be used or left out; the message lists all of them.
+            ConfigError: some keys can be neither used nor left out; the message lists all of them.
         """
         errors = [f"{name}: {finding.key}: {finding.text}" for finding in self.findings if finding.verdict == "error"]
         if errors:
@@ -53,7 +53,7 @@ class Imported:
 
 
 def is_cosmos_rl(document: dict[str, Any]) -> bool:
-    """Return whether a configuration file is for cosmos-rl; dsreason files have none of these sections and keys."""
+    """Return whether a configuration file is for cosmos-rl, that is, has a section or key that dsreason files never have."""
     train_section = document.get("train")
     return (
         isinstance(document.get("policy"), dict)
@@ -75,26 +75,26 @@ def is_predict(document: dict[str, Any]) -> bool:
 
 
 def is_evaluation(document: dict[str, Any]) -> bool:
-    """Return whether a configuration file is cosmos-reason1's `evaluate.yaml`, which `dsreason eval` reads without conversion."""
+    """Return whether a configuration file is cosmos-reason1's `evaluate.yaml`, which `dsreason eval` reads directly."""
     return "evaluation" in document and "datasets" in document
 
 
 def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
-    """Convert a file. Keys that cannot be used or left out become findings with the verdict "error"; see `Imported.check`.
+    """Convert a file. Keys that can be neither used nor left out become findings with the verdict "error".
 
     Args:
-        accepted: keys that may be left out even if this changes the result.
+        accepted: keys that may be left out even if this changes the result of training.
 
     Raises:
         ConfigError: an accepted key is not in the file.
     """
-    accepted_names = frozenset(accepted)
+    accepted_keys = frozenset(accepted)
     if is_predict(document):
-        return convert_document(document, PREDICT_KEYS, Draft("world", accepted_names), [predict.convert_world])
+        return convert_document(document, PREDICT_KEYS, Draft("world", accepted_keys), [predict.convert_world])
     policy_section = document.get("policy")
     if isinstance(policy_section, dict) and policy_section.get("is_diffusers") is True:
-        return convert_document(document, WORLD_KEYS, Draft("world", accepted_names), [world.convert_world])
-    draft = Draft(choose_trainer(document), accepted_names)
+        return convert_document(document, WORLD_KEYS, Draft("world", accepted_keys), [world.convert_world])
+    draft = Draft(choose_trainer(document), accepted_keys)
     parts = [
         train.convert_ranks,
         train.convert_optimizer,
@@ -126,7 +126,7 @@ def convert_document(document: dict[str, Any], keys: dict[str, Key], draft: Draf
     for key in sorted(draft.accepted - cosmos.given.keys()):
         raise ConfigError(f"--accept {key}: the file has no such key; correct it")
     check_values(cosmos, draft)
-    if not any(verdict == "error" for verdict, _ in draft.notes.values()):  # the parts need valid values
+    if not any(verdict == "error" for verdict, _ in draft.notes.values()):  # the parts rely on valid values
         copy_values(cosmos, draft)
         for part in parts:
             part(cosmos, draft)
@@ -139,23 +139,23 @@ def convert_document(document: dict[str, Any], keys: dict[str, Key], draft: Draf
         for key, (verdict, text) in draft.notes.items()
         if key not in cosmos.given
     ]
-    shown_meanings = [] if any(finding.verdict == "error" for finding in findings) else list_meanings(cosmos, draft)
-    return Imported(draft.trainer, draft.config, findings, shown_meanings, draft.num_gpus, draft.arguments)
+    meanings = [] if any(finding.verdict == "error" for finding in findings) else list_meanings(cosmos, draft)
+    return Imported(draft.trainer, draft.config, findings, meanings, draft.num_gpus, draft.arguments)
 
 
 def check_values(cosmos: Settings, draft: Draft) -> None:
-    """Report the values of the wrong kind."""
+    """Report all values that are not of the kind that their key takes."""
     for key, value in cosmos.given.items():
         known_key = cosmos.keys.get(key)
         if known_key is None and any(name.startswith(f"{key}.") for name in cosmos.keys):
             if value != {}:
-                draft.wrong(key, f"must be a section; got {value!r:.60}")
+                draft.reject_value(key, f"must be a section; got {value!r:.60}")
         elif known_key is not None and not is_of_kind(value, known_key.takes):
-            draft.wrong(key, f"must be {SHOWN[known_key.takes]}; got {value!r:.60}")
+            draft.reject_value(key, f"must be {SHOWN[known_key.takes]}; got {value!r:.60}")
 
 
 def copy_values(cosmos: Settings, draft: Draft) -> None:
-    """Convert the keys that are copied, and refuse values of keys that can be left out only for other values."""
+    """Convert the keys that are copied, and refuse the keys whose value does not permit leaving them out."""
     for key, known_key in cosmos.keys.items():
         if draft.trainer not in known_key.trainers:
             continue
@@ -170,7 +170,7 @@ def copy_values(cosmos: Settings, draft: Draft) -> None:
 
 
 def make_finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> KeyFinding:
-    """Make the finding about a key of the file."""
+    """Build the finding about a key in the file."""
     if key in draft.notes:
         return KeyFinding(key, value, *draft.notes[key])
     known_key = cosmos.keys.get(key)
@@ -191,7 +191,7 @@ def make_finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> KeyFin
 
 
 def describe_result(name: str, draft: Draft) -> str:
-    """Describe the result of a cosmos-rl key: a dsreason key with its value, the number of GPUs, or the command; "" if unset."""
+    """Describe what a cosmos-rl key became: a dsreason key and its value, the number of GPUs, or the command; "" if unset."""
     if name == "GPUs":
         return f"{draft.num_gpus} GPUs in total"
     if name == "the command":

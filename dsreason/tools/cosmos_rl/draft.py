@@ -1,4 +1,4 @@
-"""The parsed cosmos-rl file, and the dsreason configuration that is built from it."""
+"""The values of a cosmos-rl file, and the unfinished dsreason configuration that is built from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KeyFinding:
 
 
 def iter_flat(document: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the key and value of every entry, such as `("train.epoch", 1)`; values of the keys in `whole` stay tables."""
+    """Yield the dotted key and value of every entry, such as `("train.epoch", 1)`; tables of the keys in `whole` stay tables."""
     for name, value in document.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in whole and value:
@@ -33,7 +33,7 @@ def iter_flat(document: Mapping[str, Any], whole: Collection[str], prefix: str =
 
 @dataclass(frozen=True)
 class Settings:
-    """Values of a cosmos-rl file; for keys that the file lacks, cosmos-rl's defaults."""
+    """Values in a cosmos-rl file, with cosmos-rl's defaults for missing keys."""
 
     document: dict[str, Any]
     keys: dict[str, Key]
@@ -48,53 +48,53 @@ class Settings:
         return self.given.get(key, self.keys[key].default)
 
     def __contains__(self, key: str) -> bool:
-        """Return whether the file has the key, or any key in the section of this name."""
+        """Return whether the file has this key, or a section of this name that is not empty."""
         return key in self.given or any(name.startswith(f"{key}.") for name in self.given)
 
 
 @dataclass
 class Draft:
-    """Unfinished dsreason configuration, with the findings about the cosmos-rl keys so far."""
+    """Unfinished dsreason configuration, and the notes on the cosmos-rl keys converted so far."""
 
     trainer: str
     accepted: frozenset[str] = frozenset()
     """cosmos-rl keys that the user passed to `--accept`, allowing them to be left out or approximated."""
     config: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
-    """Verdict and explanation by cosmos-rl key."""
+    """cosmos-rl key → verdict and explanation."""
     arguments: list[str] = field(default_factory=list)
     """Additional command-line arguments for the run."""
     num_gpus: int = 1
 
     def set(self, key: str, value: Any) -> None:
-        """Set a dsreason key, such as `optim.lr`; None keeps its default."""
+        """Set a dsreason key, such as `optim.lr`; None leaves the key at its default."""
         if value is None:
             return
         *sections, name = key.split(".")
-        here = self.config
+        target = self.config
         for section in sections:
-            here = here.setdefault(section, {})
-        here[name] = value
+            target = target.setdefault(section, {})
+        target[name] = value
 
     def get(self, key: str) -> Any:
-        """Return the value of a dsreason key that was set, or None."""
-        here: Any = self.config
+        """Return the value of a dsreason key; None if it has not been set."""
+        node: Any = self.config
         for name in key.split("."):
-            if not isinstance(here, dict) or name not in here:
+            if not isinstance(node, dict) or name not in node:
                 return None
-            here = here[name]
-        return here
+            node = node[name]
+        return node
 
     def note_difference(self, key: str, text: str) -> None:
-        """Note that the run is possible, but differs in this key."""
+        """Note that the run is possible, but does something else than cosmos-rl for this key."""
         self.notes[key] = ("differs", text)
 
-    def wrong(self, key: str, text: str) -> None:
-        """Report a value that cannot be used at all."""
+    def reject_value(self, key: str, text: str) -> None:
+        """Report a value that is invalid, so that the user cannot accept it."""
         self.notes[key] = ("error", text)
 
     def refuse(self, key: str, text: str) -> bool:
-        """Refuse a key whose omission would change the result, unless the user accepted that; return whether they did."""
+        """Refuse a key that cannot be converted exactly, unless the user accepted the difference; return whether they did."""
         accepted = key in self.accepted
         self.notes[key] = (
             ("differs", f"accepted: {text}")

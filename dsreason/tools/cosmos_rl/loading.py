@@ -1,4 +1,4 @@
-"""Loading of run configurations from dsreason files or cosmos-rl files."""
+"""Functions that load the configuration of a run from a dsreason file or a cosmos-rl file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find_import(path: Path | None) -> Imported | None:
     """Convert a cosmos-rl file; return None for a dsreason configuration or without a path.
 
     Raises:
-        ConfigError: the file cannot be read, or has keys that cannot be used or left out.
+        ConfigError: the file cannot be read, or has keys that can be neither used nor left out.
     """
     if path is None:
         return None
@@ -34,13 +34,13 @@ def find_import(path: Path | None) -> Imported | None:
 def load_run(
     trainer: str, schema: type[S], path: Path | None, overrides: Sequence[str], *, default_recipe: str
 ) -> tuple[S, Imported | None]:
-    """Load a configuration like `load_config`, from a dsreason file or a cosmos-rl file.
+    """Load a configuration as `load_config` does, from a dsreason file or a cosmos-rl file.
 
     Returns:
-        The configuration, and the import that it comes from; None for a dsreason file.
+        The configuration, and the result of the conversion (None for a dsreason file).
 
     Raises:
-        ConfigError: as for `load_config`, or a cosmos-rl file is for another command.
+        ConfigError: as for `load_config`, or the cosmos-rl file is for another command.
     """
     imported = find_import(path)
     if imported is None:

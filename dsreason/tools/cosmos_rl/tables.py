@@ -1,4 +1,4 @@
-"""Display of the findings about a cosmos-rl file's keys, and of the two configurations' effect, as tables."""
+"""Tables of the findings about a cosmos-rl file's keys, and of what both configurations do."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HEADS: dict[Verdict, str] = {
     "mapped": "mapped",
     "left out": "no equivalent, ignored safely because …",
 }
-"""Titles of the tables in display order: verdicts that need attention come first. Errors are raised after the tables."""
+"""Verdict → title of its table, in display order, starting with those that need attention. Errors are raised afterwards."""
 
 
 def show(imported: Imported) -> None:
-    """Print the findings about the keys, and the comparison of both configurations, to stderr."""
+    """Print the findings about the keys and the comparison of both configurations to stderr."""
     console = open_console(stderr=True)
     for verdict in HEADS:
         findings = [finding for finding in imported.findings if finding.verdict == verdict]
@@ -32,28 +32,28 @@ def show(imported: Imported) -> None:
     if imported.meanings:
         table = Table("", "cosmos-rl", "dsreason", title="What they mean", box=SIMPLE_HEAD, title_justify="left")
         for meaning in imported.meanings:
-            table.add_row(meaning.name, Text(meaning.theirs), Text(meaning.ours))
+            table.add_row(meaning.name, Text(meaning.cosmos_rl), Text(meaning.dsreason))
         console.print(table)
 
 
-def make_keys_table(verdict: Verdict, found: Sequence[KeyFinding]) -> Table:
-    """Return the table of one verdict; keys that were left out for the same reason share a row."""
-    title = f"{HEADS[verdict]} ({len(found)})"
+def make_keys_table(verdict: Verdict, findings: Sequence[KeyFinding]) -> Table:
+    """Build the table of one verdict; keys that were left out for the same reason share a row."""
+    title = f"{HEADS[verdict]} ({len(findings)})"
     table = Table(
         "cosmos-rl key", "dsreason", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict]
     )
     if verdict != "left out":
-        for finding in found:
+        for finding in findings:
             table.add_row(Text(f"{finding.key} = {finding.value!r:.60}"), Text(finding.text))
         return table
-    for reason in dict.fromkeys(finding.text for finding in found):
-        same = [f"{finding.key} = {finding.value!r:.40}" for finding in found if finding.text == reason]
+    for reason in dict.fromkeys(finding.text for finding in findings):
+        keys = [f"{finding.key} = {finding.value!r:.40}" for finding in findings if finding.text == reason]
         shown_cells = (
-            same if len(same) <= MOST_KEYS else [*same[: MOST_KEYS - 1], f"and {len(same) - MOST_KEYS + 1} more"]
+            keys if len(keys) <= MOST_KEYS else [*keys[: MOST_KEYS - 1], f"and {len(keys) - MOST_KEYS + 1} more"]
         )
         table.add_row(Text("\n".join(shown_cells)), Text(reason))
     return table
 
 
 MOST_KEYS = 12
-"""Maximum number of keys, and a final "and N more", that are listed per reason."""
+"""Maximum number of lines per reason: keys, and possibly a final "and N more"."""

@@ -1,4 +1,4 @@
-"""Output of the imported configuration as a TOML file that the user can edit."""
+"""Formatting of the imported configuration as a TOML file that the user can edit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDER = (
 
 
 def write_toml(imported: Imported, source: str) -> str:
-    """Return the file's content: comments with the command and the differences, followed by the sections."""
+    """Return the content of the file: comments that list the command and the differences, and the sections."""
     document = tomlkit.document()
     document.add(tomlkit.comment(f"Imported from the cosmos-rl file {source}, for {describe_gpus(imported)}."))
     document.add(tomlkit.comment(f"  {write_command(imported, 'this.toml')}"))
@@ -34,7 +34,7 @@ def write_toml(imported: Imported, source: str) -> str:
 
 
 def make_table(values: dict[str, Any]) -> Table:
-    """Make a table with plain values first; in TOML, a value after a subtable's header would belong to the subtable."""
+    """Build a table with plain values first, because a value after a subtable's header would belong to the subtable."""
     made = tomlkit.table()
     for key, value in values.items():
         if not isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""`dsreason doctor`: checks whether a machine can train and reports a finding, with a remedy if needed, for each check."""
+"""`dsreason doctor`: checks whether a machine can train and reports the findings of all checks, with remedies."""

@@ -14,10 +14,10 @@ from dsreason.tools.doctor.finding import DoctorFinding, report_failure, report_
 
 @dataclass(frozen=True)
 class Check:
-    """A check: the name displayed while it runs, and its function."""
+    """A check of the machine: the name that is displayed while it runs, and the function that yields its findings."""
 
     name: str
-    look: Callable[[], Iterator[DoctorFinding]]
+    run: Callable[[], Iterator[DoctorFinding]]
 
 
 CHECKS = (
@@ -25,7 +25,7 @@ CHECKS = (
     Check("packages", versions.check_packages),
     Check("extras", versions.check_extras),
     Check("compiler", machine.check_compiler),
-    Check("driver", gpus.check_driver_answers),
+    Check("driver", gpus.check_driver_responds),
     Check("GPUs", gpus.check_gpus),
     Check("memory", machine.check_memory),
     Check("disks", machine.check_disks),
@@ -42,12 +42,12 @@ TRIALS = (
 
 
 def iter_findings(check: Check) -> Iterator[DoctorFinding]:
-    """Yield the findings of a check; if the check itself raises, yield that as a failure."""
+    """Yield the findings of a check; if the check raises an error, yield the error as a failed finding."""
     try:
-        yield from check.look()
+        yield from check.run()
     except Exception as error:  # noqa: BLE001 (a broken machine can raise anything)
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        yield report_failure(check.name, f"the check failed: {text}", "please report this line")
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        yield report_failure(check.name, f"the check failed: {reason}", "please report this line")
 
 
 def check_config(config: Any) -> Iterator[DoctorFinding]:

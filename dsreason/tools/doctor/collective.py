@@ -1,6 +1,6 @@
-"""Test of a collective: two ranks connect and sum numbers. Run as `python -m dsreason.tools.doctor.collective`.
+"""Test of a collective, in which two ranks connect and sum numbers. Run as `python -m dsreason.tools.doctor.collective`.
 
-The ranks that it starts run the same module.
+The test starts the ranks, which run this module, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VALUES = 8 * 1024**2
 """Number of float32 values in the timed all-reduce."""
 
 
-def rank() -> None:
+def run_rank() -> None:
     """Run one rank: check and time an all-reduce of `VALUES` values.
 
     Raises:
@@ -33,7 +33,7 @@ def rank() -> None:
     world = init_world()
     expected = float(sum(range(1, world.size + 1)))
     values = torch.full((VALUES,), float(world.rank + 1), device=world.device)
-    dist.all_reduce(values.clone())  # the first collective establishes the connection
+    dist.all_reduce(values.clone())  # the first collective establishes the connection, so it is not timed
     started = time.monotonic()
     dist.all_reduce(values)
     total = values.double().mean().item()
@@ -63,8 +63,8 @@ if __name__ == "__main__":
     try:
         if launch.is_rank():
             launch.enter_rank()
-            rank()
+            run_rank()
         else:
             main()
-    except Exception as error:  # noqa: BLE001 (reported in the same way as by `dsreason`)
+    except Exception as error:  # noqa: BLE001 (any error is reported as the `dsreason` command does)
         sys.exit(launch.report(error))

@@ -1,4 +1,4 @@
-"""Checks of environment variables that affect runs, and of tokens, which are reported as present or absent but never shown."""
+"""Checks of environment variables that affect runs, and of access tokens, whose presence is reported without showing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
 }
-"""Debugging variables that may have been left set, and the value that makes training slow."""
+"""Debugging variable that is easily forgotten → its value that slows down training."""
 TOKENS = {
     "Hugging Face": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
     "Weights & Biases": ("WANDB_API_KEY",),
@@ -29,7 +29,7 @@ STORED = {
     "Weights & Biases": ("~/.netrc",),
     "S3": ("~/.aws/credentials",),
 }
-"""Files that store credentials, by service."""
+"""Service → files in which its client stores credentials."""
 NEEDED_FOR = {
     "Hugging Face": "gated models and uploads",
     "Weights & Biases": "monitor.wandb",
@@ -38,63 +38,63 @@ NEEDED_FOR = {
 }
 
 
-def check_variables(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
-    problems = list(find_suspicious(given))
+def check_variables(variables: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
+    problems = list(find_suspicious(variables))
     yield from problems or [
         report_pass("environment", "no problems with variables of the allocator, ranks, Hub, NCCL, vLLM and proxies")
     ]
 
 
-def find_suspicious(given: Mapping[str, str]) -> Iterator[DoctorFinding]:
+def find_suspicious(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
     for name in ALLOCATOR:
-        if "expandable_segments:true" in given.get(name, "").lower().replace(" ", ""):
+        if "expandable_segments:true" in variables.get(name, "").lower().replace(" ", ""):
             cure = f"unset {name}, because vLLM's sleep mode cannot release such memory"
             yield report_failure("allocator", f"{name} has expandable_segments:True", cure)
-    if ranks := [name for name in RANK_VARIABLES if name in given]:
+    if ranks := [name for name in RANK_VARIABLES if name in variables]:
         yield report_failure(
             "environment", f"this shell sets {', '.join(ranks)}, so commands act as ranks of a job", "unset them"
         )
-    if offline := [name for name in OFFLINE if given.get(name, "0").lower() not in ("", "0", "false", "no")]:
+    if offline := [name for name in OFFLINE if variables.get(name, "0").lower() not in ("", "0", "false", "no")]:
         yield report_warning(
             "environment",
             f"this shell sets {' and '.join(offline)}, so nothing is downloaded",
             "unset it if models have to be downloaded",
         )
     for name, value in SLOW.items():
-        if given.get(name) == value:
+        if variables.get(name) == value:
             yield report_warning(
                 "environment", f"{name}={value} slows down training", "unset it, unless you are debugging"
             )
-    if vllm_variables := sorted(name for name in given if name.startswith("VLLM_")):
+    if vllm_variables := sorted(name for name in variables if name.startswith("VLLM_")):
         yield report_warning(
             "environment",
             f"this shell sets {', '.join(vllm_variables)}, so vLLM may behave differently than in our tests",
             "unset what you do not need",
         )
-    if given.get("PYTHONPATH"):
+    if variables.get("PYTHONPATH"):
         yield report_warning(
             "environment",
             "PYTHONPATH is set, so its packages may hide the installed ones",
             "unset it if you do not need it",
         )
-    proxies = sorted(name for name in given if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
-    if proxies and not any(name in given for name in ("NO_PROXY", "no_proxy")):
+    proxies = sorted(name for name in variables if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
+    if proxies and not any(name in variables for name in ("NO_PROXY", "no_proxy")):
         cure = "set NO_PROXY to localhost,127.0.0.1 and your reward and teacher servers"
         yield report_warning("environment", f"this shell sets {', '.join(proxies)}, but not NO_PROXY", cure)
 
 
-def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
-    """Report whether a token for each service is present, as a variable or in a file; do not check whether it is valid."""
-    for name, variables in TOKENS.items():
-        credentials = [variable for variable in variables if given.get(variable)]
-        credentials += [path for path in STORED.get(name, ()) if is_there(Path(path))]
+def check_tokens(variables: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
+    """Report for each service whether a token is present in a variable or file. Whether it is valid is not checked."""
+    for name, token_variables in TOKENS.items():
+        credentials = [variable for variable in token_variables if variables.get(variable)]
+        credentials += [path for path in STORED.get(name, ()) if is_file(Path(path))]
         if credentials:
             yield report_pass(f"token: {name}", f"present ({', '.join(credentials)})")
         else:
-            yield report_pass(f"token: {name}", f"absent; for {NEEDED_FOR[name]}, set {' or '.join(variables)}")
+            yield report_pass(f"token: {name}", f"absent; for {NEEDED_FOR[name]}, set {' or '.join(token_variables)}")
 
 
-def is_there(path: Path) -> bool:
+def is_file(path: Path) -> bool:
     try:
         return path.expanduser().is_file()
     except (OSError, RuntimeError):  # RuntimeError: the home folder is unknown

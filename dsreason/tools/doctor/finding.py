@@ -1,4 +1,4 @@
-"""Findings of checks, and helpers to create them."""
+"""Findings of the checks, and functions to create them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def report_failure(name: str, what: str, cure: str) -> DoctorFinding:
 
 
 def run_program(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Return the exit code of a program and everything that it prints.
+    """Run a program, and return its exit code and its output (stdout and stderr).
 
     The code is 124 if the program takes more than `seconds`, and 127 if it cannot be started.
     """
     try:
-        ended = subprocess.run(
+        completed = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -56,7 +56,7 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[int, str]:
         return 124, (error.stdout or b"").decode(errors="replace")
     except OSError as error:
         return 127, str(error)
-    return ended.returncode, ended.stdout.decode(errors="replace")
+    return completed.returncode, completed.stdout.decode(errors="replace")
 
 
 def find_last_line(text: str) -> str:
@@ -64,7 +64,9 @@ def find_last_line(text: str) -> str:
 
     Secrets and control characters are removed.
     """
-    printable = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in hide_secrets(text))
+    printable = "".join(
+        character if character.isprintable() or character == "\n" else " " for character in hide_secrets(text)
+    )
     lines = [" ".join(line.split()) for line in printable.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     return (errors or lines or ["no output"])[-1][:300]

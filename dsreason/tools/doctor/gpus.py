@@ -1,4 +1,4 @@
-"""GPU checks: the GPUs that the driver and torch see, their memory, and its use by other processes."""
+"""Checks of the GPUs: whether the driver and torch see them, and whether other processes use their memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dsreason.tools.doctor.finding import (
 QUERY = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current,ecc.errors.uncorrected.volatile.total"
 SECONDS = 20
 FLASH = (8, 0)
-"""Lowest compute capability that supports bf16 and flash attention."""
+"""Minimum compute capability for bf16 and flash attention."""
 BUSY = 1024
-"""MiB that other processes may use on a GPU before a warning is issued."""
+"""MiB in use on a GPU above which a warning is issued."""
 
 
 def check_gpus() -> Iterator[DoctorFinding]:
@@ -80,7 +80,7 @@ def check_without_gpus(built_for: str | None, cards: int) -> Iterator[DoctorFind
 
 
 def list_cards() -> list[list[str]]:
-    """Return the fields of `QUERY` for each card; the list is empty if the driver is missing or fails."""
+    """Return the values of the fields in `QUERY` for each card; empty if the driver is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     code, text = run_program(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], SECONDS)
@@ -111,11 +111,11 @@ def check_card(card: list[str]) -> Iterator[DoctorFinding]:
 
 
 def parse_mib(text: str) -> int:
-    """Return the number of MiB in a field of the driver's reply; 0 if the field is not a number."""
+    """Parse a number of MiB from nvidia-smi's output; return 0 if it is not a number."""
     return int(text) if text.isdecimal() else 0
 
 
-def check_driver_answers() -> Iterator[DoctorFinding]:
+def check_driver_responds() -> Iterator[DoctorFinding]:
     """Report a driver that hangs or fails, which would otherwise look like a machine without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return

@@ -1,4 +1,4 @@
-"""Checks of the host apart from its GPUs: compiler, memory, disks, limits, videos."""
+"""Checks of everything but the GPUs: compiler, memory, disks, resource limits, video decoding."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GIB = 1024**3
 LEAST_MEMORY, USUAL_MEMORY = 8, 64
 LEAST_SHARED = 1
 LEAST_DISK, USUAL_DISK = 5, 200
-"""Thresholds in GiB. The usual values are what a model of a few billion parameters needs, including its checkpoints."""
+"""Thresholds in GiB. The `USUAL` ones suffice for a model of a few billion parameters, including its checkpoints."""
 LEAST_FILES = 4096
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 60
 
 
 def check_compiler() -> Iterator[DoctorFinding]:
-    """Check that a C++ compiler works: DeepSpeed and vLLM compile parts of themselves on their first run."""
+    """Check that a C++ compiler works, because DeepSpeed and vLLM compile some of their code on the first run."""
     compiler_name = os.environ.get("CXX")
     compiler = shutil.which(compiler_name) if compiler_name else next(filter(None, map(shutil.which, COMPILERS)), None)
     cure = "install g++ (Debian: build-essential), or set CXX to a C++ compiler"
@@ -68,7 +68,7 @@ def check_memory() -> Iterator[DoctorFinding]:
 
 
 def check_shared_memory(folder: Path) -> Iterator[DoctorFinding]:
-    """Check the size of the shared memory, through which data workers and NCCL exchange data."""
+    """Check the size of the shared memory that data workers and NCCL use to exchange data."""
     try:
         size = shutil.disk_usage(folder).total / GIB
     except OSError as error:
@@ -93,7 +93,7 @@ def check_disks() -> Iterator[DoctorFinding]:
         yield check_disk(name, folder, f"set {option} to another folder" if option else "choose another --output-dir")
 
 
-def check_disk(name: str, folder: Path, elsewhere: str) -> DoctorFinding:
+def check_disk(name: str, folder: Path, remedy: str) -> DoctorFinding:
     name = f"disk: {name}"
     try:
         existing_folder = find_existing(folder.absolute())
@@ -102,24 +102,26 @@ def check_disk(name: str, folder: Path, elsewhere: str) -> DoctorFinding:
             probe.write(b"0" * 4096)
             probe.flush()
     except OSError as error:
-        return report_failure(name, f"{folder}: cannot be written ({error.strerror})", elsewhere)
+        return report_failure(name, f"{folder}: cannot be written ({error.strerror})", remedy)
     description = f"{folder}: {free:.0f} GiB are free"
     if free < LEAST_DISK:
-        return report_failure(name, description, f"free some space, or {elsewhere}")
+        return report_failure(name, description, f"free some space, or {remedy}")
     if free < USUAL_DISK and name != "disk: temporary files":
         return report_warning(
-            name, description, f"checkpoints of 7 billion parameters take 110 GB each; free some space, or {elsewhere}"
+            name,
+            description,
+            f"each checkpoint of a model with 7 billion parameters takes 110 GB; free some space, or {remedy}",
         )
     return report_pass(name, description)
 
 
 def check_limits() -> Iterator[DoctorFinding]:
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < LEAST_FILES:
-        cure = f"run `ulimit -n {min(65536, most)}` in the shell that starts the job"
-        yield report_warning("open files", f"at most {files}", cure)
+    max_files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if max_files < LEAST_FILES:
+        cure = f"run `ulimit -n {min(65536, hard_limit)}` in the shell that starts the job"
+        yield report_warning("open files", f"at most {max_files}", cure)
     else:
-        yield report_pass("open files", f"at most {files}")
+        yield report_pass("open files", f"at most {max_files}")
     for limit, name in (
         (resource.RLIMIT_AS, "-v (memory of a process)"),
         (resource.RLIMIT_FSIZE, "-f (size of a file)"),
@@ -148,13 +150,15 @@ def check_videos() -> Iterator[DoctorFinding]:
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
         with av.open(file) as container:
-            found = [int(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
-    rising = len(found) == 8 and found == sorted(found) and found[-1] > 150
-    if rising:
+            brightness_levels = [int(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
+    is_increasing = (
+        len(brightness_levels) == 8 and brightness_levels == sorted(brightness_levels) and brightness_levels[-1] > 150
+    )
+    if is_increasing:
         yield report_pass("videos", f"PyAV {av.__version__} writes and reads videos")
     else:
         yield report_failure(
             "videos",
-            f"the 8 frames of a test clip have brightness {found}, but it must rise",
+            f"the 8 frames of a test clip should become brighter, but their brightness is {brightness_levels}",
             "reinstall PyAV (`make setup`)",
         )

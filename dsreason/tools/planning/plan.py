@@ -1,4 +1,4 @@
-"""Plan of a run: its phases on a GPU, host memory and disk space, and whether it fits."""
+"""Plan of a run: the memory of each phase on a GPU, the host memory, the disk space, and whether the run fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsreason.tools.planning.host import compute_checkpoint_copy, plan_disk, pla
 from dsreason.tools.planning.parameters import build_meta_model, count_parameters
 from dsreason.tools.planning.phases import GIB, MemoryItem, PlannedPhase, find_largest
 from dsreason.tools.planning.request import PlanRequest
-from dsreason.tools.planning.sampling import VLLM, plan_answering, plan_offload, plan_vllm_phases
+from dsreason.tools.planning.sampling import VLLM, plan_offload, plan_transformers_sampling, plan_vllm_phases
 from dsreason.tools.planning.states import compute_states
 from dsreason.tools.planning.training import compute_activations, list_held_items, plan_training
 from dsreason.tools.planning.validation import plan_held_out
@@ -28,7 +28,7 @@ class Plan:
 
     request: PlanRequest
     phases: list[PlannedPhase]
-    """Phases of the run, with the contents of one GPU's memory."""
+    """Phases of the run, each with the items in the memory of one GPU."""
     host: PlannedPhase
     disk: PlannedPhase
     vllm: VLLM | None = None
@@ -90,15 +90,15 @@ def plan_run(request: PlanRequest) -> Plan:
         sampling = plan_vllm_phases(vllm, states, during_rollout)
     elif isinstance(config, GRPOConfig):
         sampling = [
-            plan_answering(
+            plan_transformers_sampling(
                 request, states, config.rollout.batch_size, config.rollout.max_completion_length, during_rollout
             )
         ]
     elif config.validation.generate and config.data.validation != 0:
         batch, completion = config.validation.micro_batch_size, config.validation.max_completion_length
-        sampling = [plan_answering(request, states, batch, completion, extra)]
-    beside = (*extra, *([vllm.asleep] if vllm else []), MemoryItem("teacher's gathered weights", fetched))
-    held = list_held_items(states, beside)
+        sampling = [plan_transformers_sampling(request, states, batch, completion, extra)]
+    other_items = (*extra, *([vllm.asleep] if vllm else []), MemoryItem("teacher's gathered weights", fetched))
+    held = list_held_items(states, other_items)
     training = plan_training(request, held)
     if config.data.validation != 0 and not isinstance(
         config, DPOConfig
@@ -120,7 +120,7 @@ def add_fragments(phase: PlannedPhase) -> PlannedPhase:
 
 
 def compute_teacher_bytes(request: PlanRequest) -> tuple[int, int, int]:
-    """Return the teacher's bytes per rank: its shard on the GPU or on the host, and the weights gathered in its forward pass."""
+    """Return the teacher's bytes per rank: shard on the GPU, shard on the host, and weights gathered in its forward pass."""
     config = request.config
     if not isinstance(config, GRPOConfig) or config.distill.teacher is None or config.distill.by_server:
         return 0, 0, 0
@@ -142,15 +142,15 @@ def list_notes(request: PlanRequest) -> list[str]:
     notes = []
     if shape.vision_depth:
         notes.append(
-            "all packed rows are assumed to be full, with as much media as the configuration allows; shorter ones need less"
+            "assumes full packed rows with as many media tokens as the configuration allows; shorter rows need less memory"
         )
     if config.model.attention == "eager":
-        notes.append('model.attention = "eager": its attention scores of all pairs of tokens are not counted')
+        notes.append('model.attention = "eager": the attention scores of all pairs of tokens are not counted')
     if request.zero.stage < 3:
         notes.append(f"ZeRO stage {request.zero.stage}: the estimate has never been compared with a measurement")
     if copy := compute_checkpoint_copy(request):
         notes.append(
-            f"checkpoints are written while training continues if a host has another {copy / GIB:.0f} GiB for a copy "
+            f"checkpoints are written while training continues if each host has {copy / GIB:.0f} GiB more for a copy "
             "(checkpoint.background); otherwise, training waits"
         )
     if request.machine.hosts > 1:

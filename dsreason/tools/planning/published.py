@@ -1,4 +1,4 @@
-"""Architectures of published models, used if the Hub cannot be reached: the values in their config.json that determine sizes."""
+"""Architectures of published models, for use without the Hub: the values in config.json that determine the models' sizes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def make_text_only(model_type: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def list_architectures() -> dict[str, dict[str, Any]]:
-    """Return the values of config.json by the model's name on the Hub in lower case."""
+    """Return the known architectures: the model's name on the Hub in lower case → its values in config.json."""
     qwen3_vl_2b, qwen3_vl_8b = (
         make_qwen3_vl(QWEN3["1.7B"], large_tower=False),
         make_qwen3_vl(QWEN3["8B"], large_tower=True),

@@ -31,7 +31,7 @@ ZERO_DEFAULTS = {
     "stage3_max_reuse_distance": 0,
     "contiguous_gradients": True,
 }
-"""Defaults of DeepSpeed 0.19.8 for keys missing in its JSON; the reuse distance is the default of `config/deepspeed.py`."""
+"""DeepSpeed 0.19.8's defaults for missing keys, except that the default reuse distance is that of `config/deepspeed.py`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Machine:
     """Nominal memory of one GPU in GB."""
     gpus_per_host: int = GPUS_PER_HOST
     device: Literal["cuda", "cpu"] = "cuda"
-    """Device that the plan is for; `cpu` allows comparing plans with measurements on a CPU."""
+    """Device that the plan is for; plans for `cpu` can be compared with measurements on a CPU."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Zero:
-    """The section `zero_optimization` of a DeepSpeed JSON, which determines the placement of the training state."""
+    """The section `zero_optimization` of a DeepSpeed JSON, which determines where the training state is stored."""
 
     section: Mapping[str, Any]
 
@@ -78,10 +78,10 @@ class Zero:
 
 @dataclass
 class PlanRequest:
-    """Configuration of one trainer on one machine.
+    """The run to plan: a trainer, its configuration, and the machine.
 
     Raises:
-        ConfigError: the run would refuse to start in this combination.
+        ConfigError: the run would refuse to start with this configuration on this machine.
     """
 
     trainer: str
@@ -91,7 +91,7 @@ class PlanRequest:
     """Name or path of the DeepSpeed JSON."""
     config_name: str = "the run configuration"
     media_tokens: int | None = None
-    """Media tokens per row on one rank; None: as many as the configuration allows."""
+    """Media tokens per row on one rank; None: the maximum that the configuration allows."""
     trained_tokens: int | None = None
     """Trained tokens per row on one rank; None: all tokens."""
     architecture: Architecture = field(init=False)
@@ -129,7 +129,7 @@ class PlanRequest:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens per forward pass, over all ranks that share a row."""
+        """Tokens per forward pass, summed over the ranks that share a row."""
         budget, _ = self.config.token_budget
         if budget is not None:
             return budget

@@ -17,9 +17,9 @@ from dsreason.tools.planning.states import States
 BLOCK = 16
 """Tokens per block of vLLM's KV cache."""
 GRAPHS = GIB
-"""Allowance in bytes for compiled graphs and vLLM's own buffers, which stay while vLLM sleeps. It was not measured."""
+"""Allowance in bytes for compiled graphs and vLLM's buffers, which are kept while vLLM sleeps. It has not been measured."""
 EAGER = GIB // 4
-"""The same allowance with `rollout.enforce_eager`."""
+"""The same allowance if `rollout.enforce_eager` is set."""
 SAMPLER_COPIES = 3
 """Number of float32 copies of the logits that exist while tokens are sampled."""
 FINGERPRINT = 2 * 2**24 * 8
@@ -28,7 +28,7 @@ FINGERPRINT = 2 * 2**24 * 8
 
 @dataclass
 class VLLM:
-    """Memory of vLLM's engine on one GPU, in bytes."""
+    """Memory that vLLM needs on one GPU, in bytes."""
 
     request: PlanRequest
     config: GRPOConfig
@@ -53,7 +53,7 @@ class VLLM:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of a prompt and its completion together."""
+        """Maximum number of tokens in a prompt and its completion together."""
         return self.config.model.max_length + self.config.validation.max_completion_length
 
     @property
@@ -66,7 +66,7 @@ class VLLM:
 
     @cached_property
     def working(self) -> int:
-        """Peak bytes of vLLM's forward pass, which it measures at start to determine the size of the KV cache."""
+        """Peak bytes of a forward pass, which vLLM measures at startup to determine the size of the KV cache."""
         shape, pieces = self.request.shape, self.request.pieces
         batched = int(self.config.rollout.engine_options.get("max_num_batched_tokens", BATCHED_TOKENS))
         layer = pieces.trace_text_layer(batched, training=False).peak // self.parallel
@@ -84,7 +84,7 @@ class VLLM:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values per token."""
+        """Bytes of keys and values per token."""
         shape = self.request.shape
         heads = max(1, shape.kv_heads // self.parallel)
         return 2 * shape.layers * heads * shape.head_size * self.request.width
@@ -108,7 +108,7 @@ class VLLM:
         media = max(1.0, 2 * self.longest * MEDIA_BYTES_PER_TOKEN / GIB) * GIB
         return int(media) + (self.weights if self.config.rollout.sleep_level == 1 else 0)
 
-    def facts(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float]:
         return {
             "share_bytes": self.share,
             "weights_bytes": self.weights,
@@ -121,8 +121,8 @@ class VLLM:
         }
 
 
-def sync_bucket(vllm: VLLM) -> int:
-    """Return the bytes of full weights that a weight sync gathers at a time."""
+def compute_sync_bucket(vllm: VLLM) -> int:
+    """Return the bytes of unsharded weights that a weight sync gathers at a time."""
     largest = max(parameter.numel for parameter in vllm.request.parameters.all) * vllm.request.width
     return max(int(vllm.config.rollout.sync_bucket_mb * 2**20), largest)
 
@@ -140,10 +140,10 @@ def plan_offload(
 ) -> RolloutOffload:
     """Plan which training state moves to the host for a rollout.
 
-    Only GRPO has a choice: other trainers move everything for a validation with generated answers.
+    Only GRPO can choose: the other trainers move everything to the host when validation generates answers.
 
     Args:
-        extra: items on the GPU in addition to DeepSpeed's memory.
+        extra: items on the GPU that are not part of DeepSpeed's memory.
 
     Raises:
         ConfigError: `rollout.offload` is "never", and vLLM's share does not fit.
@@ -171,13 +171,13 @@ def build_rollout_memory(vllm: VLLM, states: States, extra: tuple[MemoryItem, ..
         gradients=states.gradients + states.bucket,
         moments=states.moments,
         masters=states.masters,
-        sync=2 * sync_bucket(vllm),
+        sync=2 * compute_sync_bucket(vllm),
         outside=outside,
     )
 
 
 def describe_modes(mode: OffloadMode, memory: RolloutMemory) -> str:
-    """Return a note with the GiB that move in each offload mode."""
+    """Return a note that compares the offload modes by the GiB that they move."""
     moves = ", ".join(f'"{name}" {describe_amount(name, memory)}' for name in get_args(OffloadMode))
     return f'rollout.offload = "{mode}"; state that moves to the host and back for each rollout, per GPU: {moves}'
 
@@ -194,7 +194,7 @@ def plan_vllm_phases(vllm: VLLM, states: States, extra: tuple[MemoryItem, ...]) 
     request = vllm.request
     held = (MemoryItem("policy's weights", states.weights + states.persistent), *extra)
     largest = max(parameter.numel for parameter in request.parameters.all) * request.width
-    bucket = sync_bucket(vllm)
+    bucket = compute_sync_bucket(vllm)
     sync = PlannedPhase(
         "weight sync",
         (
@@ -222,10 +222,10 @@ def plan_vllm_phases(vllm: VLLM, states: States, extra: tuple[MemoryItem, ...]) 
     return [sync, awake]
 
 
-def plan_answering(
+def plan_transformers_sampling(
     request: PlanRequest, states: States, batch: int, completion: int, extra: tuple[MemoryItem, ...]
 ) -> PlannedPhase:
-    """Plan sampling with plain transformers: a full copy of the model on every GPU, which answers `batch` prompts at a time."""
+    """Plan sampling with plain transformers: each GPU has a full copy of the model, which completes `batch` prompts at a time."""
     shape, width = request.shape, request.width
     longest = request.config.model.max_length + completion
     token = 2 * shape.layers * shape.kv_heads * shape.head_size * width

@@ -14,7 +14,7 @@ KINDS = {"trained": "trained", "frozen": "frozen", "adapter": "in adapters", "nf
 
 
 def write_headline(plan: Plan) -> list[str]:
-    """Return the first lines of the report: the planned run, its machine, architecture and parameter counts."""
+    """Return the first lines of the report: the run, its machine, and the model's architecture and parameter counts."""
     request = plan.request
     machine, parameters = request.machine, request.parameters
     several = "s" if machine.gpus > 1 else ""
@@ -55,23 +55,23 @@ def add_phase(table: Table, phase: PlannedPhase, total: str) -> None:
     table.add_row("", "[bold]total[/bold]", "", f"[bold]{total}[/bold]", end_section=True)
 
 
-def write_verdict(plan: Plan, found: list[Suggestion]) -> list[str]:
+def write_verdict(plan: Plan, suggestions: list[Suggestion]) -> list[str]:
     if plan.fits:
         fullest = plan.fullest
         room = f"the fullest phase, {fullest.name}, needs {fullest.total / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
-        beside = f"{plan.host.total / GIB:.0f} GiB of host memory, {plan.disk.total / GIB:.0f} GiB of disk"
-        return [f"fits: {room}; {plan.room / GIB:.1f} GiB to spare", f"also needed: {beside}"]
+        outside = f"{plan.host.total / GIB:.0f} GiB of host memory, {plan.disk.total / GIB:.0f} GiB of disk"
+        return [f"fits: {room}; {plan.room / GIB:.1f} GiB to spare", f"also needed: {outside}"]
     lines = ["does not fit:", *(f"  {text}" for text in plan.problems)]
-    if found:
-        return [*lines, "suggested changes:", *(f"  {one.text}" for one in found)]
+    if suggestions:
+        return [*lines, "suggested changes:", *(f"  {suggestion.text}" for suggestion in suggestions)]
     return [
         *lines,
-        "none of the changes that were tried, alone or in pairs, makes it fit; use larger GPUs, or a smaller model",
+        "no change that was tried, alone or in pairs, makes the run fit; use GPUs with more memory, or a smaller model",
     ]
 
 
-def to_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
-    """Return the plan as JSON. Sizes are in bytes; `phases` describe one GPU, `host_memory` describes one host."""
+def to_json(plan: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
+    """Return the plan as JSON. Sizes are in bytes; `phases` describes one GPU, and `host_memory` one host."""
     request = plan.request
     return {
         "trainer": request.trainer,
@@ -90,20 +90,20 @@ def to_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
         "fullest_phase": plan.fullest.name,
         "room_bytes": plan.room,
         "phases": [phase_to_json(phase) for phase in plan.phases],
-        "vllm": plan.vllm.facts() if plan.vllm else None,
+        "vllm": plan.vllm.to_json() if plan.vllm else None,
         "rollout_offload_bytes": plan.offloaded,
         "host_memory": phase_to_json(plan.host),
         "disk": phase_to_json(plan.disk),
         "suggestions": [
             {
-                "change": one.change.text,
-                "set": dict(one.change.sets),
-                "ds_config": one.change.ds_config,
-                "gpus": one.change.gpus,
-                "gpu_bytes": one.plan.fullest.total,
-                "host_bytes": one.plan.host.total,
+                "change": suggestion.change.text,
+                "set": dict(suggestion.change.sets),
+                "ds_config": suggestion.change.ds_config,
+                "gpus": suggestion.change.gpus,
+                "gpu_bytes": suggestion.plan.fullest.total,
+                "host_bytes": suggestion.plan.host.total,
             }
-            for one in found
+            for suggestion in suggestions
         ],
         "notes": plan.notes,
     }

@@ -1,4 +1,4 @@
-"""Memory of the weights, gradients and optimizer on each GPU and on its host, as allocated by DeepSpeed 0.19.8."""
+"""Memory that DeepSpeed 0.19.8 allocates on each GPU and its host for weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class States:
     masters: int
     moments: int
     bucket: int
-    """Bucket for reducing gradients."""
+    """Bytes of the bucket for reducing gradients."""
     host_weights: int = 0
     host_gradients: int = 0
     host_masters: int = 0
@@ -62,7 +62,7 @@ def compute_sharded(request: PlanRequest) -> States:
         moments=0 if off else moments,
         bucket=bucket,
         host_weights=weights if params_off else 0,
-        # Micro-batches accumulate into one buffer, and the optimizer reads another.
+        # Micro-batches accumulate gradients in one buffer, and the optimizer reads them from another.
         host_gradients=2 * pinned(gradients) if off else 0,
         host_masters=masters if off else 0,
         host_moments=moments if off else 0,
@@ -97,13 +97,13 @@ def round_pinned_size(nbytes: int) -> int:
 def compute_gathered(request: PlanRequest) -> tuple[int, int]:
     """Return the bytes of weights that ZeRO-3 gathers at a time: those in use, and those that are prefetched.
 
-    The weights in use are one block, such as a decoder layer, or one parameter outside of the blocks. At the turn from forward
-    to backward, ZeRO-3 keeps the weights that are used again within `stage3_max_reuse_distance` values, counted there and back,
-    if these are more. Prefetched weights count twice because the gather copies them.
+    The weights in use are one block, such as a decoder layer, or one parameter outside the blocks. Between forward and backward,
+    ZeRO-3 also keeps the weights of the last layers if `stage3_max_reuse_distance` covers their use in both passes; if these
+    weights are larger, they count instead. Prefetched weights count twice, because the gather copies them.
     """
     zero, parameters = request.zero, request.parameters
-    lie_here = request.machine.device == "cpu" or not zero.offloads("param")
-    if zero.stage != 3 or (request.machine.gpus == 1 and lie_here):
+    is_on_device = request.machine.device == "cpu" or not zero.offloads("param")
+    if zero.stage != 3 or (request.machine.gpus == 1 and is_on_device):
         return 0, 0
     everything = sum(parameter.nbytes for parameter in parameters.all)
     reused_bytes = min(everything, request.width * zero.number("stage3_max_reuse_distance") // 2)

@@ -1,6 +1,6 @@
-"""Memory of forward and backward of a piece of a model, traced on the meta device from the lifetimes of all tensors.
+"""Memory that a piece of a model needs in forward and backward, traced on the meta device from the lifetimes of all tensors.
 
-Nothing is computed. Workspace that kernels allocate internally, in addition to the tensors that they return, is not counted.
+Nothing is computed. Temporary memory that kernels allocate internally is not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from dsreason.errors import ConfigError
 
 ATTENTION = "flash_planned"
-"""Name of the attention in transformers; because of "flash" in it, a vision tower passes a complete media item at a time."""
+"""Name of `trace_attention` in transformers; because it contains "flash", vision towers pass a complete media item at a time."""
 MOST_TOKENS = 10**9
 """Maximum number of tokens per forward pass; the byte counts of more tokens would overflow 64 bits."""
 
@@ -33,9 +33,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given_storages = {get_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        input_storages = {get_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and get_storage_id(leaf) not in self.known | given_storages:
+            if isinstance(leaf, Tensor) and get_storage_id(leaf) not in self.known | input_storages:
                 self._add(leaf)
         return result
 
@@ -57,7 +57,7 @@ def get_storage_id(tensor: Tensor) -> int:
 
 
 class FlashAttention(torch.autograd.Function):
-    """Attention that saves queries, keys, values and output, like torch's flash kernel: `[1, H, T, d]` → `[1, T, H, d]`."""
+    """Attention that saves queries, keys, values and output, as torch's flash kernel does: `[1, H, T, d]` → `[1, T, H, d]`."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def trace_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *other: Any, **options: Any
 ) -> tuple[Tensor, None]:
     attended: Tensor = FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return attended, None
@@ -82,7 +82,7 @@ AttentionInterface.register(ATTENTION, trace_attention)
 
 
 class Traced(NamedTuple):
-    """Traced memory in bytes, without the input and the parameters."""
+    """Traced memory in bytes, not counting the input and the parameters."""
 
     kept: int
     """Bytes that are kept for the backward pass, including the output."""
@@ -100,14 +100,14 @@ def trace(
     """Trace `run` on an input of this shape.
 
     Args:
-        training: trace forward and backward, with a gradient for the input, too; otherwise only a forward that keeps nothing.
+        training: trace forward and backward, including the input's gradient; if False, only a forward pass that keeps nothing.
 
     Raises:
         ConfigError: the input has more than `MOST_TOKENS` tokens.
     """
     if shape[-2] > MOST_TOKENS:
         raise ConfigError(
-            f"one forward pass would have {shape[-2]:.3g} tokens or patches, but the maximum of a plan is {MOST_TOKENS:.3g}; "
+            f"one forward pass would have {shape[-2]:.3g} tokens or patches, but a plan supports at most {MOST_TOKENS:.3g}; "
             "lower model.max_length, micro_batch_size, max_tokens_per_micro_batch or max_completion_length"
         )
     inputs = torch.empty(shape, dtype=dtype, device="meta", requires_grad=training)
@@ -120,12 +120,12 @@ def trace(
     return Traced(kept_bytes, live.peak)
 
 
-def give_gradients_away(module: nn.Module) -> None:
+def free_gradients_early(module: nn.Module) -> None:
     """Free the gradient of each parameter as soon as it is computed."""
 
-    def forget(parameter: Tensor) -> None:
+    def drop_gradient(parameter: Tensor) -> None:
         parameter.grad = None
 
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(forget)
+            parameter.register_post_accumulate_grad_hook(drop_gradient)

@@ -1,4 +1,4 @@
-"""Phases of a training step on one GPU: forward and backward at its peak, and the optimizer step."""
+"""Phases of a training step on one GPU: forward and backward at their peak, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dsreason.tools.planning.states import FP32, States, compute_gathered
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of the activations of a row on one rank."""
+    """Bytes of a row's activations on one rank."""
 
     inputs: int
-    """Tensors that text layers keep for the backward pass: only their inputs, or everything without gradient checkpointing."""
+    """Tensors that text layers keep for the backward pass: only their inputs, or all of them without gradient checkpointing."""
     around: int
-    """Tensors outside of the layers: embeddings, last hidden states, hidden states of trained tokens, final norm."""
+    """Tensors outside the layers: embeddings, last hidden states, hidden states of trained tokens, final norm."""
     tower: int
     """Tensors that the vision tower keeps for its backward pass; 0 if it is frozen."""
     pixels: int
     features: int
-    """Tensors that the mergers keep for their backward pass, and at least their output, the features of media tokens."""
+    """Tensors that the mergers keep for their backward pass; at least their outputs, the features of media tokens."""
     deeper: int
     """Tensors that the mergers of the DeepStack layers keep until the backward pass reaches their block."""
     layer: int
     block: int
     head: int
     logits: int
-    """Number of tokens whose logits exist at a time."""
+    """Number of tokens (not bytes) whose logits exist at the same time."""
     on_host: int = 0
     """Bytes that are offloaded to the host until the backward pass."""
 
@@ -47,7 +47,9 @@ def compute_activations(request: PlanRequest) -> Activations:
     tower, pixels, features, deeper, block = compute_vision_bytes(request)
     chunk = compute_logits_chunk(request)
     trained = tokens if request.trained_tokens is None else request.trained_tokens
-    head = pieces.head(trained, chunk, with_entropy=isinstance(config, GRPOConfig), trained=is_head_trained(request))
+    head = pieces.trace_head(
+        trained, chunk, with_entropy=isinstance(config, GRPOConfig), trained=is_head_trained(request)
+    )
     return Activations(
         inputs=hidden if moved else inputs,
         # Embeddings with and without media, the last layer's output, and the hidden states of trained tokens.
@@ -86,7 +88,7 @@ def compute_vision_bytes(request: PlanRequest) -> tuple[int, int, int, int, int]
         tower = shape.vision_depth * each
     copied = FP32 if request.machine.device == "cuda" else 0  # on a CPU, the float32 pixels are not copied
     pixels = patches * shape.patch_values * (copied + width)
-    merger = pieces.merger(patches, training=trained)
+    merger = pieces.trace_merger(patches, training=trained)
     features = shape.mergers * max(merger.kept, tokens * shape.hidden * width)
     deeper = (shape.mergers - 1) * merger.kept
     return tower, pixels, features, deeper, max(block.peak, merger.peak)
@@ -99,20 +101,22 @@ def count_media_tokens(request: PlanRequest) -> int:
     budget, _ = request.config.token_budget
     if budget is not None:
         return request.tokens
-    return min(request.tokens, count_shown_tokens(request, request.row_tokens // request.config.model.max_length))
+    return min(
+        request.tokens, count_sampled_media_tokens(request, request.row_tokens // request.config.model.max_length)
+    )
 
 
-def count_shown_tokens(request: PlanRequest, samples: int) -> int:
+def count_sampled_media_tokens(request: PlanRequest, samples: int) -> int:
     """Return the maximum number of media tokens in `samples` samples: all tokens, or fewer if `[data.vision]` limits them."""
     cell = request.shape.token_pixels
     limits = []
     for vision in (source.vision for source in request.config.data.list_sources()):
-        of_video = [request.config.model.max_length]
+        token_limits = [request.config.model.max_length]
         if vision.total_pixels:
-            of_video.append(-(-vision.total_pixels // cell))
+            token_limits.append(-(-vision.total_pixels // cell))
         if vision.nframes and vision.max_pixels:
-            of_video.append(-(-vision.nframes // 2) * -(-vision.max_pixels // cell))
-        limits.append(min(of_video))
+            token_limits.append(-(-vision.nframes // 2) * -(-vision.max_pixels // cell))
+        limits.append(min(token_limits))
     return samples * max(limits)
 
 
@@ -146,10 +150,11 @@ def is_tied(request: PlanRequest) -> bool:
 
 
 def compute_reduction(request: PlanRequest) -> tuple[int, int]:
-    """Return the bytes of gradient copies during the reduction: of a bucket, and of the largest gradient that exceeds the bucket.
+    """Return the bytes of gradient copies during a reduction: for a bucket, and for the largest gradient that exceeds it.
 
     Gradients that share the bucket are reordered in a copy of it. A gradient larger than the bucket is reduced separately, with
-    one copy as it is and one in fp32. The output layer's gradient is reduced when the first gradient of the last layer arrives.
+    one copy in its data type and one in fp32. The output layer's gradient is reduced when the last layer's first gradient is
+    computed.
     """
     bucket = request.zero.number("reduce_bucket_size")
     large = max((parameter.numel for parameter in request.parameters.trained if parameter.numel > bucket), default=0)
@@ -159,7 +164,7 @@ def compute_reduction(request: PlanRequest) -> tuple[int, int]:
 
 
 def list_held_items(states: States, extra: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
-    """Return the contents of a GPU while the policy is trained or evaluated: DeepSpeed's memory and the items in `extra`."""
+    """Return what a GPU holds while the policy is trained or evaluated: DeepSpeed's memory and the items in `extra`."""
     return (
         MemoryItem("weights", states.weights + states.persistent),
         MemoryItem("gradients, fp32", states.gradients),
@@ -171,14 +176,14 @@ def list_held_items(states: States, extra: tuple[MemoryItem, ...]) -> tuple[Memo
 
 def plan_training(request: PlanRequest, held: tuple[MemoryItem, ...]) -> list[PlannedPhase]:
     """Plan the phases of a training step on one GPU; the items in `held` are on the GPU throughout."""
-    return [forward_backward(request, held), plan_optimizer_step(request, held)]
+    return [plan_forward_backward(request, held), plan_optimizer_step(request, held)]
 
 
 def plan_optimizer_step(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
     copied = 0
     if not request.zero.offloads("optimizer"):
-        own_shares = request.parameters.count_trained_share(request.machine.gpus)
-        copied = FP32 * min(own_shares, request.zero.number("sub_group_size"))
+        num_values = request.parameters.count_trained_share(request.machine.gpus)
+        copied = FP32 * min(num_values, request.zero.number("sub_group_size"))
     return PlannedPhase("optimizer step", (*held, MemoryItem("concatenated gradients of a sub-group", copied)))
 
 
@@ -188,8 +193,8 @@ def compute_block_gradients(request: PlanRequest) -> MemoryItem:
     return MemoryItem("gradients of a block until they are reduced", request.width * max(trained.values(), default=0))
 
 
-def forward_backward(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
-    """Plan forward and backward at the moment with the highest memory use."""
+def plan_forward_backward(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
+    """Plan forward and backward at the moment of highest memory use."""
     activations = compute_activations(request)
     at_work, ahead = compute_gathered(request)
     small_buckets, one_large = compute_reduction(request)
@@ -205,7 +210,7 @@ def forward_backward(request: PlanRequest, held: tuple[MemoryItem, ...]) -> Plan
         *media,
         MemoryItem("media features", activations.features),
     )
-    tied = 0  # the gradient from the output layer waits for the one from the inputs
+    tied = 0  # bytes of the output layer's gradient, which waits for the input embedding's
     if is_tied(request) and is_head_trained(request):
         tied = request.width * request.shape.vocabulary * request.shape.hidden
     embedding = MemoryItem("gradient of the tied embedding", tied)

@@ -1,15 +1,15 @@
-"""Memory of the forward pass on held-out rows: nothing is kept for a backward pass, but rows may be longer than in training."""
+"""Memory for the loss of held-out rows: nothing is kept for a backward pass, but a pass may have more tokens than in training."""
 
 from __future__ import annotations
 
 from dsreason.tools.planning.phases import MemoryItem, PlannedPhase
 from dsreason.tools.planning.request import PlanRequest
 from dsreason.tools.planning.states import FP32, compute_gathered
-from dsreason.tools.planning.training import compute_logits_chunk, count_shown_tokens
+from dsreason.tools.planning.training import compute_logits_chunk, count_sampled_media_tokens
 
 
 def plan_held_out(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
-    """Plan the loss of held-out rows: a forward pass takes `validation.micro_batch_size` rows; `[train]` does not limit them."""
+    """Plan the loss of held-out rows. A pass has `validation.micro_batch_size` rows; the limits in `[train]` do not apply."""
     shape, pieces, width = request.shape, request.pieces, request.width
     samples = request.config.validation.micro_batch_size
     tokens = samples * request.config.model.max_length
@@ -18,7 +18,7 @@ def plan_held_out(request: PlanRequest, held: tuple[MemoryItem, ...]) -> Planned
     media_item = MemoryItem("", 0)
     block = 0
     if shape.vision_depth:
-        media = count_shown_tokens(request, samples)
+        media = count_sampled_media_tokens(request, samples)
         patches = shape.count_patches(media)
         block = pieces.trace_vision_block(patches, training=False).peak
         values = patches * shape.patch_values * (FP32 + width) + shape.mergers * media * shape.hidden * width

@@ -89,14 +89,14 @@ def test_all_readers_accept_the_same_option(completion, named):
         ("r. The answer is A", "A"),
     ],
 )
-def test_they_agree_on_questions_without_options(completion, named):
+def test_all_graders_agree_on_questions_without_options(completion, named):
     for letter in "ACEIRU":
         assert set(verdicts(completion, letter, None).values()) == {letter == named}, letter
 
 
 @pytest.mark.parametrize("completion", [completion for completion, _ in DISPUTED + UNDISPUTED])
 @pytest.mark.parametrize("reference", ["A", "b", "left", "to  the right", "To the right."])
-def test_exact_match_compares_the_text_evaluation_reads(completion, reference):
+def test_exact_match_matches_answer_parsed_by_evaluation(completion, reference):
     answer = parse(completion, "reasoning", kind="open").answer
     matches = exact_match(completion, Sample("7", [], reference)) == 1.0
     assert matches == (answer.casefold().split() == reference.casefold().split())
@@ -110,7 +110,7 @@ def test_exact_match_rejects_a_final_full_stop():
 
 @pytest.mark.parametrize("reward", [single_choice, ordinal_choice])
 def test_cosmos_rl_rewards_read_only_first_block(reward):
-    """The text of the first block as it stands: stricter than evaluation, but for a completion that corrects itself."""
+    """Check the text of the first block as is: stricter than evaluation, unless a completion corrects itself."""
     settings = {
         "<answer> b </answer>": 1,
         "<answer>(B)</answer>": 0,

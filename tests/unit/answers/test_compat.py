@@ -56,11 +56,11 @@ def test_compat_parser_reads_first_capital_in_answer(text, answer, reasoning):
         ("é É z Z", "Z"),
     ],
 )
-def test_a_letter_is_the_first_capital_anywhere(text, answer):
+def test_compat_letter_is_first_capital_anywhere(text, answer):
     rule = "first capital" if answer else "none"
     assert parse(text, "letter", parser="compat") == (answer, "", rule)
 
 
 @pytest.mark.parametrize("kind", ["yes_no", "open", "free_text", "ordinal"])
-def test_compat_parser_reads_all_kinds_alike(kind):
+def test_compat_parser_ignores_question_kind(kind):
     assert parse("Yes, 3", "letter", "compat", kind=kind, options={"A": "x"}).answer == "Y"

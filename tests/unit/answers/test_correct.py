@@ -32,7 +32,7 @@ def sample(answer=None, options=None, *, last=None, **meta):
         (sample(), "open"),
     ],
 )
-def test_the_kind_of_a_sample(given, kind):
+def test_question_kind_follows_from_sample(given, kind):
     assert get_question_kind(given) == kind
 
 

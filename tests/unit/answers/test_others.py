@@ -20,8 +20,8 @@ def own() -> str:
     return read_ours(ROWS)
 
 
-def test_the_responses_are_many_and_differ():
-    """At least 300, in each part some that name no option, with 2 to 10 options and without."""
+def test_responses_are_numerous_and_varied():
+    """Check for at least 300 responses; each part has some without an answer, with 2 to 10 options and with none."""
     assert len(ROWS) >= 300
     assert len({(row.response, str(row.options)) for row in ROWS}) == len(ROWS)
     for part in ("tuned", "held-out"):
@@ -32,7 +32,7 @@ def test_the_responses_are_many_and_differ():
     assert all(row.reading is None or row.reading in (row.options or "ABCDEFGHIJ") for row in ROWS)
 
 
-def test_counts_are_of_what_a_person_reads():
+def test_outcomes_are_counted_against_human_readings():
     rows = [Row("tuned", None, "", reading) for reading in ("A", "A", "B", None, None)]
     assert count_outcomes(rows, "A-AB-") == Counts(read=1, unread=1, misread=2)
     assert count_outcomes(rows, "A-AB-", "held-out") == Counts(0, 0, 0)
@@ -40,7 +40,7 @@ def test_counts_are_of_what_a_person_reads():
 
 @pytest.mark.parametrize("part", ["tuned", "held-out", None])
 @pytest.mark.parametrize("other", OTHERS)
-def test_more_answers_are_read_and_fewer_misread(other, part, own):
+def test_own_parser_reads_more_and_misreads_less(other, part, own):
     we, they = count_outcomes(ROWS, own, part), count_outcomes(ROWS, OTHERS[other], part)
     assert we.read > they.read
     assert we.misread < they.misread

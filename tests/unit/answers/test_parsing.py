@@ -237,7 +237,7 @@ def test_option_is_read_in_every_form(text, letter, rule):
         "The only option I exclude is B.",
     ],
 )
-def test_nothing_is_read_without_a_single_option(text):
+def test_response_without_single_option_yields_nothing(text):
     assert read(text) == ("", "none")
 
 
@@ -254,7 +254,7 @@ def test_nothing_is_read_without_a_single_option(text):
         ("İ", ""),
     ],
 )
-def test_without_options_any_letter_is_one(text, letter):
+def test_any_letter_is_read_without_listed_options(text, letter):
     assert read(text, None)[0] == letter
 
 
@@ -566,7 +566,7 @@ def test_sentences_do_not_end_at_abbreviations(text, sentences):
         ("I believe that's true.", "yes"),
     ],
 )
-def test_yes_or_no(text, answer):
+def test_yes_or_no_is_read(text, answer):
     assert read(text, None, kind="yes_no")[0] == answer
 
 
@@ -597,7 +597,7 @@ def test_yes_or_no(text, answer):
         (".5", ""),
     ],
 )
-def test_a_number(text, answer):
+def test_number_is_read(text, answer):
     assert read(text, None, kind="ordinal")[0] == answer
 
 
@@ -611,7 +611,7 @@ def test_a_number(text, answer):
         (" \n", "", "none"),
     ],
 )
-def test_a_text_is_all_of_the_answer(kind, text, answer, rule):
+def test_open_answer_is_the_entire_text(kind, text, answer, rule):
     assert read(text, None, kind=kind) == (answer, rule)
 
 

@@ -40,7 +40,7 @@ def part(name: str, seconds: int = 60, goals: tuple[Goal, ...] = ()) -> Part:
     return Part(name, BROKEN, seconds, "a part for tests", goals)
 
 
-def test_a_part_that_works_is_measured(setting: Setting, tmp_path: Path) -> None:
+def test_successful_part_is_measured(setting: Setting, tmp_path: Path) -> None:
     ended = run_part(part("works"), setting, tmp_path)
     assert (ended.how, ended.measured) == ("done", {"speed": 2.0, "name": "card"})
 
@@ -65,7 +65,7 @@ def test_hanging_part_is_killed_and_keeps_measurements(
         ("is_missing", "failed", {}, "exit code 1"),
     ],
 )
-def test_a_part_that_fails_says_how(
+def test_failed_part_records_outcome_and_reason(
     name: str, how: str, measured: dict[str, Any], reason: str, setting: Setting, tmp_path: Path
 ) -> None:
     ended = run_part(part(name), setting, tmp_path)
@@ -132,7 +132,7 @@ def test_folders_secrets_and_machine_name_are_hidden(text: str, shown: str, monk
     assert hide_machine(text) == shown
 
 
-def test_every_text_of_a_record_is_cleaned(tmp_path: Path) -> None:
+def test_paths_are_removed_from_all_record_texts(tmp_path: Path) -> None:
     place = str(tmp_path / "model")
     ended = Ended("failed", 1.0, {"file": f"in {place}"}, f"cannot open {place}", f"Traceback\n{place}: gone")
     record = build_record(part("works"), ended, CARD)
@@ -197,7 +197,7 @@ def test_other_parts_run_when_one_fails(tmp_path: Path, monkeypatch: pytest.Monk
     assert recorded == [[], ["head"], ["head", "sync"]]
 
 
-def test_short_time_goes_to_parallel_checks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_checks_come_first_when_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, calls = [0.0], []
 
     def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
@@ -263,7 +263,7 @@ def test_stopped_report_ends_parts_and_keeps_measurements(tmp_path: Path) -> Non
         (["PYTHON=python3", "OUT=folder"], ['python3 -m benchmarks.gpu_report --parts "" --out "folder"']),
     ],
 )
-def test_make_with_an_interpreter_installs_nothing(given: list[str], commands: list[str]) -> None:
+def test_make_with_given_interpreter_installs_nothing(given: list[str], commands: list[str]) -> None:
     remaining = {
         name: value
         for name, value in os.environ.items()

@@ -92,7 +92,7 @@ def test_decoded_pixels_of_rows_are_unique(task: Path) -> None:
 
 
 def test_held_out_frames_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the frames as drawn: encoding 2,816 media items takes 20 seconds.
+    """Compare frames before they are encoded, because encoding 2,816 media items takes 20 seconds.
 
     `test_decoded_pixels_of_rows_are_unique` decodes the media items of a smaller task.
     """
@@ -164,7 +164,7 @@ def test_unbalanced_row_counts_are_rejected(tmp_path: Path, num_train: int) -> N
         write_builtin(tmp_path / "task", num_train=num_train, num_validation=BLOCK)
 
 
-def test_an_unknown_split_is_an_error(task: Path) -> None:
+def test_unknown_split_is_rejected(task: Path) -> None:
     with pytest.raises(DataError, match="train or validation"):
         adapter.rows(SourceConfig(adapter="builtin", path=str(task), split="test"))
 

@@ -170,7 +170,7 @@ def test_fully_written_checkpoint_is_recovered(tmp_path: Path, marker: bool, old
 
 
 @pytest.mark.parametrize("missing", ["trainer_state.json", "rng_rank_1.safetensors"])
-def test_what_was_not_written_whole_is_deleted(tmp_path: Path, missing: str) -> None:
+def test_partially_written_checkpoint_is_deleted(tmp_path: Path, missing: str) -> None:
     (write_partial(tmp_path, 4, ranks=2, written=2) / missing).unlink()
     (write_partial(tmp_path, 6, ranks=2, written=2, marker=True) / missing).write_text("half a file")
     assert finish_interrupted(tmp_path) == []

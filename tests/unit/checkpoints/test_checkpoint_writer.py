@@ -81,7 +81,7 @@ def test_copy_requires_memory_for_all_host_ranks(
 def test_averages_are_copied_only_for_background_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Avoid needless copies: the average of a 14B model has 56 GB over all ranks."""
+    """Check that no copy is made needlessly: the average of a 14B model takes 56 GB over all ranks."""
     value: list[dict[str, dict[str, torch.Tensor]]] = []
     monkeypatch.setattr(checkpoint_writer, "gather_objects", lambda own: [own])
     monkeypatch.setattr(checkpoint_writer, "make_partial_folder", lambda *_: tmp_path)

@@ -39,7 +39,7 @@ def card_of(run: Path, step: int = 8, **more: Any) -> ModelCard:
     return ModelCard(build_model_card(run, step, dtype="bf16", **more))
 
 
-def test_the_header_is_what_the_hub_expects() -> None:
+def test_card_header_has_format_of_hub() -> None:
     header = card_of(write_run(Path("mine"))).data.to_dict()
     results = header.pop("model-index")
     assert header == {

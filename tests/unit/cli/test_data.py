@@ -79,7 +79,7 @@ def test_dry_run_lists_files_without_fetching(hub: Hub) -> None:
     assert not Path("data").exists()
 
 
-def test_a_repository_goes_with_one_task() -> None:
+def test_repository_option_requires_a_single_task() -> None:
     result = call("fetch", "--repo", "a/b", "--task", "sft", "--task", "rl")
     assert "--repo a/b applies to a single --task" in error_of(result, ConfigError)
 
@@ -134,7 +134,7 @@ def holoassist(hub: Hub, folder: Path) -> str:
     return f"{hub.address}/holo"
 
 
-def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
+def test_raw_videos_are_fetched_and_cut(holoassist: str) -> None:
     options = ["--dataset", "holoassist", "--file", "*_qa_pairs.json"]
     requested = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
     assert "fetch them first, without --raw" in requested.stdout
@@ -281,7 +281,7 @@ def test_balance_option_with_config_is_rejected() -> None:
     assert "with --config, use --set data.balance=answer" in error_of(result, ConfigError)
 
 
-def test_set_goes_with_the_options_too() -> None:
+def test_set_option_works_with_adapter_options() -> None:
     for name in ("videos", "metas"):
         Path("drive", name).mkdir(parents=True)
     for camera in ("front", "rear"):
@@ -379,7 +379,7 @@ def test_validate_checks_requirements_of_grpo_rewards(tiny_qwen2_5_vl: Path) -> 
     assert "2 rows rendered, of which 1" in result.stderr
 
 
-def test_for_overrides_what_the_sections_say() -> None:
+def test_for_option_overrides_trainer_inferred_from_sections() -> None:
     write_rows(GOOD, more="[reward.functions]\nformat = 1.0")
     assert "reward" in error_of(call("validate", "--config", "run.toml", "--for", "sft"), ConfigError)
 

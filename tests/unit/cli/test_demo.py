@@ -45,7 +45,7 @@ def test_table_shows_last_validation_per_run(tmp_path: Path) -> None:
 
 
 def test_table_shows_dash_for_missing_metrics(tmp_path: Path) -> None:
-    """Cover other rewards, runs without validation, and values that were not finite."""
+    """Cover other rewards, runs without validation, and nonfinite values."""
     for name in demo.WORLD_RECIPES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "val/brightness": 0.5, "val/reward/mean": null}\n')

@@ -85,7 +85,7 @@ def test_opencv_library_path_excludes_current_folder(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("named", [".", "here"])
-def test_a_folder_that_pythonpath_names_stays(tmp_path: Path, named: str) -> None:
+def test_folder_named_in_pythonpath_is_kept(tmp_path: Path, named: str) -> None:
     value = python_path(tmp_path if named == "here" else named)
     path, environment = shown(tmp_path, PYTHONPATH=value)
     assert str(tmp_path) in path
@@ -118,7 +118,7 @@ def test_subprocesses_ignore_the_current_folder(planted: Path, tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_setting_of_ones_own_stays(tmp_path: Path) -> None:
+def test_pythonsafepath_set_by_user_is_kept(tmp_path: Path) -> None:
     _, environment = shown(tmp_path, PYTHONSAFEPATH="1")
     assert environment["PYTHONSAFEPATH"] == "1"
 

@@ -101,7 +101,7 @@ def test_control_characters_of_file_are_not_printed(
 def test_written_config_equals_config_of_direct_training(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the file or directly."""
+    """Compare the configuration from the imported file with that of training on the original file."""
     assert call("import", str(SHARED / name), "-o", "run.toml", monkeypatch=monkeypatch) == 0
     first = tomllib.loads((SHARED / name).read_text())
     command = "world" if "is_diffusers" in first.get("policy", {}) or "model_parallel" in first else None

@@ -127,7 +127,7 @@ def test_garbage_collector_is_paused_during_imports() -> None:
     assert not any(result is cycle for result in gc.get_objects()), "what was made inside is not looked through again"
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--version", monkeypatch=monkeypatch) == 0
     assert capsys.readouterr().out == f"dsreason {__version__}\n"
 
@@ -142,7 +142,7 @@ def test_help_lists_commands_and_hides_local_rank(
 
 
 @pytest.mark.parametrize("option", ["--local_rank=0", "--local-rank=0"])
-def test_the_deepspeed_launchers_local_rank_is_accepted(
+def test_local_rank_of_deepspeed_launcher_is_accepted(
     option: str, checked: list[SFTConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert call(option, "sft", "--config", "run.toml", "--dry-run", monkeypatch=monkeypatch) == 0
@@ -153,7 +153,7 @@ def test_the_deepspeed_launchers_local_rank_is_accepted(
     "arguments",
     [("sft", "--no-such"), ("sft", "--nproc", "0"), ("sft", "--max-restarts", "-1"), ("nothing",), ("export",)],
 )
-def test_a_wrong_option_exits_with_2(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_option_exits_with_2(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(*arguments, monkeypatch=monkeypatch) == 2
 
 
@@ -328,7 +328,7 @@ def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_rank_1")
-def test_a_rank_does_the_work_itself(
+def test_rank_trains_without_starting_more_ranks(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs: list[tuple[SFTConfig, Path | None, str | None]] = []

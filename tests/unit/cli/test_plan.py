@@ -104,7 +104,7 @@ def test_unsupported_command_is_reported_with_the_file(config: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", ["inf", "1e308", "nan", "0.5"])
-def test_no_gpu_has_such_memory(config: Path, memory: str) -> None:
+def test_impossible_gpu_memory_is_rejected(config: Path, memory: str) -> None:
     text = raised("--config", config, "--gpus", 1, "--gpu-memory", memory)
     assert text.startswith("--gpu-memory (") and text.endswith("must be from 1 to 1000000 GB")
 
@@ -120,7 +120,7 @@ def test_no_gpu_has_such_memory(config: Path, memory: str) -> None:
 def test_oversized_forward_is_rejected(config: Path, settings: tuple[str, ...]) -> None:
     config.write_text(f'[model]\npath = "{config.parent}"\n')
     text = raised("--config", config, "--gpus", 1, *(part for setting in settings for part in ("--set", setting)))
-    assert "tokens or patches, but the maximum of a plan is 1e+09; lower model.max_length" in text
+    assert "tokens or patches, but a plan supports at most 1e+09; lower model.max_length" in text
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_oversized_forward_is_rejected(config: Path, settings: tuple[str, ...]) 
         ),
     ],
 )
-def test_what_deepspeed_rejects_is_named(config: Path, zero: str, error: str) -> None:
+def test_setting_rejected_by_deepspeed_is_named(config: Path, zero: str, error: str) -> None:
     file = config.parent / "ds.json"
     file.write_text(f'{{"zero_optimization": {{"stage": 3, {zero}}}}}')
     text = raised("--config", config, "--gpus", 1, "--ds-config", file)

@@ -43,7 +43,7 @@ def test_run_table_lists_datasets_and_report_paths(root: Path) -> None:
     assert not (folder / "report.html").exists()
 
 
-def test_several_runs_are_a_row_each(root: Path) -> None:
+def test_table_has_a_row_per_run(root: Path) -> None:
     ended = call("--results-dir", root, "--no-html")
     rows = [line.split()[:2] for line in ended.stdout.splitlines() if line.split()]
     assert ["big/letter", "66.7%"] in rows
@@ -84,14 +84,14 @@ def test_compat_prints_three_lines_and_writes_nothing(root: Path) -> None:
     assert (ended.exit_code, ended.stderr, sorted(root.rglob("*"))) == (0, "", before)
 
 
-def test_compat_does_not_mind_our_own_reports(root: Path) -> None:
+def test_compat_ignores_existing_reports(root: Path) -> None:
     call("--results-dir", root, "--no-html")
     ended = call("--results-dir", root, "--compat")
     assert ended.stdout.startswith("Total samples processed across all files: 6\n")
     assert ended.stderr == ""
 
 
-def test_compat_complains_on_stderr(tmp_path: Path) -> None:
+def test_compat_reports_invalid_file_on_stderr(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_text(json.dumps([{"is_correct": True}]))
     (tmp_path / "2.json").write_text("[")
     ended = call("--results-dir", tmp_path, "--compat")
@@ -99,14 +99,14 @@ def test_compat_complains_on_stderr(tmp_path: Path) -> None:
     assert "2.json: Expecting value" in ended.stderr
 
 
-def test_compat_without_files_ends_with_1(tmp_path: Path) -> None:
+def test_compat_without_files_exits_with_1(tmp_path: Path) -> None:
     ended = call("--results-dir", tmp_path, "--compat")
     assert (ended.exit_code, ended.stdout) == (1, "")
     assert ended.stderr == f"No JSON files found in directory: {tmp_path}\n"
 
 
 @pytest.mark.parametrize("more", [["--compare", "x"], ["--no-html"], ["--frames", "3"]])
-def test_compat_does_nothing_else(root: Path, more: list[Any]) -> None:
+def test_compat_rejects_other_options(root: Path, more: list[Any]) -> None:
     assert isinstance(call("--results-dir", root, "--compat", *more).exception, ConfigError)
 
 

@@ -22,7 +22,7 @@ def run(*arguments: object) -> str:
     return result.output
 
 
-def test_a_folder_of_pickles_becomes_plain_files(tmp_path: Path) -> None:
+def test_pickle_folder_is_converted_to_plain_files(tmp_path: Path) -> None:
     (tmp_path / "in" / "t5_xxl").mkdir(parents=True)
     (tmp_path / "in" / "t5_xxl" / "0001.pickle").write_bytes(pickle.dumps([np.ones((2, 3), np.float32)]))
     (tmp_path / "in" / "wdinfo.pkl").write_bytes(pickle.dumps({"data_list": ["0.tar"]}))
@@ -54,7 +54,7 @@ def test_hostile_pickle_is_rejected_without_running(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"), [((), "contains no .pickle or .pkl"), (("a/x.pkl", "b/x.pkl"), "two files are named x")]
 )
-def test_a_folder_that_cannot_be_converted(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+def test_unconvertible_pickle_folder_is_rejected(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(pickle.dumps(1))

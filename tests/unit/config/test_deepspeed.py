@@ -73,7 +73,7 @@ def test_precision_clipping_and_gradient_dtype_follow_run(precision: str, enable
     assert result["zero_force_ds_cpu_optimizer"] is False
 
 
-def test_auto_and_the_optimizer_leave_no_trace() -> None:
+def test_auto_optimizer_and_scheduler_entries_are_removed() -> None:
     document = {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 5e7},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "torch_adam": True}},
@@ -91,7 +91,7 @@ def test_auto_and_the_optimizer_leave_no_trace() -> None:
     assert result["zero_optimization"]["stage3_prefetch_bucket_size"] == 50_000_000
 
 
-def test_concrete_values_that_agree_are_no_contradiction() -> None:
+def test_concrete_values_that_agree_are_accepted() -> None:
     document = ZERO3 | {
         "train_batch_size": 32,
         "train_micro_batch_size_per_gpu": 4,

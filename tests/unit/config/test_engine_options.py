@@ -66,7 +66,7 @@ def test_fixed_engine_option_is_rejected(option: str) -> None:
     assert f"{option} ('x') cannot be changed, because only one value is supported; remove it" in text
 
 
-def test_options_that_nobody_reads_are_an_error() -> None:
+def test_options_unused_by_engine_are_rejected() -> None:
     texts = [
         error(GRPOConfig, GRPO, "rollout.engine=transformers", "rollout.engine_options.max_num_seqs=8"),
         error(GRPOConfig, GRPO, "rollout.engine=transformers", "rollout.enforce_eager=true"),

@@ -50,7 +50,7 @@ def errors(text: str, *overrides: str, name: str = "run.toml") -> list[str]:
         ),
     ],
 )
-def test_the_three_formats_mean_the_same(name: str, text: str) -> None:
+def test_toml_yaml_and_json_load_identically(name: str, text: str) -> None:
     config = load(text, name=name)
     assert config.optim.lr == 1e-6
     assert config.optim.betas == (0.9, 0.95)
@@ -108,7 +108,7 @@ def test_broken_list_or_table_is_rejected(text: str) -> None:
         parse_value(text)
 
 
-def test_null_unsets_what_the_file_sets() -> None:
+def test_null_override_unsets_value_from_file() -> None:
     config = load(
         "[train]\nmicro_batch_size = 4", "train.micro_batch_size=null", "train.max_tokens_per_micro_batch=512"
     )
@@ -145,7 +145,7 @@ def test_number_in_override_key_indexes_list() -> None:
         ("", "optim.lr=fast", "--set optim.lr=fast: optim.lr: must be a number; got 'fast' (the default is 1e-05)"),
     ],
 )
-def test_a_wrong_override_names_itself(text: str, override: str, message: str) -> None:
+def test_invalid_override_is_named_in_error(text: str, override: str, message: str) -> None:
     assert errors(text, override) == [message]
 
 
@@ -284,7 +284,7 @@ def test_wrong_value_error_shows_bound_and_remedy(text: str, message: str) -> No
     assert errors(text) == [f"run.toml: {message}"]
 
 
-def test_a_rule_between_sections_names_the_file() -> None:
+def test_cross_section_error_names_the_file() -> None:
     text = "[checkpoint]\nbest_metric = 'val/accuracy'\n[validation]\ngenerate = false"
     assert errors(text) == [
         "run.toml: checkpoint.best_metric (val/accuracy) requires generated answers; set validation.generate = true"

@@ -26,7 +26,7 @@ def make(**sections: Any) -> SFTConfig:
     return SFTConfig.model_validate(sections)
 
 
-def test_the_default_folder_carries_command_and_time() -> None:
+def test_default_folder_name_has_command_and_time() -> None:
     assert re.fullmatch(r"outputs/sft-\d{8}-\d{6}", str(build_default_output_dir("sft")))
 
 

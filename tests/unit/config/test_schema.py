@@ -43,7 +43,7 @@ REWARD = {"reward": {"functions": {"format": 1.0}}}
         ("checkpoint", {"best_metric": "val/reward/mean"}, {"best_metric": "val/accuracy"}, "measured only by grpo"),
     ],
 )
-def test_what_no_sft_run_can_have(section: str, refused: Any, accepted: Any, message: str) -> None:
+def test_impossible_sft_settings_are_rejected(section: str, refused: Any, accepted: Any, message: str) -> None:
     SFTConfig.model_validate({section: accepted})
     with pytest.raises(ValidationError) as caught:
         SFTConfig.model_validate({section: refused})
@@ -100,7 +100,7 @@ def test_what_no_sft_run_can_have(section: str, refused: Any, accepted: Any, mes
         ),
     ],
 )
-def test_what_no_grpo_run_can_have(refused: Any, accepted: Any, message: str) -> None:
+def test_impossible_grpo_settings_are_rejected(refused: Any, accepted: Any, message: str) -> None:
     GRPOConfig.model_validate(REWARD | accepted)
     with pytest.raises(ValidationError) as caught:
         GRPOConfig.model_validate(REWARD | refused)

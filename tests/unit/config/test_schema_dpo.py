@@ -25,7 +25,7 @@ def dpo(**section: Any) -> DPOConfig:
         ({"loss_weights": {"hinge": 2.0, "bco": 0.5}}, {"hinge": 2.0, "bco": 0.5}, 0.0),
     ],
 )
-def test_a_loss_is_a_mixture(section: dict[str, Any], weights: dict[str, float], sft: float) -> None:
+def test_loss_resolves_to_weights_and_sft_term(section: dict[str, Any], weights: dict[str, float], sft: float) -> None:
     config = dpo(**section).dpo
     assert (config.weights, config.sft) == (weights, sft)
 
@@ -46,12 +46,12 @@ def test_a_loss_is_a_mixture(section: dict[str, Any], weights: dict[str, float],
         ({"checkpoint": {"best_metric": "val/reward/mean"}}, "val/preference_accuracy"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(sections: dict[str, Any], text: str) -> None:
+def test_contradictory_dpo_settings_are_rejected(sections: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         DPOConfig.model_validate(sections)
 
 
-def test_other_trainers_do_not_measure_preferences() -> None:
+def test_preference_accuracy_is_rejected_outside_dpo() -> None:
     with pytest.raises(ValidationError, match="val/preference_accuracy. is measured only by dpo"):
         SFTConfig.model_validate({"checkpoint": {"best_metric": "val/preference_accuracy"}})
 

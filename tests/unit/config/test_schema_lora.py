@@ -27,7 +27,7 @@ def test_unset_optim_values_default_to_adapter_values(schema: type[RunConfig], l
     assert read_values(schema, document, "config.json") == config
 
 
-def test_what_is_given_stays() -> None:
+def test_explicit_optim_values_are_kept() -> None:
     settings = {"lora": {"rank": 8}, "optim": {"lr": 3e-6, "weight_decay": 0.1}}
     config = read_values(SFTConfig, settings, "run.toml")
     assert (config.optim.lr, config.optim.weight_decay) == (3e-6, 0.1)

@@ -55,7 +55,7 @@ def test_folder_is_rejected_as_file() -> None:
         find_file("configs", "ds_configs")
 
 
-def test_an_installed_wheel_brings_its_own_files(tmp_path: Path) -> None:
+def test_installed_wheel_uses_its_shipped_files(tmp_path: Path) -> None:
     package = tmp_path / "site-packages" / "dsreason"
     package.mkdir(parents=True)
     assert find_shipped_root(package) == tmp_path / "site-packages"

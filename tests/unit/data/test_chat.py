@@ -320,7 +320,7 @@ def test_prompt_memory_counts_media_and_pixels(encoder, files):
     assert prompt.drop_pixels().media_bytes == prompt.media_bytes - pixels
 
 
-def test_time_of_video_frames(encoder, files):
+def test_video_frame_times_follow_sampled_range(encoder, files):
     sample = Sample("1", [user(video(files["long"], nframes=6, video_start=1.0, video_end=3.9), "?"), assistant("a")])
     encoded = encoder.encode(sample)
     if is_qwen3(encoder):  # frames 10 16 22 27 33 39 of a 10 fps video
@@ -332,7 +332,7 @@ def test_time_of_video_frames(encoder, files):
         assert encoded.mm_kwargs["second_per_grid_ts"].dtype == torch.float32
 
 
-def test_the_prompt_carries_what_another_engine_needs(encoder, files):
+def test_encoded_prompt_has_media_and_frame_metadata(encoder, files):
     prompt = encoder.encode_prompt(conversation(files))
     processor = encoder.processor
     assert prompt.prompt_ids.count(processor.image_token_id) == 2
@@ -350,7 +350,7 @@ def test_prompt_ending_with_user_is_kept_whole(encoder):
     assert encoder.encode_prompt(Sample("1", requested)).prompt_ids == with_answer.prompt_ids
 
 
-def test_dtypes_are_those_of_the_forward(encoder, files):
+def test_encoded_tensors_have_dtypes_for_forward(encoder, files):
     encoded = encoder.encode(conversation(files))
     assert encoded.input_ids.dtype == encoded.position_ids.dtype == encoded.mm_token_type_ids.dtype == torch.int64
     assert encoded.loss_mask.dtype == torch.bool
@@ -433,7 +433,7 @@ def test_excessive_vision_tokens_are_rejected_before_expansion(encoder, files, m
         use(encoder, sample)
 
 
-def test_media_in_an_assistant_message_are_refused(encoder, files):
+def test_media_in_assistant_message_are_rejected(encoder, files):
     sample = Sample("r1", [user("a"), assistant([image(files["small"])])])
     with pytest.raises(DataError, match="message 1: an assistant message may contain only text"):
         encoder.encode(sample)

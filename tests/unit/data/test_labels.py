@@ -218,6 +218,6 @@ def test_rare_label_triggers_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("balance", [True, ""])
-def test_what_to_balance_has_to_be_named(balance):
+def test_balance_must_name_a_field(balance):
     with pytest.raises(ValueError, match=r"balance"):
         DataConfig(balance=balance)

@@ -263,7 +263,7 @@ def test_process_group_signal_spares_workers() -> None:
 
 
 def test_unpicklable_worker_result_is_reported() -> None:
-    """Simulate a full /dev/shm: Python's queue drops the item, and the trainer waited for it forever."""
+    """Simulate a full /dev/shm: Python's queue drops the item, so the trainer would wait for it forever."""
 
     def wait() -> None:
         next(run_in_workers(lambda task: threading.Lock(), [0], workers=1))
@@ -273,7 +273,7 @@ def test_unpicklable_worker_result_is_reported() -> None:
 
 
 def test_worker_ends_quietly_when_trainer_left() -> None:
-    """Otherwise torch would raise in the trainer, wherever it then is."""
+    """Check that no error reaches the trainer; torch would raise one at an arbitrary point of its code."""
     assert loader.end_worker(BrokenPipeError(errno.EPIPE, "Broken pipe"), "a batch") is None
 
 

@@ -158,5 +158,5 @@ def test_completion_length_includes_its_prompt() -> None:
         ({"packing": False, "micro_batch_size": 4}, "padded rows of up to 4 samples (train.micro_batch_size)"),
     ],
 )
-def test_the_log_says_what_a_forward_takes(train: dict[str, object], expected: str) -> None:
+def test_forward_size_is_described_with_its_key(train: dict[str, object], expected: str) -> None:
     assert describe_forward_size(config_of(**train)) == expected

@@ -65,7 +65,7 @@ def asks(question: str, answer: str | None = "B", **changes: Any) -> Sample:
         "Who has right of way here: A) The van B) The tram C) The cyclist or D) Nobody?",
     ],
 )
-def test_options_are_found_however_they_are_written(question):
+def test_options_are_found_in_every_notation(question):
     assert parse_listed_options(question) == OPTIONS
 
 
@@ -96,7 +96,7 @@ def test_text_without_option_list_yields_none(question):
 
 
 @pytest.mark.parametrize("between", ["\n", " "])
-def test_an_option_may_name_another(between):
+def test_option_text_may_refer_to_another_option(between):
     listed = between.join(["Who?", "A) The van (see B)", "B) The tram", "C) Both (A and B)"])
     assert parse_listed_options(listed) == {"A": "The van (see B)", "B": "The tram", "C": "Both (A and B)"}
 
@@ -110,11 +110,11 @@ def test_power_operator_keeps_its_asterisks():
     assert find_option_letter("2**3", {"A": "2**3", "B": "2 ** 4"}) == "A"
 
 
-def test_question_marks_of_several_options_are_theirs():
+def test_options_keep_their_question_marks():
     assert parse_listed_options("What is asked?\nA) Where?\nB) When?") == {"A": "Where?", "B": "When?"}
 
 
-def test_a_gap_ends_the_list():
+def test_letter_gap_ends_option_list():
     question = "Which?\nA) one\nB) two\nD) four"
     assert parse_listed_options(question) == {"A": "one", "B": "two"}
     assert with_options(asks(question, "D")).options is None
@@ -168,11 +168,11 @@ def test_option_resembling_an_announcement_matches_literally():
     assert find_option_letter("$5", {"A": "$5", "B": "5"}) == "A"
 
 
-def test_empty_options_of_a_row_are_none():
+def test_empty_row_options_count_as_unset():
     assert with_options(asks(QUESTION, options={})).options == OPTIONS
 
 
-def test_options_of_the_row_win():
+def test_row_options_override_options_in_question():
     value = asks(QUESTION, options={"A": "yes", "B": "no"})
     assert with_options(value) is value
 

@@ -62,7 +62,7 @@ def ids(prompts: Prompts) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_go_on_after_the_last_epoch(rows, tiny_qwen3_vl, workers):
+def test_batches_continue_after_the_last_epoch(rows, tiny_qwen3_vl, workers):
     settings = config(rows, tiny_qwen3_vl, train={"epochs": 1}, data={"workers": workers})
     [result] = batches(settings, 4, world_size=1, start=1)
     assert [prompts.batch for prompts in result] == [1, 2, 3, 4]
@@ -76,7 +76,7 @@ def test_ranks_share_a_batch_with_global_indices(rows, tiny_qwen3_vl):
     assert (ids(zero), ids(item)) == (["0", "2"], ["1", "3"])
 
 
-def test_a_rank_beyond_the_prompts_has_none(rows, tiny_qwen3_vl):
+def test_rank_without_prompts_gets_empty_batch(rows, tiny_qwen3_vl):
     [*_, [last]] = batches(config(rows, tiny_qwen3_vl), 1, world_size=5)
     assert (last.prompts, last.numbers) == ([], [])
 

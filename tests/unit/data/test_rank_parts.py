@@ -38,7 +38,7 @@ def test_row_is_padded_and_cut_equally() -> None:
 
 
 def test_target_belongs_to_the_predicting_rank() -> None:
-    """The first tokens of both completions are predicted by the prompt's last, on the first rank."""
+    """Check that the first rank, which has the prompt's last token, predicts the first token of both completions."""
     prompt = sample([1, 2], [])
     row = pack([sample([5], [0], prompt), sample([6, 7], [0, 1], prompt)])  # 1 2 5 6 7
     first, second, third = (take_part(row, PartOf(number, 3), pad_id=0).part for number in range(3))
@@ -63,8 +63,8 @@ def shared_out(
     return [share_media(pixels, media, size, PartOf(rank, ranks)) for rank in range(ranks)]
 
 
-def test_frames_of_one_video_are_shared_out() -> None:
-    """Three frames of 4 patches, which are 1 token each: two ranks of which the second shows all."""
+def test_frames_of_one_video_are_split_between_ranks() -> None:
+    """Use three frames of 4 patches, which are 1 token each; the second of two ranks has all of these tokens."""
     (pixels, first), (other_items, second) = shared_out([[3, 2, 2]], [0], [4, 6, 7], ranks=2, size=4)
     assert (first.grids.tolist(), len(pixels)) == ([[1, 2, 2]], 4)
     assert (second.grids.tolist(), len(other_items)) == ([[2, 2, 2]], 8)

@@ -47,7 +47,7 @@ def test_held_out_rows_are_disjoint_and_stable(folder, validation, count):
     assert ids(open_datasets(config(folder, validation=validation))[1]) == ids(held_out)
 
 
-def test_holding_out_everything_is_refused(folder):
+def test_holding_out_all_rows_is_rejected(folder):
     with pytest.raises(DataError, match="10"):
         open_datasets(config(folder, validation=10))
 
@@ -55,7 +55,7 @@ def test_holding_out_everything_is_refused(folder):
 @pytest.mark.parametrize(
     ("split", "expected"), [("train[:3]", ["0", "1", "2"]), ("train[80%:]", ["8", "9"]), ("train[:16%]", ["0", "1"])]
 )
-def test_split_ranges_choose_rows(folder, split, expected):
+def test_split_range_selects_rows(folder, split, expected):
     assert ids(open_datasets(config(folder, split=split))[0]) == expected
 
 
@@ -87,7 +87,7 @@ def test_out_of_range_index_is_rejected(folder, index):
         training[index]
 
 
-def test_system_prompt_is_for_samples_without_one(folder):
+def test_system_prompt_is_added_only_if_missing(folder):
     write(folder, [row(0), row(1, system="own")])
     training, _ = open_datasets(config(folder, system_prompt="general"))
     assert [training[i].messages[0]["content"] for i in range(2)] == ["general", "own"]
@@ -115,7 +115,7 @@ def to_sample(row):
         ({"max_pixels": 5}, {"fps": 1, "max_pixels": 9}, {"fps": 1.0, "max_pixels": 5}),
     ],
 )
-def test_a_parts_own_settings_win(folder, own, general, expected):
+def test_media_part_settings_override_source_settings(folder, own, general, expected):
     (folder / "own.py").write_text(OWN)
     write(folder, [row(0, settings=own)])
     data = DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl"), vision=general)
@@ -133,7 +133,7 @@ def test_a_parts_own_settings_win(folder, own, general, expected):
         ({"answer": {"a": 3}}, "answer"),
     ],
 )
-def test_a_bad_row_is_named(folder, changes, words):
+def test_bad_row_is_named_in_error(folder, changes, words):
     write(folder, [row(0), row(1, **changes)])
     training, _ = open_datasets(config(folder))
     assert training[0].id == "0"
@@ -216,7 +216,7 @@ def test_a_missing_field_names_row_and_field(folder):
         open_datasets(config(folder))[0][0]
 
 
-def test_no_rows_are_refused(folder):
+def test_source_without_rows_is_rejected(folder):
     write(folder, [])
     with pytest.raises(DataError, match="empty"):
         open_datasets(config(folder))

@@ -22,7 +22,7 @@ def sample(length: int, trained: int, images: int = 0, parent: EncodedSample | N
     )
 
 
-def test_samples_count_their_tokens_and_media() -> None:
+def test_work_counts_tokens_and_media_of_samples() -> None:
     work = compute_work([[sample(5, 2, images=2)], [sample(3, 3), sample(4, 0, images=1)]], packing=True)
     assert work.spans == [(5, 0), (3, 0), (4, 0)]
     assert work.tokens == 12
@@ -37,7 +37,7 @@ def test_samples_count_their_tokens_and_media() -> None:
         (False, [(110, 0), (120, 0), (105, 0)]),
     ],
 )
-def test_a_prompt_counts_once_a_row(packing: bool, spans: list[tuple[int, int]]) -> None:
+def test_shared_prompt_counts_once_per_row(packing: bool, spans: list[tuple[int, int]]) -> None:
     prompt = sample(100, 0, images=1)
     completions = [sample(length, length, parent=prompt) for length in (10, 20, 5)]
     work = compute_work([completions[:2], completions[2:]], packing=packing)

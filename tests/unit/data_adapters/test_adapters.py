@@ -114,7 +114,7 @@ def test_llava_keeps_all_turns_and_media():
         ({"conversations": []}, "conversations"),
     ],
 )
-def test_llava_refuses(row, words):
+def test_invalid_llava_row_is_rejected(row, words):
     with pytest.raises(DataError, match=words):
         llava.to_sample(row)
 
@@ -309,7 +309,7 @@ def test_real_label_file_round_trips_as_json():
         ("metas/1.label.json", r"row 1 \(sample '1'\): video: no such file: .*/videos/1\.\*"),
     ],
 )
-def test_local_labels_name_what_has_no_partner(tmp_path, present, text):
+def test_video_or_label_without_counterpart_is_named(tmp_path, present, text):
     (tmp_path / "videos").mkdir()
     (tmp_path / "metas").mkdir()
     (tmp_path / present).write_text("{}")
@@ -431,7 +431,7 @@ def to_sample(row, data):
 """
 
 
-def test_an_own_adapter_is_found_by_path(tmp_path):
+def test_custom_adapter_is_found_by_path(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "rows.jsonl").write_text('{"n": 1, "q": "why", "a": "so"}\n')
     config: dict[str, Any] = {"adapter": str(tmp_path / "mine.py"), "path": str(tmp_path / "rows.jsonl")}

@@ -89,7 +89,7 @@ def test_prompt_and_system_may_accompany_conversations(beside: Any, begin: Any, 
         ),
     ],
 )
-def test_another_prompt_beside_whole_conversations_is_refused(beside: Any, missing: str) -> None:
+def test_prompt_missing_from_full_conversations_is_rejected(beside: Any, missing: str) -> None:
     begin = [SYSTEM, *ASKED]
     with pytest.raises(DataError, match=f"field 'chosen' is a complete conversation, but lacks the {missing}"):
         preferences.to_sample(beside | {"chosen": begin + LEFT, "rejected": begin + RIGHT})
@@ -127,7 +127,7 @@ def test_messages_without_roles_are_rejected_as_answers(key: str) -> None:
         ),
     ],
 )
-def test_media_beside_are_shown_in_the_prompt(prompt: Any, content: list[dict[str, Any]]) -> None:
+def test_media_columns_are_inserted_into_prompt(prompt: Any, content: list[dict[str, Any]]) -> None:
     row = {"prompt": prompt, "chosen": "yes", "rejected": "no", "images": ["a.png", "b.png"]}
     sample = preferences.to_sample(row)
     assert sample.messages[0]["content"] == content
@@ -135,7 +135,7 @@ def test_media_beside_are_shown_in_the_prompt(prompt: Any, content: list[dict[st
     assert sample.rejected[0] == sample.messages[0]
 
 
-def test_system_text_and_reference_values_stand_beside() -> None:
+def test_system_text_and_reference_values_have_own_columns() -> None:
     row = {"prompt": "Which way?", "system": "Be short.", "chosen": "left", "rejected": "right", "answer": "L"}
     sample = preferences.to_sample(row | {"ref_chosen_logprob": -1.5, "ref_rejected_logprob": -2.0, "video": "a.mp4"})
     assert [message["role"] for message in sample.messages] == ["system", "user", "assistant"]

@@ -38,7 +38,7 @@ def test_values_are_restored_from_arbitrary_pieces(monkeypatch: pytest.MonkeyPat
 
 
 def test_pinned_memory_rounding_stays_below_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch pins 2**30 bytes for each of 2**29 + 1; here all blocks but the last are a power of two already."""
+    """torch would pin 2**30 bytes for 2**29 + 1; here, all blocks except the last have a power of two of bytes."""
     blocks: list[int] = []
     monkeypatch.setattr(host_memory.torch, "empty", lambda size, **options: blocks.append(size))
     HostBuffer(2**29 + 1, pinned=True)

@@ -14,7 +14,7 @@ from dsreason.engine.rollout_memory import GIB, OffloadAmount, RolloutMemory
 
 
 def test_gradient_buffers_survive_repeated_offload() -> None:
-    """Cover an optimizer that DeepSpeed keeps on the host."""
+    """Include an optimizer that DeepSpeed keeps on the host."""
     engine = SimpleNamespace(device=torch.device("cpu"), optimizer=None)
     offload, bucket = StateOffload(engine, device_type="cpu"), torch.ones(1000)
     result = {"list_masters": [], "list_moments": [], "_list_weights": [], "list_gradients": [bucket]}
@@ -63,7 +63,7 @@ def test_moments_move_before_master_weights(move_bytes: int, num_moments: int, n
 
 @pytest.mark.parametrize("num_moments", [0, 4])
 def test_measured_memory_counts_future_moments(num_moments: int) -> None:
-    """Check 40,000,000 bytes in torch: 14,000 are masters and gradients, and 24,000 moments if they exist."""
+    """Check the sum of 40,000,000 bytes in torch: 14,000 are master weights and gradients, and 24,000 moments if these exist."""
     with ExitStack() as stack:
         offload = build_offload(stack, OffloadAmount(True, 0), num_moments)
         stack.enter_context(mock.patch("dsreason.engine.offload.release_gathered"))

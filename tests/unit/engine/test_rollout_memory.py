@@ -39,7 +39,7 @@ def test_needed_memory_is_share_training_and_margin() -> None:
         (40, True, 24),  # 36 are missing; all that can move is 24
     ],
 )
-def test_auto_moves_what_is_missing_beyond_gradients(total: float, drop_gradients: bool, moved: float) -> None:
+def test_auto_moves_only_shortage_beyond_gradients(total: float, drop_gradients: bool, moved: float) -> None:
     amount = choose_amount("auto", replace(TWO_BILLION, total=int(total * GIB)))
     assert amount.drop_gradients is drop_gradients
     assert amount.move_bytes == pytest.approx(moved * GIB, abs=2)
@@ -56,7 +56,7 @@ def test_never_moves_nothing_if_it_fits(total: int, drop_gradients: bool) -> Non
 
 
 def test_never_offload_is_rejected_without_room() -> None:
-    """60 GiB: 16 are missing, 8 without gradients; vLLM may have 36 - 8 = 28 of 60, 0.466."""
+    """Check the advice: 8 of 60 GiB are missing even without gradients, so vLLM may use 36 - 8 = 28 of 60 GiB, or 0.466."""
     with pytest.raises(ConfigError) as raised:
         choose_amount("never", replace(TWO_BILLION, total=60 * GIB))
     message = str(raised.value)

@@ -25,7 +25,7 @@ WARMUP_4 = [0, 1 / 3, 2 / 3, 1]
         ("wsd", [1, 1, 1, 1, 1, 1 - 0.5**0.5]),  # the last fifth of 10 steps is steps 8 and 9
     ],
 )
-def test_ten_steps_with_four_of_warmup(schedule: str, decay: list[float]) -> None:
+def test_schedules_match_values_for_ten_steps(schedule: str, decay: list[float]) -> None:
     assert factors(10, warmup=4, schedule=schedule) == pytest.approx(WARMUP_4 + decay, abs=5e-5)
 
 
@@ -75,7 +75,7 @@ def test_warmup_that_takes_whole_run_is_reported(warmup: float, note: str | None
     assert result is None if note is None else result is not None and re.match(note, result)
 
 
-def test_a_single_step_trains() -> None:
+def test_single_step_run_has_nonzero_rate() -> None:
     assert factors(1, warmup=0.03) == [1.0]
 
 
@@ -87,7 +87,7 @@ def test_wsd_decay_starts_after_warmup() -> None:
     ("schedule", "expected"),
     [("linear", [0, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]), ("sqrt", [0, 1, 1, 1, 1, 1, 1, 0.5, 0.292893, 0.133975])],
 )
-def test_any_schedule_can_hold_before_it_decays(schedule: str, expected: list[float]) -> None:
+def test_decay_share_holds_rate_before_decay(schedule: str, expected: list[float]) -> None:
     result = [
         compute_lr_factor(step, 10, OptimConfig(warmup=2, schedule=schedule, decay_share=0.4)) for step in range(10)
     ]

@@ -39,7 +39,7 @@ def encoder(tiny_qwen3_vl: Path) -> Any:
 
 
 def test_vllm_answers_with_its_loaded_weights(tiny_qwen3_vl: Path, encoder: Any) -> None:
-    """No weights are sent, and it is not put to sleep in between."""
+    """Check that no weights are sent to vLLM, and that it is not put to sleep between calls."""
     with mock.patch("dsreason.rollout.vllm_engine.VLLMEngine") as made, ExitStack() as stack:
         engine = build_engine(config("vllm", max_num_seqs=8), tiny_qwen3_vl, encoder, torch.float32, 64, WORLD, stack)
         assert engine.mock_calls == []
@@ -61,7 +61,7 @@ def test_single_prompt_vllm_uses_loaded_weights(
     assert made.call_args.kwargs["loaded_version"] == VERSION
 
 
-def test_the_transformers_engine_gets_the_folders_weights(tiny_qwen3_vl: Path, encoder: Any) -> None:
+def test_transformers_engine_loads_weights_from_folder(tiny_qwen3_vl: Path, encoder: Any) -> None:
     with ExitStack() as stack:
         engine = build_engine(config("transformers"), tiny_qwen3_vl, encoder, torch.float32, 64, WORLD, stack)
     assert isinstance(engine, TransformersEngine)

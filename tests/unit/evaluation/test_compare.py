@@ -32,7 +32,7 @@ def test_results_are_paired_by_their_question() -> None:
     assert result.warning is None
 
 
-def test_what_has_no_answer_is_wrong() -> None:
+def test_unanswered_question_counts_as_wrong() -> None:
     result = compare([made(error="gone")], [made()], NAMES)
     assert result.lost == ("robovqa/v/0",)
 
@@ -53,12 +53,12 @@ def test_mcnemars_test_is_exact(gained: int, lost: int, p: float) -> None:
     assert compute_mcnemar(gained, lost) == pytest.approx(p)
 
 
-def test_the_interval_of_the_difference_is_newcombes() -> None:
+def test_difference_interval_follows_newcombe() -> None:
     # Fagerland, Lydersen, Laake, BMC Med Res Methodol 14 (2014): (1, 1, 7, 12), difference -0.286, -0.507 to -0.026.
     assert compute_newcombe_interval(1, 1, 7, 12) == pytest.approx((-0.507, -0.026), abs=5e-4)
 
 
-def test_the_interval_turns_with_the_sides() -> None:
+def test_swapping_runs_mirrors_the_interval() -> None:
     low, high = compute_newcombe_interval(20, 12, 2, 16)
     assert compute_newcombe_interval(20, 2, 12, 16) == pytest.approx((-high, -low))
     assert low > 0
@@ -88,13 +88,13 @@ def test_only_common_questions_are_compared_with_warning() -> None:
     assert "1 are only in new, and 4 are only in old; only the 2 common ones are compared" in result.warning
 
 
-def test_nothing_in_common_is_an_error() -> None:
+def test_runs_without_common_questions_are_rejected() -> None:
     with pytest.raises(
         DataError, match=r"new \(1 questions, .*\) and old \(1 questions, .*\) have no question in common"
     ):
         compare(answers("A"), answers("A", datasource="av"), NAMES)
 
 
-def test_another_reference_answer_is_an_error() -> None:
+def test_different_reference_answers_are_rejected() -> None:
     with pytest.raises(DataError, match="question 'robovqa/0/0': the reference answer is 'A' in new, but 'B' in old"):
         compare(answers("A"), answers("A", correct_answer="B"), NAMES)

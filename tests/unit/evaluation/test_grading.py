@@ -92,7 +92,7 @@ def test_any_accepted_answer_is_right(parser, text, right):
         ("free_text", "The arm moves.", "the arm turns", False),
     ],
 )
-def test_other_kinds_have_to_give_the_reference(kind, text, answer, right):
+def test_other_kinds_must_match_the_reference(kind, text, answer, right):
     assert is_right(kind, text, answer) is right
 
 
@@ -146,7 +146,7 @@ def test_unparsed_free_text_scores_zero():
     assert scores == {"bleu": 0, "rouge1": 0, "rouge2": 0, "rougeL": 0}
 
 
-def test_compat_has_no_scores_of_texts():
+def test_compat_does_not_score_texts():
     assert grader_for("letter", parser="compat").grade(asks("free_text", "red car"), "red car").scores == {}
 
 
@@ -297,13 +297,13 @@ def test_unparsed_answer_is_never_right_by_scorer(tmp_path):
     assert [grade.is_correct for grade in graded] == [False, False, False, False, True]
 
 
-def test_a_scorer_leaves_the_other_scores(judge):
+def test_scorer_does_not_change_other_scores(judge):
     with grader_for("letter", scorer=judge) as grader:
         graded = grader.grade(asks("free_text", "a red car turns"), "red")
     assert (graded.scores["share"], graded.scores["rouge1"], graded.is_correct) == (0.25, pytest.approx(0.4), False)
 
 
-def test_compat_verdict_is_kept_beside_scorer(judge):
+def test_scorer_does_not_change_compat_verdict(judge):
     with grader_for("letter", parser="compat", scorer=judge, scorer_threshold=0.5) as grader:
         graded = grader.grade(asks("multiple_choice", "A"), "B, not A")
     assert (graded.scores, graded.is_correct) == ({"share": 1}, False)

@@ -79,7 +79,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_options_that_make_no_question(options, text, tmp_path, monkeypatch) -> None:
+def test_invalid_infer_options_are_rejected(options, text, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=text):
         call("--model=tiny:qwen2_5_vl", *options)
@@ -121,7 +121,7 @@ def test_missing_prompt_defaults_to_a_description(media, prompt, monkeypatch, ca
     assert f'no --prompt: using "{prompt}"' in capsys.readouterr().err
 
 
-def test_prompts_of_a_file(tmp_path) -> None:
+def test_prompts_are_read_from_file(tmp_path) -> None:
     (tmp_path / "one.txt").write_text("Where is\nthe ball?\n")
     (tmp_path / "two.jsonl").write_text('\ufeff{"prompt": "Where?"}\n\n{"prompt": "When\u2028?", "id": 3}\n', "utf-8")
     assert read_prompts(None, tmp_path / "one.txt") == ["Where is\nthe ball?"]
@@ -138,7 +138,7 @@ def test_prompts_of_a_file(tmp_path) -> None:
         ("[1]", r"p\.jsonl, row 1: must be .*; got \[1\]"),
     ],
 )
-def test_prompt_files_that_cannot_be_used(content, text, tmp_path) -> None:
+def test_unusable_prompt_file_is_rejected(content, text, tmp_path) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises((ConfigError, DataError), match=text):
         read_prompts(None, tmp_path / "p.jsonl")
@@ -170,7 +170,7 @@ def test_images_precede_videos_and_text() -> None:
         ("Be brief.", True, f"Be brief. {REQUEST}"),
     ],
 )
-def test_the_system_message_asks_for_the_format(system, reasoning, expected) -> None:
+def test_system_message_requests_answer_format(system, reasoning, expected) -> None:
     messages = sample_of(InferSettings("m", images=("a.png",), system=system, reasoning=reasoning), 0, "?").messages
     assert [m["content"] for m in messages if m["role"] == "system"] == ([expected] if expected else [])
 
@@ -253,7 +253,7 @@ def found(model: Path | str) -> Path:
         return find_model(InferSettings(str(model)), stack, lambda text: None)
 
 
-def test_a_run_means_its_final_export(tmp_path) -> None:
+def test_run_folder_resolves_to_final_export(tmp_path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text('{"config": {}}')  # the run's, not a model's
     final = tmp_path / "export" / "final"

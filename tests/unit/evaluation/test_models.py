@@ -64,7 +64,7 @@ def test_unexported_run_resolves_to_newest_complete_checkpoint(run: Path, inside
     assert is_checkpoint(weights)
 
 
-def test_a_checkpoint_means_itself(run: Path) -> None:
+def test_checkpoint_path_resolves_to_itself(run: Path) -> None:
     older = checkpoint(run, 20, seconds=100)
     checkpoint(run, 40, seconds=200)
     final_export(run, seconds=300)
@@ -148,7 +148,7 @@ def test_export_of_killed_process_is_deleted_next(small_exports: None, run: Path
         assert not remaining.exists()
 
 
-def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_leaves_no_files(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(checkpoint: Path, output: Path, *, dtype: str) -> Path:
         raise CheckpointError("damaged")
 

@@ -81,7 +81,7 @@ def test_benchmark_question_matches_cosmos_reason1_prompt(folder: Path) -> None:
     assert question.problem is None
 
 
-def test_reasoning_asks_for_thoughts_and_answer(folder: Path) -> None:
+def test_reasoning_prompt_requests_thoughts_and_answer(folder: Path) -> None:
     [question] = load(folder, [item("1")], evaluation={"answer_type": "reasoning"})
     assert text_asked(question) == CHOICE_TEXT + REASONING
 
@@ -104,7 +104,7 @@ def test_kind_without_options_follows_from_the_answer(folder: Path, answer: Any,
     assert text_asked(question) == text + OPEN_REASONING
 
 
-def test_a_question_may_say_its_kind(folder: Path) -> None:
+def test_question_may_specify_its_kind(folder: Path) -> None:
     [question] = load(folder, [item("1", {"question": "What?", "answer": "yes", "question_kind": "free_text"})])
     assert (question.kind, text_asked(question)) == ("free_text", "What?")
 
@@ -161,7 +161,7 @@ def test_answer_becomes_the_option_letter(folder: Path, written: str) -> None:
     assert load(folder, [item("1", answer=written)])[0].answer == "B"
 
 
-def test_options_that_are_none_do_not_count(folder: Path) -> None:
+def test_null_options_are_ignored(folder: Path) -> None:
     options = {"A": "left", "B": "right", "C": None}
     assert load(folder, [item("1", index2ans=options)])[0].options == {"A": "left", "B": "right"}
 
@@ -176,7 +176,7 @@ def test_options_that_are_none_do_not_count(folder: Path) -> None:
         ([5, 5, 5], 2, [1, 1, 0]),
     ],
 )
-def test_a_limit_is_shared_evenly_and_reached(sizes: list[int], limit: int | None, shares: list[int]) -> None:
+def test_limit_is_split_evenly_between_datasets(sizes: list[int], limit: int | None, shares: list[int]) -> None:
     assert compute_even_shares(sizes, limit) == shares
 
 
@@ -196,7 +196,7 @@ def test_system_prompt_can_be_replaced_or_omitted(folder: Path, prompt: str, mes
     assert question.sample.messages[:-1] == messages
 
 
-def test_vision_settings_go_with_the_clip(folder: Path) -> None:
+def test_vision_settings_are_attached_to_clip(folder: Path) -> None:
     [question] = load(folder, [item("1")], vision={"nframes": 8, "max_pixels": 5000})
     messages = question.sample.messages[-1]["content"][0]
     assert {key: messages[key] for key in messages.keys() - {"type", "video"}} == {"nframes": 8, "max_pixels": 5000}
@@ -279,7 +279,7 @@ def test_malformed_question_among_several_is_named(folder: Path) -> None:
         ("[{", "not valid JSON|cannot be|Expecting"),
     ],
 )
-def test_a_malformed_file_is_an_error(folder: Path, items: Any, text: str) -> None:
+def test_malformed_question_file_is_rejected(folder: Path, items: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         load(folder, items)
 
@@ -522,6 +522,6 @@ def test_row_without_answer_is_rejected(folder: Path) -> None:
         load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")
 
 
-def test_no_rows_are_an_error(folder: Path) -> None:
+def test_source_without_rows_is_rejected(folder: Path) -> None:
     with pytest.raises(DataError, match="the data set is empty"):
         load_rows(folder, [])

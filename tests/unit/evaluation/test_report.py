@@ -98,7 +98,7 @@ def test_scoring_again_gives_the_same_bytes(folder: Path) -> None:
     assert [(folder / name).read_bytes() for name in names] == before
 
 
-def test_a_foreign_folder_gets_its_reports_itself(tmp_path: Path) -> None:
+def test_folder_of_result_files_gets_reports(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_text('[{"is_correct": true}]')
     score_run(tmp_path)
     assert "100.0%" in (tmp_path / "report.md").read_text()
@@ -131,7 +131,7 @@ def test_no_report_is_written_when_result_malformed(folder: Path) -> None:
 # ---------------------------------------------------------------- settings
 
 
-def test_settings_are_shown_with_nested_names(folder: Path) -> None:
+def test_settings_are_shown_with_dotted_names(folder: Path) -> None:
     assert read_settings(folder) == {"model": "big", "sampling.temperature": "0.6"}
     score_run(folder)
     assert "sampling.temperature" in page(folder).text
@@ -203,7 +203,7 @@ def test_every_question_becomes_filterable_card(folder: Path) -> None:
     ]
 
 
-def test_the_filters_count_what_they_show(folder: Path) -> None:
+def test_filter_labels_count_displayed_cards(folder: Path) -> None:
     score_run(folder)
     text = page(folder).text
     for label in (
@@ -253,7 +253,7 @@ def hostile(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_a_model_wrote_stays_text(hostile: Path) -> None:
+def test_model_output_is_displayed_as_text(hostile: Path) -> None:
     result = page(hostile)
     assert [tag for tag, _ in result.tags].count("script") == 1
     assert result.all("img") == []
@@ -263,7 +263,7 @@ def test_what_a_model_wrote_stays_text(hostile: Path) -> None:
     assert "{{ 7 * 7 }} {% raw %} {# x #}" in result.text
 
 
-def test_nothing_hostile_is_markup_in_the_markdown(hostile: Path) -> None:
+def test_hostile_text_is_escaped_in_markdown(hostile: Path) -> None:
     text = (hostile / "report.md").read_text()
     assert not re.search(r"<[a-z/!]", text)
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -276,7 +276,7 @@ def test_bar_in_answer_is_escaped_in_markdown(tmp_path: Path) -> None:
     assert r"| A | a\|b c \`d\` \[e\](f) | letter |" in (tmp_path / "report.md").read_text()
 
 
-def test_the_page_asks_for_nothing(folder: Path) -> None:
+def test_page_loads_no_external_resources(folder: Path) -> None:
     score_run(folder)
     result = page(folder)
     assert result.all("link") == []

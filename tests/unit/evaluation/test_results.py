@@ -60,7 +60,7 @@ def put(file: Path, content: Any) -> Path:
 # ---------------------------------------------------------------- writing
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_results_round_trip_through_files(tmp_path: Path) -> None:
     stored = [
         made("0123"),
         made("0123", 1, "", error="no such file", scores={"bleu": 3.5}, options=None, media=["a.mp4"]),
@@ -94,7 +94,7 @@ def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["0123", "task-1-head-0-90", "a.b._.totalframe010.clipframe003", "Kitchen 2", "é"])
-def test_usual_names_stay_as_they_are(name: str) -> None:
+def test_safe_names_are_unchanged(name: str) -> None:
     assert make_safe_name(name) == name
 
 
@@ -144,7 +144,7 @@ def test_files_of_cosmos_reason1_are_read(tmp_path: Path) -> None:
     assert (second.id, second.is_correct) == (f"robovqa/0123/{key}-2", True)
 
 
-def test_parts_without_a_type_are_read_too(tmp_path: Path) -> None:
+def test_parts_without_type_are_also_read(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": [{"video": "1.mp4"}, {"text": "Which way?"}, {"text": "Say it."}]}]
     [result] = read_file(put(tmp_path / "robovqa" / "1.json", [COSMOS | {"prompt": prompt}]))
     assert result.prompt == ["Which way?\nSay it."]
@@ -177,7 +177,7 @@ def test_unrecognised_question_is_identified_by_index(tmp_path: Path, prompt: An
     assert (result.id, result.prompt) == ("robovqa/0123/0", [])
 
 
-def test_only_is_correct_is_required(tmp_path: Path) -> None:
+def test_is_correct_is_the_only_required_field(tmp_path: Path) -> None:
     (result,) = read_file(put(tmp_path / "robovqa" / "7.json", [{"is_correct": True}]))
     assert (result.datasource, result.video_id, result.id, result.is_correct) == ("robovqa", "7", "robovqa/7/0", True)
     assert result.kind == "open"
@@ -271,7 +271,7 @@ def test_single_data_set_folder_is_read(root: Path) -> None:
     assert [result.id for result in read_run(find_run(root / "big" / "letter" / "agibot"))] == ["agibot/1/0"]
 
 
-def test_the_current_folder_is_a_folder_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_folder_is_accepted_as_results_dir(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root / "big" / "letter")
     assert (find_run(Path()).name, find_run(Path()).folder) == ("big/letter", Path())
 
@@ -303,7 +303,7 @@ def test_unknown_data_sets_list_the_known_ones(root: Path) -> None:
         find_runs(root, ["agibot", "av"])
 
 
-def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
+def test_folder_without_results_is_rejected(tmp_path: Path) -> None:
     put(tmp_path / "run.json", {})
     with pytest.raises(DataError, match="contains no results"):
         find_runs(tmp_path)

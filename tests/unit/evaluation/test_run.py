@@ -129,7 +129,7 @@ def test_answers_beyond_limit_are_kept_and_reported(
     assert len(stored(tmp_path)) == 5
 
 
-def test_other_settings_are_refused(evaluate: Any) -> None:
+def test_changed_settings_are_rejected(evaluate: Any) -> None:
     evaluate(ROWS)
     with pytest.raises(ConfigError, match="evaluation.seed was 1, but is now 2"):
         evaluate(ROWS, evaluation={"seed": 2})
@@ -268,7 +268,7 @@ def test_broken_clips_are_counted_with_healthy_server(tmp_path: Path, monkeypatc
     assert len(errors) == 20 and all("v.mp4: is not a usable video" in error for error in errors)
 
 
-def test_nor_do_they_hide_that_it_fails(evaluate: Any) -> None:
+def test_broken_clips_do_not_hide_failing_server(evaluate: Any) -> None:
     with pytest.raises(ConfigError, match=r"answered none of the first 2 questions \(for example, rows/1/.*500"):
         evaluate(ROWS, lambda question: fails(question) if question.video_id < "2" else broken(question), server=SERVER)
 

@@ -29,12 +29,12 @@ def test_letter_is_sampled_greedily_within_ten_tokens() -> None:
     assert result == Sampling(temperature=0.0, top_p=1.0, top_k=1, max_completion_length=10, seed=7000)
 
 
-def test_reasoning_is_drawn_as_cosmos_reason1_does() -> None:
+def test_reasoning_is_sampled_like_cosmos_reason1() -> None:
     result = choose_sampling(config("reasoning"), "multiple_choice")
     assert result == Sampling(temperature=0.6, top_p=0.95, top_k=0, max_completion_length=1024, seed=7000)
 
 
-def test_what_is_set_is_used() -> None:
+def test_configured_sampling_values_are_used() -> None:
     settings = {"temperature": 1.0, "top_p": 0.5, "top_k": 20, "max_tokens": 50}
     penalties = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": -0.5}
     assert choose_sampling(config("reasoning", **settings, **penalties), "open") == Sampling(
@@ -55,7 +55,7 @@ def test_what_is_set_is_used() -> None:
         ("multiple_choice", {"letter_max_tokens": 400}, 400),
     ],
 )
-def test_texts_have_more_room_than_letters(kind: QuestionKind, given: dict[str, int], tokens: int) -> None:
+def test_free_texts_get_more_tokens_than_letters(kind: QuestionKind, given: dict[str, int], tokens: int) -> None:
     assert choose_sampling(config("letter", **given), kind).max_completion_length == tokens
 
 
@@ -77,7 +77,7 @@ def test_each_retry_is_longer_and_hotter(answer_type: str, attempt: int, tempera
     assert result.seed == 7000 + attempt
 
 
-def test_a_retry_is_never_cooler() -> None:
+def test_retry_temperature_does_not_decrease() -> None:
     assert choose_sampling(config("reasoning", temperature=1.2), "open", attempt=1).temperature == 1.2
 
 

@@ -24,7 +24,7 @@ def several(*changes: dict[str, Any]) -> list[Any]:
 # ---------------------------------------------------------------- accuracy
 
 
-def test_seven_of_ten_has_wilsons_interval() -> None:
+def test_interval_follows_wilson() -> None:
     result = share(7, 10)
     assert (result.count, result.total, result.share) == (7, 10, 0.7)
     assert result.interval == pytest.approx(
@@ -32,7 +32,7 @@ def test_seven_of_ten_has_wilsons_interval() -> None:
     )  # (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
 
 
-def test_nothing_has_no_share() -> None:
+def test_share_of_nothing_is_undefined() -> None:
     assert share(0, 0) == Proportion(0, 0, None, None)
 
 
@@ -101,7 +101,7 @@ def test_parser_rules_report_their_accuracy() -> None:
     assert result == {"letter": (2, 3), "letter and text": (1, 1), "none": (0, 1)}
 
 
-def test_the_unanswered_are_listed_with_their_reason() -> None:
+def test_unanswered_questions_are_listed_with_reason() -> None:
     assert score(several({}, UNANSWERED)).unanswered == {"robovqa/1/0": "no such file"}
 
 

@@ -401,7 +401,7 @@ def test_request_timeout_fails_only_its_question(stand_in: StandIn) -> None:
         None,
     ],
 )
-def test_what_may_pass_is_tried_again(stand_in: StandIn, response: tuple[Any, ...] | None) -> None:
+def test_transient_failure_is_retried(stand_in: StandIn, response: tuple[Any, ...] | None) -> None:
     stand_in.respond = lambda path, body: response if len(stand_in.requests) < 3 else chat("(B)")
     [reply] = ask(answerer(stand_in.url, max_retries=2), text_sample())
     assert (reply.text, reply.error, len(stand_in.requests)) == ("(B)", None, 3)

@@ -44,7 +44,7 @@ def test_settings_may_change_before_any_answer(tmp_path: Path) -> None:
         ({"vision": {"nframes": 4}}, MODEL, "vision.nframes was None, but is now 4"),
     ],
 )
-def test_other_settings_or_weights_are_refused(
+def test_changed_settings_or_weights_are_rejected(
     tmp_path: Path, changes: dict[str, Any], model: dict[str, str], words: str
 ) -> None:
     folder = with_results(tmp_path)
@@ -85,7 +85,7 @@ def test_partial_overwrite_with_new_settings_is_rejected(tmp_path: Path) -> None
     assert (folder / "robovqa").exists()
 
 
-def test_overwriting_all_takes_other_settings(tmp_path: Path) -> None:
+def test_overwriting_everything_permits_changed_settings(tmp_path: Path) -> None:
     folder = with_results(tmp_path)
     open_run_folder(folder, config(evaluation={"overwrite": True, "seed": 2}), MODEL)
     assert not (folder / "robovqa").exists()
@@ -97,7 +97,7 @@ def test_results_without_settings_are_refused(tmp_path: Path) -> None:
         open_run_folder(tmp_path, config(), MODEL)
 
 
-def test_an_edited_scorer_is_another_one(tmp_path: Path) -> None:
+def test_edited_scorer_counts_as_changed(tmp_path: Path) -> None:
     judge, folder = tmp_path / "judge.py", tmp_path / "results"
     judge.write_text("def reward(completion, sample): return 1.0")
     local = config(evaluation={"scorer": f"{judge}:reward"})
@@ -122,7 +122,7 @@ def test_scorer_threshold_is_compared_with_old_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recorded", [{}, {"evaluation.scorer_threshold": 0.7}])
-def test_compat_has_never_used_a_scorers_threshold(tmp_path: Path, recorded: dict[str, float]) -> None:
+def test_compat_ignores_recorded_scorer_threshold(tmp_path: Path, recorded: dict[str, float]) -> None:
     local = config(evaluation={"scorer": "exact_match", "parser": "compat"})
     open_run_folder(tmp_path, local, MODEL)
     write_text(tmp_path / "robovqa" / "1.json", ANSWERED)
@@ -132,7 +132,7 @@ def test_compat_has_never_used_a_scorers_threshold(tmp_path: Path, recorded: dic
     open_run_folder(tmp_path, local, MODEL)
 
 
-def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_the_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     result = set()
     middle = b"a" * 100_000 + b"b" + b"a" * 99_999

@@ -122,7 +122,7 @@ def test_family_is_found_by_model_type(toy: Family) -> None:
         get_family("other_vl")
 
 
-def test_without_the_line_it_is_refused(tmp_path: Path) -> None:
+def test_unregistered_family_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the tiny model must be one of"):
         resolve_model(ModelConfig(path="tiny:toy_vl"), tmp_path)
 
@@ -158,7 +158,7 @@ def test_dummies_are_enclosed_in_family_marks(encoder: Encoder, kind: Any, place
     assert text.startswith("<see>") and text.endswith("</see>") and placeholder in text
 
 
-def test_its_media_tokens_are_never_sampled(encoder: Encoder, toy: Family) -> None:
+def test_family_media_tokens_are_never_sampled(encoder: Encoder, toy: Family) -> None:
     tokenizer = encoder.processor.tokenizer
     banned = tokenizer.convert_ids_to_tokens(find_media_token_ids(tokenizer, toy))
     assert set(banned) == {"<pic>", "<clip>", "<see>", "</see>"}

@@ -75,7 +75,7 @@ def test_generator_tensors_are_not_loaded(name: str) -> None:
     assert FAMILY.rename(name) is None
 
 
-def test_nothing_else_may_be_in_the_files(folder: Path, tmp_path: Path) -> None:
+def test_unexpected_tensor_in_files_is_rejected(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "more")
     file = tmp_path / "more/model.safetensors"
     save_file(load_file(file) | {"layers.0.self_attn.to_x.weight": torch.zeros(2)}, file)
@@ -99,7 +99,7 @@ def test_weights_load_from_published_folder_layout(folder: Path, tmp_path: Path)
 
 
 def test_mixed_media_logprobs_match_transformers(folder: Path, tmp_path: Path) -> None:
-    """Its own positions, one sample at a time; ours packed, padded, and with an answer that shares its prompt."""
+    """Compare with transformers, one sample at a time: packed rows, padded rows, and an answer that shares its prompt."""
     rows = write_mixed_rows(tmp_path, 4)
     config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}})
     encoder = open_encoder(folder, dtype=torch.float32, max_length=512, max_length_key="model.max_length")
@@ -130,6 +130,6 @@ def test_mixed_media_logprobs_match_transformers(folder: Path, tmp_path: Path) -
         torch.testing.assert_close(policy(pack(answers)), apart, rtol=0, atol=5e-6)
 
 
-def test_adapters_go_into_its_layers(folder: Path) -> None:
+def test_adapters_are_added_to_all_layers(folder: Path) -> None:
     model = load_model(folder, dtype=torch.float32)
     assert len(find_adapted_layers(model, LoRAConfig(rank=4))) == 2 * 7

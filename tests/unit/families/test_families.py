@@ -34,6 +34,6 @@ def test_qwen2_5_names_map_to_memory_names(published: str, in_memory: str) -> No
     assert FAMILIES["qwen2_5_vl"].rename(published) == in_memory
 
 
-def test_qwen3_names_stay() -> None:
+def test_qwen3_names_are_unchanged() -> None:
     for name in ("model.visual.pos_embed.weight", "model.language_model.norm.weight", "lm_head.weight"):
         assert FAMILIES["qwen3_vl"].rename(name) == name

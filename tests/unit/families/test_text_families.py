@@ -36,7 +36,7 @@ def sample(question: object, answer: str = "red") -> Sample:
     return Sample("7", [{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
 
 
-def test_parts_of_a_message_are_one_text(encoder: Encoder) -> None:
+def test_message_parts_are_joined_to_one_text(encoder: Encoder) -> None:
     parts = [{"type": "text", "text": "What colour "}, {"type": "text", "text": "is it?"}]
     result, expected = encoder.encode(sample(parts)), encoder.encode(sample("What colour is it?"))
     assert result.input_ids.tolist() == expected.input_ids.tolist()
@@ -44,7 +44,7 @@ def test_parts_of_a_message_are_one_text(encoder: Encoder) -> None:
     assert encoder.processor.tokenizer.decode(result.input_ids[result.loss_mask]) == "red<|im_end|>"
 
 
-def test_a_row_with_an_image_is_refused(encoder: Encoder) -> None:
+def test_row_with_image_is_rejected(encoder: Encoder) -> None:
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
     with pytest.raises(DataError, match=r"sample '7' contains a\.png, but Qwen\d.* accepts only text"):
         encoder.encode(sample(parts))

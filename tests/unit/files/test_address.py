@@ -30,7 +30,7 @@ def test_target_round_trips_through_text(text: str, expected: UploadAddress) -> 
     assert str(expected) == text.rstrip("/")
 
 
-def test_names_are_joined_below_an_address() -> None:
+def test_names_are_appended_to_address() -> None:
     assert str(S3Address("bucket") / "checkpoints/step_4") == "s3://bucket/checkpoints/step_4"
     assert str(S3Address("bucket", "runs") / "a") == "s3://bucket/runs/a"
     assert str(HubAddress("user/name", "", "dev") / "a") == "hub:user/name/a@dev"
@@ -211,7 +211,7 @@ def test_wrong_target_error_names_its_key(option: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["s3://AKIAKEY:senti/nel@bucket", "https://me:sentinel@host/x"])
-def test_a_refused_set_option_shows_no_key(where: str) -> None:
+def test_rejected_set_option_hides_the_key(where: str) -> None:
     with pytest.raises(ConfigError, match="checkpoint.upload: ") as caught:
         load_config(SFTConfig, None, [f"checkpoint.upload={where}"], default_recipe="builtin_sft.toml")
     assert "nel@" not in str(caught.value)

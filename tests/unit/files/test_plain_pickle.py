@@ -29,7 +29,7 @@ def write(folder: Path, content: bytes) -> Path:
 @pytest.mark.parametrize(
     "array", [EMBEDDING, EMBEDDING.T, EMBEDDING.astype(">f8"), EMBEDDING.astype(np.float16)[:0], np.array(True)]
 )
-def test_arrays_come_back_whatever_the_protocol(tmp_path: Path, array: np.ndarray, protocol: int) -> None:
+def test_arrays_are_recovered_from_every_protocol(tmp_path: Path, array: np.ndarray, protocol: int) -> None:
     _, file = convert_pickle(write(tmp_path, pickle.dumps([array], protocol=protocol)), tmp_path)
     loaded = np.load(file, allow_pickle=False)
     assert loaded.dtype == array.dtype.newbyteorder("=")
@@ -152,7 +152,7 @@ def doubled(value: object, times: int) -> object:
 
 @pytest.mark.parametrize("value", [doubled([], 40), doubled("x" * 5000, 12), doubled(np.zeros(5000, np.uint8), 12)])
 def test_small_pickle_that_expands_is_rejected(tmp_path: Path, value: object) -> None:
-    """A pickle holds a list, text or array once, however often it is used."""
+    """Check objects that are used repeatedly: a pickle stores each list, string or array only once."""
     content = pickle.dumps(value)
     assert len(content) < 10_000
     with pytest.raises(DataError, match="repeats the same lists, strings or arrays so often"):

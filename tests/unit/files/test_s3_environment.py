@@ -55,7 +55,7 @@ def test_cosmos_variables_apply_without_aws_keys(
     assert calls == [(endpoint, region, s3.READ_LIMIT_S, *keys)]
 
 
-def test_half_of_the_keys_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_key_pair_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "key")

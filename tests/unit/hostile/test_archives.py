@@ -125,7 +125,7 @@ CASES = ESCAPES | BOMBS | DAMAGES
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_archive_is_refused_and_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_rejected_archive_leaves_no_files(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     content, words = CASES[name]
     monkeypatch.setattr(archives, "SMALL_BYTES", 4 << 20)  # fewer files until the empty members are refused
     (here / "clips.tar.gz").write_bytes(content)
@@ -143,7 +143,7 @@ def test_an_archive_is_refused_and_leaves_nothing(here: Path, monkeypatch: pytes
     ],
     ids=["case", "control characters", "dots", "backslash", "empty tar"],
 )
-def test_strange_names_stay_inside(here: Path, content: bytes, names: list[str]) -> None:
+def test_unusual_member_names_stay_inside_folder(here: Path, content: bytes, names: list[str]) -> None:
     (here / "a.tar").write_bytes(content or tar_of())
     guarded(lambda: extract(here / "a.tar", here / "folder"))
     assert sorted(listing(here / "folder")) == names

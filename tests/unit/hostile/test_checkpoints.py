@@ -80,7 +80,7 @@ def tensors(checkpoint: Path) -> dict[str, list[Any]]:
     return {name: values.tolist() for name, values in iter_checkpoint_tensors(checkpoint, read_state(checkpoint))}
 
 
-def test_the_checkpoint_itself_can_be_read(checkpoint: Path) -> None:
+def test_undamaged_checkpoint_is_read(checkpoint: Path) -> None:
     assert tensors(checkpoint) == {"layer.weight": [[0, 1], [2, 10], [11, 12]], "layer.bias": [3, 4, 13]}
     check_names(checkpoint, read_state(checkpoint))
 
@@ -156,7 +156,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_that_does_not_fit_is_named(checkpoint: Path, name: str) -> None:
+def test_damaged_or_mismatched_file_is_named(checkpoint: Path, name: str) -> None:
     spoil, words = FILES[name]
     spoil(checkpoint)
     refused(lambda: tensors(checkpoint), CheckpointError, *words)
@@ -192,7 +192,7 @@ RNG: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", RNG)
-def test_damaged_random_states_raise_what_resuming_expects(here: Path, name: str) -> None:
+def test_damaged_random_states_raise_expected_error(here: Path, name: str) -> None:
     (here / "rng").write_bytes(RNG[name])
 
     def load() -> bool:
@@ -204,7 +204,7 @@ def test_damaged_random_states_raise_what_resuming_expects(here: Path, name: str
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"rubbish", b"\xff\xfe", b'{"state": '])
-def test_a_damaged_state_is_named(checkpoint: Path, content: bytes) -> None:
+def test_damaged_state_is_named_in_error(checkpoint: Path, content: bytes) -> None:
     (checkpoint / "trainer_state.json").write_bytes(content)
     refused(lambda: read_checkpoint(checkpoint), CheckpointError, "trainer_state.json: is not a valid checkpoint state")
 
@@ -244,7 +244,7 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_of_another_kind_is_named(checkpoint: Path, saved: dict[str, Any], name: str) -> None:
+def test_malformed_trainer_state_is_named(checkpoint: Path, saved: dict[str, Any], name: str) -> None:
     (checkpoint / "trainer_state.json").write_text(json.dumps(STATES[name](saved)))
     mark(checkpoint)
     words = ["trainer_state.json: is not a valid checkpoint state"]
@@ -302,7 +302,7 @@ def test_partial_checkpoint_with_bad_state_is_deleted(
 
 @pytest.mark.parametrize("content", ["[]", '"x"', "3", "[" * 100_000])
 @pytest.mark.parametrize("file", ["trainer_state.json", "COMPLETE"])
-def test_a_file_of_another_kind_is_named(checkpoint: Path, file: str, content: str) -> None:
+def test_malformed_json_file_is_named(checkpoint: Path, file: str, content: str) -> None:
     (checkpoint / file).write_text(content)
     use = read_state if file == "trainer_state.json" else check_sizes
     refused(lambda: use(checkpoint), CheckpointError, f"{file}: ")
@@ -333,7 +333,7 @@ def test_names_outside_folder_never_reach_converter(checkpoint: Path) -> None:
         ("all", ["does not list the checkpoint's files"]),
     ],
 )
-def test_marker_that_does_not_fit_is_named(checkpoint: Path, files: Any, words: list[str]) -> None:
+def test_mismatched_marker_is_named(checkpoint: Path, files: Any, words: list[str]) -> None:
     (checkpoint / "COMPLETE").write_text(json.dumps({"files": files}))
     refused(lambda: check_sizes(checkpoint), CheckpointError, str(checkpoint), *words)
 
@@ -374,7 +374,7 @@ def compressed(folder: Path) -> None:
             packed.writestr(name, sound.read(name))
 
 
-def test_a_compressed_file_is_refused_unread(checkpoint: Path) -> None:
+def test_compressed_file_is_rejected_unread(checkpoint: Path) -> None:
     compressed(checkpoint)
     refused(lambda: tensors(checkpoint), CheckpointError, RANK1, "data.pkl is compressed")
 
@@ -453,7 +453,7 @@ def test_two_files_of_one_rank_are_rejected(two: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("ends", [[], {"trainer_state.json": "x"}, "all"])
-def test_digests_of_another_kind_are_refused(two: tuple[Path, Path], ends: Any) -> None:
+def test_malformed_digests_are_rejected(two: tuple[Path, Path], ends: Any) -> None:
     marker = two[1] / "COMPLETE"
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"ends": ends or [1]}))
     with pytest.raises(CheckpointError, match=f"{marker}: lists digests and sizes of different files"):

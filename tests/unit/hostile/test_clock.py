@@ -51,7 +51,7 @@ def write_export(run: Path, step: int, time: float) -> Path:
 
 
 @pytest.mark.parametrize("time", [PAST, FUTURE])
-def test_a_run_that_went_on_exports_again(here: Path, time: float) -> None:
+def test_continued_run_is_exported_again(here: Path, time: float) -> None:
     final = write_export(here, 2, time)
     write_checkpoint(here, 4, 1e9)
     assert is_outdated(final / "config.json", here / "checkpoints" / "step_4")

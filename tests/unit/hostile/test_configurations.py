@@ -95,13 +95,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "content", "words"), CASES)
-def test_a_configuration_is_refused(here: Path, name: str, content: str | bytes, words: str) -> None:
+def test_invalid_configuration_is_rejected(here: Path, name: str, content: str | bytes, words: str) -> None:
     (here / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(lambda: read(name), ConfigError, f"{name}: ", words)
 
 
 @pytest.mark.parametrize("name", JSON_CASES)
-def test_a_deepspeed_json_is_refused(here: Path, name: str) -> None:
+def test_invalid_deepspeed_json_is_rejected(here: Path, name: str) -> None:
     content, words = JSON_CASES[name]
     (here / "ds.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(lambda: resolve("ds.json"), ConfigError, "ds.json: ", words)
@@ -133,7 +133,7 @@ def test_endless_file_is_rejected_early(here: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000])
-def test_an_override_that_cannot_be_parsed(value: str) -> None:
+def test_unparsable_override_is_rejected(value: str) -> None:
     try:
         override = guarded(lambda: parse_override(f"train.seed={value}"))
     except ConfigError as error:
@@ -192,7 +192,7 @@ BLOCKS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("block", "words"), BLOCKS, ids=[f"{next(iter(b))} {i}" for i, (b, _) in enumerate(BLOCKS)])
-def test_a_deepspeed_block_is_refused(here: Path, block: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_deepspeed_block_is_rejected(here: Path, block: dict[str, Any], words: list[str]) -> None:
     (here / "ds.json").write_text(json.dumps(ZERO | block))
     refused(lambda: resolve("ds.json"), ConfigError, "ds.json: ", *words)
 

@@ -140,21 +140,21 @@ def without_warnings() -> Any:
 
 @pytest.mark.parametrize("use", [probe_image, load_image])
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_image_is_refused_by_its_header(here: Path, name: str, use: Callable[[Path], Any]) -> None:
+def test_image_with_bad_header_is_rejected(here: Path, name: str, use: Callable[[Path], Any]) -> None:
     content, words = REFUSED[name]
     (here / "a.png").write_bytes(content)
     refused(lambda: use(here / "a.png"), DataError, "a.png", *words)
 
 
 @pytest.mark.parametrize("name", REFUSED_PIXELS)
-def test_an_image_is_refused_by_its_pixels(here: Path, name: str) -> None:
+def test_image_with_bad_pixels_is_rejected(here: Path, name: str) -> None:
     content, words = REFUSED_PIXELS[name]
     (here / "a.png").write_bytes(content)
     refused(lambda: load_image(here / "a.png"), DataError, "a.png", *words)
 
 
 @pytest.mark.parametrize("name", USED)
-def test_what_looks_odd_is_used(here: Path, name: str) -> None:
+def test_unusual_but_valid_image_is_accepted(here: Path, name: str) -> None:
     (here / "a.png").write_bytes(USED[name])
     probed, loaded = guarded(lambda: both(here / "a.png"))
     assert probed == loaded
@@ -172,13 +172,13 @@ def test_what_looks_odd_is_used(here: Path, name: str) -> None:
     ],
     ids=["FIFO", "folder", "dangling link", "link to itself", "endless device"],
 )
-def test_a_path_that_leads_to_no_file(here: Path, make: Callable[[Path], Any], words: str) -> None:
+def test_path_without_regular_file_is_rejected(here: Path, make: Callable[[Path], Any], words: str) -> None:
     make(here / "a.png")
     refused(lambda: probe_image(here / "a.png"), DataError, "a.png", words)
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "\ud800.png", "file://\0", "http://[", "file://host/etc/passwd"])
-def test_a_path_that_cannot_be_one(path: str) -> None:
+def test_malformed_path_is_rejected(path: str) -> None:
     refused(lambda: load_image(path), DataError)
 
 

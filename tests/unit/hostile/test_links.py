@@ -68,7 +68,7 @@ def test_log_is_appended_only_to_regular_file(kind: str, here: Path, flag: Path)
 
 
 @pytest.mark.parametrize("inside", [".", "file", "folder"])
-def test_what_is_deleted_is_the_link(inside: str, here: Path, flag: Path) -> None:
+def test_deletion_removes_only_the_link(inside: str, here: Path, flag: Path) -> None:
     place = here / "results"
     if inside == ".":
         place.symlink_to(flag.parent)

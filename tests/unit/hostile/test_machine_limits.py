@@ -76,7 +76,7 @@ def test_full_cache_disk_raises_storage_error() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("memory"), DataError("a.png: Too many open files")], ids=str)
-def test_other_errors_stay_as_they_are(error: Exception) -> None:
+def test_other_errors_are_unchanged(error: Exception) -> None:
     assert to_readable_error(error) is error
 
 
@@ -87,7 +87,7 @@ def test_dead_worker_message_names_file_limit(limits: Callable[..., None]) -> No
     )
 
 
-def test_a_template_gets_what_the_shell_leaves(limits: Callable[..., None]) -> None:
+def test_template_memory_limit_respects_ulimit(limits: Callable[..., None]) -> None:
     assert template.compute_memory_limit() == template.MEMORY_BYTES
     limits(AS=template.read_address_space() + 200 * MIB)
     assert 100 * MIB < template.compute_memory_limit() <= 200 * MIB
@@ -127,7 +127,7 @@ def test_oversized_file_is_rejected(here: Path) -> None:
     refused(lambda: read_prompts(None, Path("/dev/zero")), ConfigError, "--prompt-file /dev/zero: is larger than")
 
 
-def test_a_prompt_may_come_through_a_pipe(here: Path) -> None:
+def test_prompt_is_read_from_pipe(here: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, "\ufeffWhich? ".encode())
     os.close(writer)
@@ -153,7 +153,7 @@ def test_truncated_output_file_is_reported_and_removed(here: Path) -> None:
     assert not (here / "run.toml").exists()
 
 
-def test_who_reads_no_more_misses_nothing(here: Path) -> None:
+def test_closed_output_pipe_is_no_error(here: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     ended = started(here, "--version", stdout=writer)

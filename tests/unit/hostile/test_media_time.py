@@ -60,7 +60,7 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_time")
 @pytest.mark.parametrize("name", READ_IN_PIECES)
-def test_an_image_ends_at_its_limit(here: Path, name: str) -> None:
+def test_image_decoding_stops_at_time_limit(here: Path, name: str) -> None:
     (here / "a.png").write_bytes(READ_IN_PIECES[name]())
     refused(lambda: load_image(here / "a.png"), DataError, "a.png", *WORDS)
 
@@ -70,7 +70,7 @@ def test_an_image_ends_at_its_limit(here: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "use", [probe_video, lambda file: load_video(file, [9]), read_timing], ids=["probe", "load", "cut"]
 )
-def test_a_video_ends_at_its_limit(here: Path, suffix: str, use: Callable[[Path], object]) -> None:
+def test_video_decoding_stops_at_time_limit(here: Path, suffix: str, use: Callable[[Path], object]) -> None:
     write_video(here / f"a.{suffix}", codec="mpeg4" if suffix == "avi" else "libx264")
     refused(lambda: use(here / f"a.{suffix}"), DataError, f"a.{suffix}", *WORDS)
 
@@ -110,7 +110,7 @@ def test_data_worker_in_endless_call_names_file() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_validating_goes_on_behind_an_endless_call() -> None:
+def test_validation_continues_after_endless_call() -> None:
     def work(task: int) -> int:
         return task if task else endless(task) or 0
 
@@ -161,7 +161,7 @@ def test_busy_process_may_grow_by_half_memory() -> None:
 
 
 @pytest.mark.parametrize("padding", ["holes", "bytes"])
-def test_padding_buys_an_image_no_time(here: Path, padding: str) -> None:
+def test_padding_does_not_extend_time_limit(here: Path, padding: str) -> None:
     (here / "a.ppm").write_bytes(b"P6\n#" + b"x" * (0 if padding == "holes" else 3000))
     os.truncate(here / "a.ppm", 20 * 2**30 if padding == "holes" else 3000)
     most = 1000 if padding == "bytes" else 10**9

@@ -143,12 +143,12 @@ def test_endless_lists_in_header_are_rejected(folder: Path, files: str) -> None:
     refused(lambda: ids(folder), DataError, f"../secret.jsonl is outside {folder}")
 
 
-def test_a_data_dir_stays_in_the_folder(folder: Path) -> None:
+def test_data_dir_cannot_leave_folder(folder: Path) -> None:
     name_files(folder, "..", key="data_dir")
     refused(lambda: ids(folder), DataError, f"README.md: configs[1].data_dir: .. is outside {folder}")
 
 
-def test_the_standalone_header_is_looked_at_too(folder: Path) -> None:
+def test_standalone_header_is_also_checked(folder: Path) -> None:
     name_files(folder, "train.jsonl")
     (folder / ".huggingface.yaml").write_text("configs:\n- config_name: default\n  data_files: ../secret.jsonl\n")
     refused(lambda: ids(folder), DataError, ".huggingface.yaml: configs[0].data_files: ../secret.jsonl is outside")
@@ -169,7 +169,7 @@ def test_formats_that_reference_files_are_rejected(folder: Path, kind: str) -> N
     "given",
     ["~/secret.jsonl", "[.][.]/secret.jsonl", "{..,x}/secret.jsonl", "$HOME/secret.jsonl", "%2e%2e/secret.jsonl"],
 )
-def test_patterns_do_not_lead_out(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_patterns_cannot_leave_folder(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("HOME", str(here))
     monkeypatch.chdir(folder)
     (folder / "README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: '{given}'}}]\n---\n")
@@ -178,7 +178,7 @@ def test_patterns_do_not_lead_out(folder: Path, here: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("files", ["train.jsonl", "./train.jsonl", "*.jsonl", "more/../train.jsonl", ["train.jsonl"]])
-def test_files_of_the_folder_are_read(folder: Path, files: Any) -> None:
+def test_files_in_the_folder_are_read(folder: Path, files: Any) -> None:
     (folder / "more").mkdir()
     name_files(folder, files)
     assert guarded(lambda: ids(folder, subset="more")) == ["7"]
@@ -273,7 +273,7 @@ def test_image_folder_metadata_cannot_leave_folder(folder: Path, here: Path, giv
 
 
 def test_path_in_table_cannot_leave_folder(folder: Path, here: Path) -> None:
-    """Check the path that old versions of `datasets` make of `file_name = "../secret.png"`."""
+    """Check the path that old versions of `datasets` build from `file_name = "../secret.png"`."""
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     value = f"{folder}/../secret.png"
     (folder / "train.jsonl").write_text(json.dumps(ROW | {"image": {"path": value, "bytes": None}}))
@@ -285,7 +285,7 @@ def test_path_in_table_cannot_leave_folder(folder: Path, here: Path) -> None:
     "given", ["http://127.0.0.1:9/a.png", "zip://a.png::http://127.0.0.1:9/a.zip", "../secret.png"]
 )
 def test_table_feature_types_open_no_files(folder: Path, here: Path, kind: str, given: str) -> None:
-    """`datasets` would open what a column of such a kind names when the row is read."""
+    """Check feature types that make `datasets` open the file that a column names."""
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     texts = {name: {"dtype": "string", "_type": "Value"} for name in ("id", "question", "answer")}
     described = json.dumps({"info": {"features": {**texts, "image": {"_type": kind}}}})
@@ -299,7 +299,9 @@ def test_table_feature_types_open_no_files(folder: Path, here: Path, kind: str, 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
 @pytest.mark.parametrize("field", ["file_name", "image_file_name"])
 @pytest.mark.parametrize("given", ["../../secret.png", "http://127.0.0.1:9/a.png"])
-def test_no_form_of_metadata_leads_out(folder: Path, here: Path, name: str, field: str, given: str) -> None:
+def test_metadata_of_any_format_cannot_leave_folder(
+    folder: Path, here: Path, name: str, field: str, given: str
+) -> None:
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     (folder / "pictures").mkdir()
     (folder / "a.png").rename(folder / "pictures" / "a.png")
@@ -339,7 +341,7 @@ def test_packed_tables_are_read(folder: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("name", ["more.jsonl.gz", "more.jsonl"])  # `datasets` looks at the content alone
 @pytest.mark.parametrize("pack", PACK)
-def test_a_packed_line_without_end_is_refused(
+def test_endless_compressed_line_is_rejected(
     folder: Path, pack: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)

@@ -29,5 +29,5 @@ def test_slow_pattern_is_detected(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"\s$", r"(?:.+)", r"<a>[^<]*</a>", r"(?<!\d)\d+;", r"a{0,9}b"])
-def test_a_careful_expression_is_taken(pattern: str) -> None:
+def test_linear_time_pattern_is_accepted(pattern: str) -> None:
     assert not slow_text(Use("here", "search", re.compile(pattern)))

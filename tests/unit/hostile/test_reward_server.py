@@ -55,7 +55,7 @@ def rest(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def test_a_header_takes_no_memory() -> None:
+def test_announced_body_size_reserves_no_memory() -> None:
     def grown() -> int:
         server = RewardHTTPServer(("127.0.0.1", 0), {"level": level})
         threading.Thread(target=server.run, daemon=True).start()
@@ -120,7 +120,7 @@ def test_slow_client_is_disconnected(
     status: int | None,
     pause: float,
 ) -> None:
-    """Answer requests that need no body at once.
+    """Check that requests without a body are answered immediately.
 
     Then the remaining data has the same time limit as the headers of a next request.
     """
@@ -155,13 +155,13 @@ def test_long_headers_are_refused(start: Callable[..., RewardHTTPServer]) -> Non
         assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
 
 
-def test_an_idle_connection_ends(start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_is_closed(start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SOCKET_LIMIT", 0.3)
     with connect(start().address) as connection:
         assert rest(connection) == b""
 
 
-def test_a_long_body_may_take_longer(start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_body_gets_more_time(start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SOCKET_LIMIT", 1.5)
     monkeypatch.setattr(module, "LOWEST_RATE", 10.0)
     with connect(start().address) as connection:

@@ -60,7 +60,7 @@ FILES: dict[str, tuple[str, str | bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_rows_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_invalid_row_file_is_rejected(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(here / "cache"))
     file, content, words = FILES[name]
     (here / file).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -106,7 +106,7 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
 
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_refused_with_its_place(here: Path, kind: str, name: str) -> None:
+def test_invalid_row_is_rejected_with_row_number(here: Path, kind: str, name: str) -> None:
     row, words = ROWS[name]
     os.mkfifo(here / "fifo")
     (here / "folder").mkdir()
@@ -127,7 +127,7 @@ def test_a_row_is_refused_with_its_place(here: Path, kind: str, name: str) -> No
     ],
     ids=["mark of the byte order", "key twice", "NaN", "a line of 10 MB", "empty lines", "list named .jsonl"],
 )
-def test_what_is_odd_but_clear_is_read(here: Path, text: str, ids: list[str]) -> None:
+def test_unusual_but_valid_row_is_accepted(here: Path, text: str, ids: list[str]) -> None:
     (here / "rows.jsonl").write_text(text)
     assert guarded(lambda: [sample.id for sample in samples(here / "rows.jsonl")]) == ids
 
@@ -239,7 +239,7 @@ def test_script_in_data_set_is_never_run(here: Path, executed: Path, script: str
         assert guarded(lambda: [sample.id for sample in samples(folder, media_path=str(here))]) == ["7"]
 
 
-def test_adapter_beside_data_is_never_run(here: Path, executed: Path) -> None:
+def test_adapter_file_next_to_data_is_never_run(here: Path, executed: Path) -> None:
     for name in ("adapter.py", "jsonl.py", "conftest.py", "rows.py"):
         (here / name).write_text(f"open({str(executed)!r}, 'w').write('code ran')")
     (here / "rows.jsonl").write_text(GOOD)

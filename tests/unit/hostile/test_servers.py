@@ -289,8 +289,8 @@ def test_out_of_range_field_is_rejected(client: str, number: int) -> None:
         (teacher_server.ScoredChoice, '{"prompt_logprobs": [%s3]}'),
     ],
 )
-def test_of_many_wrong_values_one_is_described(answer: type[BaseModel], content: str) -> None:
-    """8 MB of them would take gigabytes."""
+def test_only_first_of_many_errors_is_reported(answer: type[BaseModel], content: str) -> None:
+    """Check that errors are not collected: those about 8 MB of values would take gigabytes."""
     with pytest.raises(ValidationError) as caught:
         answer.model_validate_json(content % ("3," * 1000))
     assert caught.value.error_count() == 1
@@ -324,8 +324,8 @@ def test_unusable_network_environment_is_reported(name: str, value: str, monkeyp
     assert server.requests == []
 
 
-def test_a_forked_process_asks_too() -> None:
-    """Its parent's loop has no thread there."""
+def test_requests_work_in_forked_process() -> None:
+    """Check a forked process, in which the thread of its parent's event loop does not exist."""
     with misbehaving(answer({"a": 1})) as server:
         assert http.ask("GET", server.url, limit=LONG, max_bytes=100).content == b'{"a": 1}'
         child = os.fork()
@@ -336,7 +336,7 @@ def test_a_forked_process_asks_too() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity"])
-def test_a_packed_answer_is_read(encoding: str) -> None:
+def test_compressed_response_is_read(encoding: str) -> None:
     body = b'{"a": 1}'
     packed = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[encoding](body)
     with misbehaving(content(packed, f"Content-Encoding: {encoding}")) as server:

@@ -159,7 +159,7 @@ def test_irregular_model_file_is_rejected(file: str, put: Put, here: Path) -> No
         refused(lambda: found_folder(here), CheckpointError, f"{file}: cannot be read (")
 
 
-def test_unused_files_beside_model_are_ignored(here: Path) -> None:
+def test_unused_files_in_model_folder_are_ignored(here: Path) -> None:
     (here / "rows.json").touch()
     os.truncate(here / "rows.json", 10 * 2**30)
     (here / "old.json").mkdir()
@@ -190,7 +190,7 @@ def test_foreign_lines_are_skipped_or_rejected(line: bytes, here: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"{", b"[1]", b'{"version": 3}'])
-def test_what_the_cache_remembers_may_be_damaged(content: bytes, here: Path) -> None:
+def test_damaged_cache_files_are_rejected_or_ignored(content: bytes, here: Path) -> None:
     (here / "task.json").write_bytes(content)
     refused(lambda: builtin_clips.write_builtin(here, num_train=64), DataError, "contains ", "not the built-in task")
     assert remote_tar.read_index(here / "task.json", (9, "etag")) == remote_tar.Index((9, "etag"))

@@ -181,7 +181,7 @@ def test_excess_data_stays_unread(
 
 
 @pytest.mark.parametrize("client", ["whole", "part", "hub download"])
-def test_a_download_that_drips_is_given_up(client: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dripping_download_is_aborted(client: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dripping = partial(drip, head("206 Part", "Content-Range: bytes 0-99999/100000"), b"x")
     monkeypatch.setattr(deadline, "PACE_BYTES", 10**9)
     large = RemoteFile("clips.tar", 100_000, "0" * 40)

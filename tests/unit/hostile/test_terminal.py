@@ -148,14 +148,14 @@ WAYS: dict[str, Callable[[str, pytest.CaptureFixture[str]], str]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_character_acts_on_the_terminal(way: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_never_reach_the_terminal(way: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     ways = WAYS[way](f"a{HOSTILE[name]}b", capsys)
     assert ways
     assert not ACTING.search(ways)
 
 
 @pytest.mark.parametrize("way", ["error", "log", "library", "screen", "lines", "S3", "notice"])
-def test_a_foreign_line_break_begins_no_message(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_line_break_cannot_fake_a_message(way: str, capsys: pytest.CaptureFixture[str]) -> None:
     ways = WAYS[way](LINE, capsys)
     assert "all is lost" in ways
     assert not [line for line in ways.splitlines() if line.startswith("error: all")]
@@ -170,12 +170,12 @@ def test_a_foreign_line_break_begins_no_message(way: str, capsys: pytest.Capture
         ("\x1b[0m\x9b\u202e", r"\u001b[0m\u009b\u202e", r"\u001b[0m\u009b\u202e"),
     ],
 )
-def test_only_what_acts_is_escaped(text: str, shown: str, line: str) -> None:
+def test_only_control_characters_are_escaped(text: str, shown: str, line: str) -> None:
     assert escape_control(text) == shown
     assert to_one_line(text) == line
 
 
-def test_json_stays_json_of_the_same_content() -> None:
+def test_escaped_json_has_same_content() -> None:
     result = {"a": "".join(text for name, text in HOSTILE.items() if name != "half a character")}
     assert json.loads(escape_control(json.dumps(result, ensure_ascii=False))) == result
 
@@ -184,7 +184,7 @@ def test_indented_message_lines_are_unchanged() -> None:
     assert format_message("2 problems\n  one\n  two\nthree") == "2 problems\n  one\n  two\n  three"
 
 
-def test_colours_of_our_own_reach_the_terminal() -> None:
+def test_own_styles_reach_the_terminal() -> None:
     stream = io.StringIO()
     write("thought\x1b[2J", file=stream, dim=True)
     assert stream.getvalue() == "\x1b[2mthought\\u001b[2J\x1b[0m\n"
@@ -213,11 +213,11 @@ def ways_to_the_terminal(source: str) -> list[str]:
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "dsreason").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT))
 )
-def test_nothing_is_printed_another_way(file: Path) -> None:
+def test_all_output_goes_through_escaping_functions(file: Path) -> None:
     if str(file.relative_to(ROOT)) not in OWN_WAYS | NOT_SHOWN:
         assert ways_to_the_terminal(file.read_text()) == []
 
 
-def test_other_ways_are_found() -> None:
+def test_unescaped_output_is_detected() -> None:
     source = "print(1)\ntyper.echo(2)\nsys.stderr.write(x)\nConsole()\nsay(3)"
     assert len(ways_to_the_terminal(source)) == 4

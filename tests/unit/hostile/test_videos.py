@@ -136,12 +136,12 @@ def test_playlist_is_not_followed(here: Path, files: dict[str, bytes], name: str
     ],
     ids=["GIF of 65535x65535", "raw frames of 30000x30000", "no bytes", "zeros"],
 )
-def test_other_containers_that_claim_too_much(here: Path, content: bytes, words: str) -> None:
+def test_malformed_video_of_other_format_is_rejected(here: Path, content: bytes, words: str) -> None:
     (here / "a.mp4").write_bytes(content)
     refused(lambda: probe_video(here / "a.mp4"), DataError, "a.mp4", words)
 
 
-def test_an_avi_that_claims_2_billion_frames(here: Path, files: dict[str, bytes]) -> None:
+def test_avi_claiming_2_billion_frames_is_rejected(here: Path, files: dict[str, bytes]) -> None:
     content = bytearray(files["avi"])
     for name, offset in ((b"avih", 24), (b"strh", 40)):  # frames of the file, and of the stream
         struct.pack_into("<I", content, content.index(name) + offset, 2**31 - 1)
@@ -154,7 +154,7 @@ def test_an_avi_that_claims_2_billion_frames(here: Path, files: dict[str, bytes]
     )
 
 
-def test_sound_without_pictures(here: Path) -> None:
+def test_sound_file_is_rejected_as_video(here: Path) -> None:
     with wave.open("a.mp4", "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", ""))
         sound.writeframes(bytes(16000))
@@ -181,7 +181,7 @@ def test_repeated_or_decreasing_times_keep_every_frame(here: Path, files: dict[s
     assert shape == (24, 48, 64, 3)
 
 
-def test_frames_that_grow_are_resized(here: Path, files: dict[str, bytes]) -> None:
+def test_frames_of_changing_size_are_resized(here: Path, files: dict[str, bytes]) -> None:
     (here / "a.ts").write_bytes(files["ts"] + files["large ts"])
     assert guarded(lambda: load_video(here / "a.ts", [0, 20], size=(28, 28)).shape) == (2, 28, 28, 3)
 
@@ -199,7 +199,7 @@ def test_frames_beyond_size_limit_are_rejected(
 def test_frames_too_costly_to_decode_are_rejected(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str, wanted: list[int]
 ) -> None:
-    """A hundred frames behind one key frame; by their times, and where these are of no use (AVI)."""
+    """Read a hundred frames after a single key frame, with usable timestamps and without (AVI)."""
     write_video(here / f"a.{name}", 100, gop=1000, codec="mpeg4" if name == "avi" else "libx264")
     monkeypatch.setattr(videos, "DECODED_PIXELS_PER_BYTE", 0)
     monkeypatch.setattr(videos, "FEWEST_DECODED_PIXELS", 50 * 48 * 64)

@@ -229,27 +229,27 @@ PROCESSOR: dict[str, tuple[Spoil, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", LOAD)
-def test_a_model_is_refused(model: Path, name: str) -> None:
+def test_invalid_model_is_rejected(model: Path, name: str) -> None:
     spoil, words = LOAD[name]
     spoil(model)
     refused(lambda: load(model), CheckpointError, str(model), *words)
 
 
 @pytest.mark.parametrize("name", CONFIG)
-def test_a_configuration_is_refused(model: Path, name: str) -> None:
+def test_invalid_model_configuration_is_rejected(model: Path, name: str) -> None:
     spoil, words = CONFIG[name]
     spoil(model)
     refused(lambda: read_model_config(model), CheckpointError, f"{model}: config.json cannot be read", *words)
 
 
 @pytest.mark.parametrize("name", PROCESSOR)
-def test_a_processor_is_refused(model: Path, name: str) -> None:
+def test_invalid_processor_is_rejected(model: Path, name: str) -> None:
     spoil, words = PROCESSOR[name]
     spoil(model)
     refused(lambda: load_processor(model), CheckpointError, f"{model}: ", *words)
 
 
-def test_weights_that_are_no_numbers_are_loaded(model: Path) -> None:
+def test_nonfinite_weights_are_loaded(model: Path) -> None:
     tensors = load_file(model / WEIGHTS)
     save_file({name: torch.full_like(values, torch.nan) for name, values in tensors.items()}, model / WEIGHTS)
     assert guarded(lambda: all(parameter.isnan().all() for parameter in load(model).parameters()))
@@ -302,7 +302,7 @@ class Planted:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickled_weights_are_refused_unread(model: Path, executed: Path, name: str) -> None:
+def test_pickled_weights_are_rejected_unread(model: Path, executed: Path, name: str) -> None:
     (model / WEIGHTS).unlink()
     torch.save({"a": Planted()}, model / name)
     refused(lambda: load(model), CheckpointError, f"only pickled weights ({name})")

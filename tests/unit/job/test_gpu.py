@@ -97,7 +97,7 @@ def test_cpu_is_used_on_request_or_fallback(taken: list[torch.device], monkeypat
     assert not taken
 
 
-def test_nobody_else_chooses_a_device() -> None:
+def test_only_one_module_chooses_the_device() -> None:
     """Choose the device in one module only.
 
     Any other would use cuDNN's attention and not report a GPU that cannot be used.

@@ -54,7 +54,7 @@ def test_changed_user_file_changes_the_code_hash(tmp_path: Path, monkeypatch: py
     assert {name for name in before if before[name] != after[name]} == {"code of mine/rewards.py"}
 
 
-def test_code_facts_without_code_of_ones_own() -> None:
+def test_code_facts_omit_missing_user_code() -> None:
     assert hash_code(SFTConfig()).keys() == {"code of dsreason"}
 
 
@@ -69,7 +69,7 @@ def test_code_facts_without_code_of_ones_own() -> None:
         *[(name, False) for name in ("DSREASON_ERROR_DIR", "DSREASON_LAUNCHER_PID", "MY_HF_TOKEN")],
     ],
 )
-def test_variables_that_the_first_host_shares(name: str, given: bool) -> None:
+def test_first_host_shares_selected_variables(name: str, given: bool) -> None:
     assert select_shared_variables({name: "value"}) == ({name: "value"} if given else {})
 
 

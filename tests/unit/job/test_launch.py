@@ -16,7 +16,7 @@ from dsreason.job.failures import Failure, RankError
 FAILURE = Failure(1, "crash", 7, user_fixable=False, time=0.0)
 
 
-def test_variables_are_restored_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_restored_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSREASON_A", "before")
     monkeypatch.delenv("DSREASON_B", raising=False)
     with pytest.raises(ZeroDivisionError), launch.set_variables({"DSREASON_A": "1", "DSREASON_B": "2"}):

@@ -39,7 +39,7 @@ def test_launchers_between_rank_and_runner_are_found(tmp_path: Path) -> None:
     assert done.stdout.split() == ["launch", "sh", "sshd", "pdsh.bin", "runner"]
 
 
-def test_elsewhere_only_the_parent_counts() -> None:
+def test_only_parent_counts_without_a_launcher() -> None:
     program = "import os; from dsreason.job.launchers import find_launchers\n"
     program += "print([process.pid for process in find_launchers()] == [os.getppid()])"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)

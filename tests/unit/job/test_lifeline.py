@@ -88,7 +88,7 @@ def test_lost_connection_is_reported_with_last_activity(ranks: Ranks, end: str) 
     assert (hear.rank, hear.exit_code, hear.silent) == (2, PEER_EXIT_CODE, True)
 
 
-def test_rank_that_says_goodbye_is_not_missed(ranks: Ranks) -> None:
+def test_rank_that_signs_off_is_not_reported(ranks: Ranks) -> None:
     ranks.lines[2].send_goodbye()
     ranks.kill(2)
     ranks.kill(1)
@@ -140,7 +140,7 @@ def test_death_before_log_is_reported_without_log(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "guessed", "rank": 1}\n', b"x" * 10_000])
-def test_a_stranger_changes_nothing(ranks: Ranks, said: bytes) -> None:
+def test_unauthenticated_connection_is_ignored(ranks: Ranks, said: bytes) -> None:
     with socket.create_connection(ranks.connection(1).getpeername()) as stranger:
         stranger.sendall(said)
     ranks.kill(2)

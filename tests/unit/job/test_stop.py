@@ -28,7 +28,7 @@ def test_same_signal_sent_twice_requests_one_stop(ended: list[int]) -> None:
     assert ended == []
 
 
-def test_a_later_second_signal_acts_at_once(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_second_signal_ends_process_immediately(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "ECHO_TIME", 0.0)
     with StopRequest() as request:
         for _ in range(2):
@@ -37,7 +37,7 @@ def test_a_later_second_signal_acts_at_once(ended: list[int], monkeypatch: pytes
     assert ended == [signal.SIGTERM]
 
 
-def test_warnings_may_be_repeated(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_early_warnings_do_not_end_process(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "ECHO_TIME", 0.0)
     with StopRequest() as request:
         for _ in range(3):
@@ -54,7 +54,7 @@ def test_signal_to_any_rank_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.asked() == ""
 
 
-def test_afterwards_signals_are_handled_as_before(ended: list[int]) -> None:
+def test_previous_signal_handlers_are_restored(ended: list[int]) -> None:
     with StopRequest():
         pass
     signal.raise_signal(signal.SIGTERM)

@@ -35,7 +35,7 @@ SEQUENCE = torch.tensor([0, 0, 0, 1, 1])
         (geometric_mask, {}, [0, 0, 0, 0, 0]),
     ],
 )
-def test_weights(correction, bounds, expected):
+def test_correction_weights_match_hand_computed_values(correction, bounds, expected):
     assert correction(LOG_RATIO, SEQUENCE, **bounds).tolist() == pytest.approx(expected, abs=1e-6)
 
 

@@ -15,7 +15,7 @@ def test_k1_is_the_log_ratio():
     assert k1(LOGPROBS, LOGPROBS + D).tolist() == [-0.5, 0.5, -1.0, 1.0]
 
 
-def test_k2_is_half_its_square():
+def test_k2_is_half_the_squared_log_ratio():
     assert k2(LOGPROBS, LOGPROBS + D).tolist() == [0.125, 0.125, 0.5, 0.5]
 
 

@@ -29,7 +29,7 @@ def loss(config: AlgorithmConfig) -> float:
         ({"preset": "dr_grpo"}, -0.0875),  # -(1.2 + 0.5 - 1) / 8
     ],
 )
-def test_what_is_unset_is_the_presets(settings: dict[str, object], expected: float) -> None:
+def test_unset_values_default_to_preset(settings: dict[str, object], expected: float) -> None:
     assert loss(AlgorithmConfig.model_validate(settings)) == pytest.approx(expected, abs=1e-6)
 
 
@@ -68,14 +68,14 @@ def test_correction_bounds_override_published_ones() -> None:
         ({}, 0.005949),  # 0.04 as the paper
     ],
 )
-def test_the_penalty_is_kl_and_entropy(settings: dict[str, object], expected: float | None) -> None:
+def test_penalty_combines_kl_and_entropy(settings: dict[str, object], expected: float | None) -> None:
     objective = build_objective(AlgorithmConfig.model_validate(settings))
     logprobs, ref, old, entropy = (torch.tensor([value]) for value in (-1.0, -0.5, -1.1, 2.0))
     penalty = objective.compute_penalty(logprobs, ref, old, entropy)
     assert (None if penalty is None else penalty.item()) == pytest.approx(expected, abs=1e-6)
 
 
-def test_filters_and_advantages_may_be_switched() -> None:
+def test_filters_and_advantages_can_be_overridden() -> None:
     dapo = build_objective(AlgorithmConfig(preset="dapo"))
     assert (dapo.overlong_filter, dapo.dynamic_sampling) == (True, True)
     plain = build_objective(AlgorithmConfig(preset="dapo", overlong_filter=False, dynamic_sampling=False))

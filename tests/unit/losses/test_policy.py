@@ -44,13 +44,13 @@ def test_dr_grpo_divides_by_a_constant_length():
     assert gradient == pytest.approx([0, -0.5 / 8, 1 / 8])
 
 
-def test_dapo_averages_over_tokens_and_clips_higher():
+def test_dapo_averages_tokens_and_raises_upper_clip():
     result, gradient = run(dapo_loss, clip_high=0.28)
     assert result.loss.item() == pytest.approx(-0.26)  # -(1.28 + 0.5 - 1) / 3
     assert gradient == pytest.approx([0, -0.5 / 3, 1 / 3])
 
 
-def test_gspo_has_one_ratio_for_a_sequence():
+def test_gspo_has_one_ratio_per_sequence():
     # ratios 4, 1 | 1: s = 2 | 1, not clipped: -(2 - 1) / 2; the gradient of s reaches both tokens, s / 2 each
     result, gradient = run(gspo_loss, ratios=[4.0, 1.0, 1.0], clip_high=1.5)
     assert result.loss.item() == pytest.approx(-0.5)
@@ -131,7 +131,7 @@ def test_every_variant_is_policy_gradient_on_policy(loss_fn):
         (math.inf, -1.0, {}, 3.0, True),
     ],
 )
-def test_one_token(loss_fn, ratio, advantage, options, expected, clipped):
+def test_single_token_loss_and_gradient_match_formula(loss_fn, ratio, advantage, options, expected, clipped):
     logprobs = torch.tensor([min(math.log(ratio), 200.0)], requires_grad=True)
     options = {**CLIP, "dual_clip": 3.0, **options}
     zero = torch.zeros(1)
@@ -154,7 +154,7 @@ def cosmos(loss_fn, old=OLD, counts=COUNTS, penalty=None):
     return loss_fn(inputs, **CLIP, dual_clip=3.0).loss.item()
 
 
-def test_the_batch_of_cosmos_rl():
+def test_losses_match_cosmos_rl_on_its_batch():
     counts = GlobalCounts(num_tokens=5, num_sequences=2, max_length=1)
     assert cosmos(dapo_loss, counts=counts) == pytest.approx(0.522622, abs=1e-6)  # token-mean
     assert cosmos(grpo_loss, counts=counts) == pytest.approx(0.268018, abs=1e-6)  # seq-mean-token-mean
@@ -189,7 +189,7 @@ def test_loss_is_zero_without_trained_tokens(loss_fn, num_tokens):
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_what_is_logged_carries_no_gradient(loss_fn):
+def test_logged_values_carry_no_gradient(loss_fn):
     result, _ = run(loss_fn)
     assert not result.clipped.requires_grad
     assert result.clipped.dtype == torch.bool

@@ -71,7 +71,7 @@ def s(x: float) -> float:
         (bco_loss, PAIRS, PairSettings(0.1, baseline=0.01), [s(0.04) + s(0.03), s(0.04) + s(-0.04)]),
     ],
 )
-def test_a_loss_has_its_values(
+def test_losses_match_hand_computed_values(
     loss: Callable[[Pairs, PairSettings], Tensor], pairs: Pairs, settings: PairSettings, expected: list[float]
 ) -> None:
     assert loss(pairs, settings).tolist() == pytest.approx(expected, abs=5e-8)
@@ -103,7 +103,7 @@ LOGPROBS = -torch.rand(12, generator=torch.Generator().manual_seed(0), dtype=tor
 REFERENCE = torch.tensor([[-3.0, -2.5], [-1.0, -4.0], [-6.0, -0.5]], dtype=torch.float64)
 
 
-def test_tokens_become_sums_pair_by_pair() -> None:
+def test_token_logprobs_are_summed_per_answer() -> None:
     pairs = build_pairs(torch.tensor([-1.0, -2, -4, -8, -16, -32]), torch.tensor([[2, 1], [1, 2]]), REFERENCE[:2])
     assert pairs.chosen.tolist() == [-3, -8]
     assert pairs.rejected.tolist() == [-4, -48]

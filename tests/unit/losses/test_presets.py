@@ -110,7 +110,7 @@ def gradient(name: str, cut: list[list[list[int]]], dtype: torch.dtype, *, naive
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_gradient_does_not_depend_on_batch_cut(name, cut, dtype, tolerance):
+def test_gradient_does_not_depend_on_batch_split(name, cut, dtype, tolerance):
     full = gradient(name, CUTS["1x8"], dtype)
     assert full.norm() > 1e-2
     torch.testing.assert_close(gradient(name, CUTS[cut], dtype), full, rtol=tolerance, atol=tolerance)

@@ -20,7 +20,7 @@ def test_mean_gradient_reaches_all_sequence_tokens():
     assert values.grad.tolist() == [0.5, 0.5, 0]
 
 
-def test_no_tokens_give_no_tokens():
+def test_empty_sequence_gives_empty_results():
     sequence = torch.zeros(0, dtype=torch.int64)
     assert count_sequence_tokens(sequence).shape == (0,)
     assert average_by_sequence(torch.zeros(0), sequence).shape == (0,)

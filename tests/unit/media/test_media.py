@@ -55,12 +55,12 @@ def test_probing_an_image_decodes_nothing(tmp_path, name, monkeypatch):
     assert probe_image(tmp_path / name) == (20, 40)
 
 
-def test_transparency_is_laid_over_white(tmp_path):
+def test_transparent_pixels_are_blended_with_white(tmp_path):
     Image.new("RGBA", (2, 1), (255, 0, 0, 0)).save(tmp_path / "a.png")
     assert load_image(tmp_path / "a.png").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_transparent_palette_is_laid_over_white(tmp_path):
+def test_transparent_palette_is_blended_with_white(tmp_path):
     image = Image.new("P", (2, 1), 0)
     image.putpalette([10, 20, 30, 40, 50, 60])
     image.putpixel((1, 0), 1)
@@ -76,7 +76,7 @@ def test_16_bit_grey_is_scaled_not_clipped(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "L", "1"])
-def test_other_modes_become_rgb(tmp_path, mode):
+def test_other_modes_are_converted_to_rgb(tmp_path, mode):
     path = tmp_path / ("a.tiff" if mode == "1" else "a.jpg")
     Image.new(mode, (8, 8)).save(path)
     assert load_image(path).mode == "RGB"
@@ -136,7 +136,7 @@ def test_fragmented_video_without_frame_count_is_read(tmp_path):
     assert numbers(load_video(path, [3, 11])) == [3, 11]
 
 
-def test_variable_frame_rate(tmp_path):
+def test_variable_frame_rate_is_read(tmp_path):
     times = [0, 100, 140, 180, 500, 510, 520, 1000]
     path = write_video(tmp_path / "a.mp4", times)
     assert probe_video(path).num_frames == 8
@@ -144,7 +144,7 @@ def test_variable_frame_rate(tmp_path):
 
 
 def test_rounded_times_do_not_change_the_rate(tmp_path):
-    """Matroska has milliseconds: 45 frames at 60 a second end at 733 and not at 733.3."""
+    """Check Matroska, which rounds to milliseconds: 45 frames at 60 fps end at 733 ms, not at 733.3."""
     path = write_video(tmp_path / "a.mkv", [round(number * 1000 / 60) for number in range(45)], rate=60)
     info = probe_video(path)
     assert info.fps == 60.0 and info.duration == 0.75
@@ -163,7 +163,7 @@ def test_frames_hidden_by_edit_list_are_excluded(tmp_path):
     assert info.fps == pytest.approx(10, rel=0.01)
 
 
-def test_one_frame(tmp_path):
+def test_single_frame_video_is_read(tmp_path):
     path = write_video(tmp_path / "a.mp4", 1)
     assert probe_video(path) == VideoInfo(1, 10.0, 48, 64, 0.1)
     assert load_video(path, [0, 0]).shape == (2, 48, 64, 3)
@@ -275,13 +275,13 @@ def test_too_many_frames_are_refused(tmp_path, monkeypatch):
         probe_video(path)
 
 
-def test_a_changed_file_is_probed_again(tmp_path):
+def test_changed_file_is_probed_again(tmp_path):
     path = write_video(tmp_path / "a.mp4", 3)
     assert probe_video(path).num_frames == 3
     assert probe_video(write_video(path, 7)).num_frames == 7
 
 
-def test_no_file_stays_open(tmp_path):
+def test_files_are_closed_after_reading(tmp_path):
     path = write_video(tmp_path / "a.mp4", 3)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
@@ -326,7 +326,7 @@ def test_torchcodec_decodes_the_chosen_frames(tmp_path, monkeypatch):
 
 @needs_shared
 @pytest.mark.parametrize(("name", "frames", "size"), [("sample.mp4", 10, (560, 1008)), ("packer.mp4", 100, (512, 640))])
-def test_real_videos(name, frames, size):
+def test_real_videos_are_decoded(name, frames, size):
     info = probe_video(SHARED / name)
     assert (info.num_frames, (info.height, info.width)) == (frames, size)
     assert load_video(SHARED / name, range(frames)).shape == (frames, *size, 3)
@@ -334,6 +334,6 @@ def test_real_videos(name, frames, size):
 
 @needs_shared
 @pytest.mark.parametrize(("name", "size"), [("photo.jpg", (768, 768)), ("sample.png", (1190, 1910))])
-def test_real_images(name, size):
+def test_real_images_are_decoded(name, size):
     assert probe_image(SHARED / name) == size
     assert load_image(SHARED / name).size == size[::-1]

@@ -54,7 +54,7 @@ def encoder(model_type: str, request: pytest.FixtureRequest, tmp_path_factory: p
     return open_published(tiny, model_type, tmp_path_factory.mktemp("published") / "model")
 
 
-def test_the_published_files_are_read_as_published(encoder: Encoder, model_type: str) -> None:
+def test_pixel_limits_match_published_processor_files(encoder: Encoder, model_type: str) -> None:
     processor = encoder.processor
     sizes = [dict(part.size) for part in (processor.image_processor, processor.video_processor)]
     result = [(size["shortest_edge"], size["longest_edge"]) for size in sizes]

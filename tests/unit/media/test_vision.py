@@ -29,7 +29,7 @@ def frames(num_frames: int, rate: float, **part) -> list[int]:
     return list(sample_frames(video(num_frames, rate), part, QWEN2_5_VISION).indices)
 
 
-def test_the_module_needs_no_torch():
+def test_vision_module_does_not_import_torch():
     code = "import sys, dsreason.media.vision; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -55,7 +55,7 @@ def test_the_module_needs_no_torch():
         (7, 10, {"nframes": 7}, 6),  # 8 would be more than there are
     ],
 )
-def test_number_of_sampled_frames(num_frames, rate, part, expected):
+def test_number_of_sampled_frames_follows_settings(num_frames, rate, part, expected):
     assert len(frames(num_frames, rate, **part)) == expected
 
 
@@ -145,11 +145,11 @@ def test_extreme_setting_values_are_accepted(key):
         (4000, 30, 32, 1024, 4096, (736, 32)),  # beta 5.413: 23.09 cells; the short side keeps one cell
     ],
 )
-def test_resized_size(height, width, factor, low, high, expected):
+def test_resized_size_matches_expected_values(height, width, factor, low, high, expected):
     assert fit_size(height, width, factor=factor, min_pixels=low, max_pixels=high) == expected
 
 
-def test_a_thin_strip_is_refused():
+def test_extreme_aspect_ratio_is_rejected():
     with pytest.raises(DataError, match="aspect ratio of 2010x10 pixels is 201, but the maximum is 200"):
         fit_size(10, 2010, factor=28, min_pixels=1, max_pixels=10**9)
 
@@ -183,7 +183,7 @@ def test_total_pixels_bounds_the_vision_tokens(num_frames):
 
 @pytest.mark.parametrize(("more", "size"), [({}, (256, 480)), ({"min_pixels": 40_960}, (224, 416))])
 def test_total_pixels_yield_to_min_pixels(more, size):
-    """75 s at 1 frame a second, as in docs/data.md: 120 and 91 tokens for two frames."""
+    """Use 75 s at 1 fps, as in docs/data.md: 120 and 91 tokens per two frames."""
     assert compute_video_size(1080, 1920, 74, {"total_pixels": 3_774_873, **more}, QWEN3, QWEN3_VISION) == size
 
 

@@ -103,7 +103,7 @@ def test_padded_rows_match_under_dsreason_attention(
     assert worst(gradients, apart[1]) <= 3e-6
 
 
-def test_recomputation_sees_the_same_samples(
+def test_recomputation_uses_the_same_sample_boundaries(
     model_path: Path, samples: list[EncodedSample], apart: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
     from dsreason.models.policy import enable_gradient_checkpointing
@@ -119,7 +119,7 @@ def test_recomputation_sees_the_same_samples(
 
 
 @torch.no_grad()
-def test_a_sample_never_sees_another(model_path: Path, samples: list[EncodedSample]) -> None:
+def test_samples_never_attend_to_each_other(model_path: Path, samples: list[EncodedSample]) -> None:
     item = policy(model_path)
     before, counts = item(pack(samples)), [int(sample.loss_mask[1:].sum()) for sample in samples]
     changed = list(samples)
@@ -131,7 +131,7 @@ def test_a_sample_never_sees_another(model_path: Path, samples: list[EncodedSamp
 
 
 @torch.no_grad()
-def test_completion_never_sees_sibling_completions(model_path: Path, completions: list[EncodedSample]) -> None:
+def test_completions_never_attend_to_each_other(model_path: Path, completions: list[EncodedSample]) -> None:
     item, counts = policy(model_path), [len(sample) for sample in completions]
     before = item(pack(completions)).split(counts)
     changed = list(completions)
@@ -159,7 +159,7 @@ def test_shared_prompt_matches_separate_prompts(model_path: Path, completions: l
     assert worst(gradients, of_expected) <= 3e-6
 
 
-def test_a_shared_row_has_each_prompt_once(samples: list[EncodedSample], completions: list[EncodedSample]) -> None:
+def test_shared_row_contains_each_prompt_once(samples: list[EncodedSample], completions: list[EncodedSample]) -> None:
     batch = pack([*completions[9:], *completions[:9], *samples[5:]])
     assert batch.input_ids.shape[1] == sum(map(len, samples)) + sum(map(len, completions))
     assert batch.media_numbers == {"image": tuple(range(6)), "video": (0, 1)}
@@ -182,7 +182,7 @@ def test_completions_are_grouped_by_prompt(samples: list[EncodedSample]) -> None
 
 
 @torch.no_grad()
-def test_a_completion_without_a_token_changes_nothing(model_path: Path, completions: list[EncodedSample]) -> None:
+def test_empty_completion_changes_nothing(model_path: Path, completions: list[EncodedSample]) -> None:
     item = policy(model_path)
     empty = completion(completions[3].parent, torch.empty(0, dtype=torch.int64))  # type: ignore[arg-type]
     with_empty = item(pack([*completions[:4], empty, *completions[4:]]))
@@ -276,7 +276,7 @@ def test_vision_tower_calls_attention_once_per_layer(model_path: Path, samples: 
     assert len(calls) == len(set(calls)) == item.model.config.vision_config.depth
 
 
-def test_a_sliding_window_is_refused(model_path: Path) -> None:
+def test_sliding_window_attention_is_rejected(model_path: Path) -> None:
     model = load_model(model_path, dtype=torch.float32, attention="sdpa")
     model.config.text_config.layer_types = ["sliding_attention", "full_attention"]
     with pytest.raises(CheckpointError, match=r'sliding-window attention.*set model\.attention = "sdpa"'):

@@ -82,7 +82,7 @@ def test_fused_modules_equal_those_of_transformers(liger: None, family: str, pac
 
 
 def test_norm_rounds_once_in_bfloat16(tiny_qwen3_vl: Path) -> None:
-    """Within one rounding of transformers' norm, which rounds twice; nearer to the exact values."""
+    """Check that the norm is within one rounding of transformers', which rounds twice, and closer to the exact values."""
     model = load_model(tiny_qwen3_vl, dtype=torch.bfloat16)
     norm = model.get_decoder().norm
     generator = torch.Generator().manual_seed(0)

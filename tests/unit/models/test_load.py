@@ -140,7 +140,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     ("content", "message"),
     [("{", "is damaged"), ("{}", "is damaged"), ('{"weight_map": {"a": "../b.safetensors"}}', "outside its folder")],
 )
-def test_bad_index_is_an_error(tiny: Path, content: str, message: str) -> None:
+def test_invalid_index_is_rejected(tiny: Path, content: str, message: str) -> None:
     (tiny / "model.safetensors").unlink()
     (tiny / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=f"index.json.*{message}"):
@@ -166,7 +166,7 @@ def test_model_that_cannot_be_trained_is_refused(tiny: Path, values: dict[str, o
         read_model_config(edit_config(tiny, **values))
 
 
-def test_missing_chat_template_is_an_error(tiny: Path) -> None:
+def test_missing_chat_template_is_rejected(tiny: Path) -> None:
     for file in tiny.glob("chat_template*"):
         file.unlink()
     tokenizer = tiny / "tokenizer_config.json"
@@ -175,20 +175,20 @@ def test_missing_chat_template_is_an_error(tiny: Path) -> None:
         load_processor(tiny)
 
 
-def test_missing_tokenizer_is_an_error(tiny: Path) -> None:
+def test_missing_tokenizer_is_rejected(tiny: Path) -> None:
     (tiny / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer has id \w+ for image placeholders, but config\.json has \d+"):
         load_processor(tiny)
 
 
-def test_missing_image_processor_is_an_error(tiny: Path) -> None:
+def test_missing_image_processor_is_rejected(tiny: Path) -> None:
     for file in tiny.glob("*processor*.json"):
         file.unlink()
     with pytest.raises(CheckpointError, match="tokenizer or processor cannot be loaded"):
         load_processor(tiny)
 
 
-def test_processor_loads(folder: Path) -> None:
+def test_processor_loads_from_folder(folder: Path) -> None:
     assert (
         load_processor(folder).tokenizer.convert_tokens_to_ids("<|image_pad|>")
         == read_model_config(folder).image_token_id
@@ -203,7 +203,7 @@ def test_missing_flash_attention_is_rejected(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("attention", "text", "vision"), [("auto", TEXT, VISION), ("sdpa", "sdpa", "sdpa"), ("eager", "eager", "eager")]
 )
-def test_attention_auto_is_ours(tiny: Path, attention: str, text: str, vision: str) -> None:
+def test_attention_auto_selects_dsreason_attention(tiny: Path, attention: str, text: str, vision: str) -> None:
     config = load_model(tiny, dtype=torch.float32, attention=attention).config
     assert config.text_config._attn_implementation == text
     assert config.vision_config._attn_implementation == vision
@@ -219,7 +219,7 @@ def test_tiny_model_is_built_once(tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {folder.name, ".locks"}
 
 
-def test_local_folder_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
+def test_local_folder_is_used_unchanged(folder: Path, tmp_path: Path) -> None:
     assert resolve_model(ModelConfig(path=str(folder)), tmp_path) == folder
 
 
@@ -233,12 +233,12 @@ def test_local_folder_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
         ("", "model.path"),
     ],
 )
-def test_path_that_leads_nowhere_is_an_error(tmp_path: Path, path: str, message: str) -> None:
+def test_missing_path_is_rejected(tmp_path: Path, path: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         resolve_model(ModelConfig(path=path), tmp_path)
 
 
-def test_folder_without_config_is_an_error(tmp_path: Path) -> None:
+def test_folder_without_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no config.json"):
         resolve_model(ModelConfig(path=str(tmp_path)), tmp_path)
 

@@ -128,7 +128,7 @@ def test_disabled_adapters_add_nothing_and_stay_trainable(model: Any) -> None:
     assert all(item.requires_grad == is_adapter(name) for name, item in model.named_parameters())
 
 
-def test_names_without_and_with_an_adapter() -> None:
+def test_base_and_adapter_names_follow_parameter_name() -> None:
     layer = "model.language_model.layers.0.self_attn.q_proj"
     assert to_base_name(f"{layer}.base_layer.weight") == f"{layer}.weight"
     assert to_base_name(f"{layer}.base_layer.bias") == f"{layer}.bias"
@@ -151,7 +151,7 @@ def test_delta_is_scaled_product_of_factors() -> None:
     assert DELTA.relative_to(W) == pytest.approx(0.5)
 
 
-def test_a_sum_is_rounded_once() -> None:
+def test_merged_weight_is_rounded_once() -> None:
     # In bfloat16, which has steps of 2^-7 from 1 on: 1 + 2^-9 + 2^-9 is 1 if rounded in between.
     step = 2.0**-9
     weight = torch.tensor([[1.0]], dtype=torch.bfloat16)
@@ -160,7 +160,7 @@ def test_a_sum_is_rounded_once() -> None:
     assert delta.add_to(weight, torch.float32).item() == pytest.approx(1 + 2 * step + 1e-6, abs=1e-7)
 
 
-def test_a_zero_b_leaves_every_bit() -> None:
+def test_zero_adapter_leaves_weight_bits_unchanged() -> None:
     weight = torch.tensor([[-0.0, 1.0], [math.pi, -1e-30]], dtype=torch.bfloat16)
     merged = Delta(torch.randn(3, 2), torch.zeros(2, 3), 2.0).add_to(weight, torch.bfloat16)
     assert torch.equal(merged.view(torch.int16), weight.view(torch.int16))

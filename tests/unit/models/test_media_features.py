@@ -106,7 +106,7 @@ def test_text_row_does_not_call_the_tower(model: PreTrainedModel) -> None:
 
 
 def test_shared_media_are_encoded_once(model: PreTrainedModel) -> None:
-    """Compare three completions of one prompt, whose pixels are one tensor, with three rows with separate pixels."""
+    """Compare three completions of a prompt, which share a pixel tensor, with three rows that have separate ones."""
     prompt = make_row(model, "image, video, image", 0)
     pixels = {key: value.clone() for key, value in prompt.mm_kwargs.items()}
     shared = collate([prompt, prompt, prompt], pad_id=0)

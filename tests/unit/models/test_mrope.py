@@ -25,7 +25,7 @@ def positions(family: str, types: list[int], config: SimpleNamespace = CONFIG, *
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_text_counts_on_all_axes(family: str) -> None:
+def test_text_position_increases_on_all_axes(family: str) -> None:
     assert positions(family, [0, 0, 0]) == [[0, 1, 2]] * 3
 
 
@@ -41,7 +41,7 @@ def test_text_after_image_continues_from_longer_side(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", SEEING)
-def test_neighbouring_images_keep_apart(family: str) -> None:
+def test_adjacent_images_have_distinct_positions(family: str) -> None:
     result = positions(family, [1, 1, 1, 0], image_grid_thw=[[1, 2, 4], [1, 2, 2]])
     assert result == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
 
@@ -70,7 +70,7 @@ def test_qwen2_5_video_time_is_truncated(seconds: float, expected: list[int]) ->
     assert result[0] == expected
 
 
-def test_qwen2_5_without_seconds_takes_one_second() -> None:
+def test_qwen2_5_grid_interval_defaults_to_one_second() -> None:
     assert positions("qwen2_5_vl", [2, 2], video_grid_thw=[[2, 2, 2]])[0] == [0, 2]
 
 
@@ -123,6 +123,6 @@ def test_placeholders_not_matching_media_are_rejected(
 
 
 @pytest.mark.parametrize("family", SEEING)
-def test_position_ids_go_to_data_loader_workers(family: str) -> None:
+def test_position_function_can_be_pickled_for_workers(family: str) -> None:
     rule = FAMILIES[family].grids
     assert pickle.loads(pickle.dumps(rule)) is rule

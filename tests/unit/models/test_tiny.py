@@ -68,7 +68,7 @@ def test_tokenizer_round_trips_text_and_knows_answers(family: str, tmp_path: Pat
         ("qwen3_vl", ""),
     ],
 )
-def test_the_chat_template_is_qwens(family: str, expected: str, tmp_path: Path) -> None:
+def test_chat_template_matches_qwen(family: str, expected: str, tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(build_tiny(family, tmp_path))
     content = [{"type": "image"}, {"type": "text", "text": "Is it red?"}]
     text = processor.apply_chat_template(

@@ -67,7 +67,7 @@ def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", ["", "visual", "language_model.layers.0."])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_step_flops_equal_what_torch_counts(family: str, frozen: str, tied: bool) -> None:
+def test_step_flops_match_torch_counter(family: str, frozen: str, tied: bool) -> None:
     model = tiny(family, tied=tied)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not (frozen and frozen in name)

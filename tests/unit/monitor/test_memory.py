@@ -34,7 +34,7 @@ def test_phase_reports_held_and_peak_memory() -> None:
     assert ledger.take() == {}
 
 
-def test_a_phase_reports_what_it_freed() -> None:
+def test_phase_reports_freed_memory() -> None:
     ledger = MemoryLedger(CPU)
     held = touched_pages()
     with ledger.track_phase("sleep"):

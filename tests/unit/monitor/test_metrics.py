@@ -67,7 +67,7 @@ def test_value_replaced_by_number_is_not_nonfinite(tmp_path: Path) -> None:
     ]
 
 
-def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resume_drops_metrics_after_the_checkpoint(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
         for step in (1, 2, 3, 4):
             metrics.log_scalars(step, {"train/loss": step})
@@ -127,7 +127,7 @@ def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) ->
 
 
 def test_tensorboard_receives_a_clip_as_gif(tmp_path: Path) -> None:
-    """An animated GIF in a picture's place, with its size; no package that makes videos is needed."""
+    """Check that the clip is stored as an animated GIF with its size, which requires no package for videos."""
     clip = np.random.default_rng(0).integers(0, 255, (3, 5, 16, 24), dtype=np.uint8)
     made = encode_gif(clip, 8.0)
     with open_in(tmp_path) as metrics:
@@ -165,7 +165,7 @@ def test_wandb_run_continues_only_when_resumed(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the library's thread
-def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_deleted_folder_is_named_in_error(tmp_path: Path) -> None:
     message = r"run/tensorboard: the curves cannot be written \(.*\); the folder must exist"
     with pytest.raises(SaveError, match=message), open_in(tmp_path / "run") as writer:
         shutil.rmtree(tmp_path / "run")

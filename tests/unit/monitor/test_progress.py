@@ -60,7 +60,7 @@ def test_slow_first_step_does_not_distort_eta(clock: Clock) -> None:
     assert displayed[1].endswith("0:00:09 left")
 
 
-def test_phase_time_is_not_step_time(clock: Clock) -> None:
+def test_phase_time_does_not_count_as_step_time(clock: Clock) -> None:
     stream = io.StringIO()
     progress = LineProgress(Rate(10, 0, clock), stream, 10.0)
     clock.now += 1
@@ -133,5 +133,5 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90061, "25:01:01")]
 )
-def test_duration(seconds: float, text: str) -> None:
+def test_duration_has_hours_minutes_and_seconds(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

@@ -141,7 +141,7 @@ def test_without_options_letters_and_equal_text_count(completion, answer, expect
         ("-1", "0", 0.5),
     ],
 )
-def test_ordinal_choice_of_numbers(completion, answer, expected):
+def test_ordinal_choice_compares_numbers(completion, answer, expected):
     assert ordinal_choice(completion, asks(answer)) == expected
 
 

@@ -94,6 +94,6 @@ def test_unusable_reference_is_rejected(answer, fields, text):
         ),
     ],
 )
-def test_wrong_fields_are_found_at_the_start(fields, text):
+def test_invalid_fields_are_rejected_at_startup(fields, text):
     with pytest.raises(ConfigError, match=text):
         find_reward("json_fields", {"fields": fields})

@@ -54,7 +54,7 @@ def test_reward_file_needs_no_attribute_when_unambiguous(tmp_path):
     assert find_reward(str(tmp_path / "named.py"))("", SAMPLE) == 2
 
 
-def test_options_are_given_to_every_call(file):
+def test_options_are_passed_to_every_call(file):
     assert find_reward(f"{file}:judge", {"scale": 3.0})("", SAMPLE) == 3
     assert find_reward("format", {"pattern": "x+"})("xx", SAMPLE) == 1
 
@@ -86,13 +86,13 @@ def test_sympy_is_imported_when_reward_is_found(name, needed):
         ("dsreason.rewards.text:formal", 'dsreason.rewards.text has no "formal"; did you mean "format"'),
     ],
 )
-def test_what_cannot_be_found_is_explained(name, text, file):
+def test_unknown_reward_error_explains_cause(name, text, file):
     with pytest.raises(ConfigError) as error:
         find_reward(name.replace("{file}", str(file)))
     assert text in str(error.value)
 
 
-def test_an_unknown_option_is_an_error():
+def test_unknown_option_is_rejected():
     with pytest.raises(ConfigError, match="unexpected keyword argument 'patern'"):
         find_reward("format", {"patern": "x"})
 

@@ -46,7 +46,7 @@ def asks(answer: Any, **meta: Any) -> Sample:
         ("<think>[10, 20]", "[10, 20]", 0.0),  # thoughts are no answer
     ],
 )
-def test_spans_are_worth_their_overlap(completion, reference, worth):
+def test_span_score_is_its_overlap(completion, reference, worth):
     assert temporal_iou(completion, asks(reference)) == pytest.approx(worth)
 
 
@@ -74,11 +74,11 @@ def test_span_is_right_or_wrong_with_threshold(completion, threshold, worth):
         ("[20, 10]", 0.0),
     ],
 )
-def test_generalized_overlap_tells_near_from_far(completion, worth):
+def test_generalized_overlap_ranks_nearer_span_higher(completion, worth):
     assert temporal_iou(completion, asks("[10, 20]"), generalized=True) == pytest.approx(worth)
 
 
-def test_metrics_say_what_was_read():
+def test_metrics_report_whether_span_was_read():
     assert temporal_iou("[10, 20]", asks("[10, 20]"), metrics=True) == (1.0, {"read": 1.0})
     assert temporal_iou("soon", asks("[10, 20]"), metrics=True) == (0.0, {"read": 0.0})
 
@@ -101,7 +101,7 @@ def test_metrics_say_what_was_read():
         ("the cup", 0.0),
     ],
 )
-def test_boxes_are_worth_their_overlap(completion, worth):
+def test_box_score_is_its_overlap(completion, worth):
     assert box_iou(completion, asks("[0, 0, 10, 10]")) == pytest.approx(worth)
 
 
@@ -140,7 +140,7 @@ def test_thousandths_are_compared_with_pixel_references():
         box_iou("[100, 100, 500, 500]", asks("[64, 48, 320, 240]"), answer_coordinates="0-1000")
 
 
-def test_generalized_overlap_of_boxes():
+def test_generalized_overlap_of_boxes_matches_formula():
     # Areas 100 and 100, apart: the hull is 30 x 10.
     assert box_iou("[20, 0, 30, 10]", asks("[0, 0, 10, 10]"), generalized=True) == pytest.approx((200 / 300) / 2)
 
@@ -164,7 +164,7 @@ def test_generalized_overlap_of_boxes():
         ("", {}, 0.0),
     ],
 )
-def test_points_are_worth_their_nearness(completion, options, worth):
+def test_point_score_decreases_with_distance(completion, options, worth):
     assert points(completion, asks("[500, 300]"), **options) == pytest.approx(worth)
 
 

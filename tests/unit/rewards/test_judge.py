@@ -162,7 +162,7 @@ def test_missing_judge_settings_are_reported_before_requests(
         check_judge(options)
 
 
-def test_further_keys_of_the_request_win(server: StandIn) -> None:
+def test_additional_request_keys_override_defaults(server: StandIn) -> None:
     server.respond = lambda path, body: chat('{"score": 5}')
     ask(server, request={"reasoning_effort": "low", "max_tokens": 9})
     document = json.loads(json.dumps(server.requests[0]))

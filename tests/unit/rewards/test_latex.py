@@ -35,7 +35,7 @@ BOXED = [
 
 
 @pytest.mark.parametrize(("completion", "answer", "expected"), BOXED)
-def test_boxed_math(completion, answer, expected):
+def test_boxed_math_compares_boxed_answers(completion, answer, expected):
     assert boxed_math(completion, asks(answer)) == expected
 
 
@@ -69,7 +69,7 @@ DIRECT = [
 
 
 @pytest.mark.parametrize(("completion", "answer", "expected"), DIRECT)
-def test_direct_math(completion, answer, expected):
+def test_direct_math_compares_entire_answers(completion, answer, expected):
     assert direct_math(completion, asks(answer)) == expected
 
 
@@ -89,7 +89,7 @@ def test_direct_math(completion, answer, expected):
         (r"90^\circ", "90"),
     ],
 )
-def test_normalised_answers(answer, expected):
+def test_answers_are_normalised_before_comparison(answer, expected):
     assert normalise(answer) == expected
 
 
@@ -99,7 +99,7 @@ def test_uncomputable_number_is_wrong_in_time(tower, monkeypatch):
     assert boxed_math(tower, asks(r"\boxed{5}")) == 0
 
 
-def test_threads_compare_too():
+def test_comparison_works_in_a_thread():
     scores: list[float] = []
     thread = threading.Thread(target=lambda: scores.append(boxed_math(r"\boxed{5}", asks(r"\boxed{5}"))))
     thread.start()

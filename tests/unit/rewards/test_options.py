@@ -119,7 +119,7 @@ def hostile() -> list[str]:
 
 
 @pytest.mark.parametrize("name", READS_REFERENCE)
-def test_any_text_has_a_worth(name):
+def test_any_completion_gets_score_between_0_and_1(name):
     sample = Sample("7", [], answer=REFERENCES[name])
     for text in hostile():
         assert 0.0 <= BUILT_IN[name](text, sample) <= 1.0

@@ -176,13 +176,13 @@ def test_unreachable_server_is_named(server):
         remote(server, retries=1).score(["x", "y"], SAMPLES[:2])
 
 
-def test_a_slow_server_is_given_up(server):
+def test_slow_server_is_abandoned(server):
     server.answer = lambda body: (time.sleep(1), (200, {}))[1]
     with pytest.raises(RewardError, match=r"no response within 0.2 s \(2 attempts\)"):
         remote(server, time_limit=0.2, retries=1).score(["x"], SAMPLES[:1])
 
 
-def test_slowly_dripping_response_is_given_up(server):
+def test_slowly_dripping_response_is_abandoned(server):
     server.drip = 0.05
     with pytest.raises(RewardError, match=r"no response within 0.2 s \(1 attempts\)"):
         remote(server, time_limit=0.2, retries=0).score(["x"], SAMPLES[:1])
@@ -242,7 +242,7 @@ def test_truncated_message_shows_no_token_part(server, before):
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 500])
-def test_the_token_is_in_no_message(server, status, caplog):
+def test_error_messages_never_contain_the_token(server, status, caplog):
     server.answer = lambda body: (status, {"detail": f"Bearer {TOKEN} is bad"})
     with pytest.raises(RewardError) as error:
         remote(server, retries=0).score(["x"], SAMPLES[:1])
@@ -256,7 +256,7 @@ def test_the_token_is_in_no_message(server, status, caplog):
     assert ("check REMOTE_REWARD_TOKEN" in chain[0]) == (status in (401, 403))
 
 
-def test_redirects_would_carry_the_token_away(server):
+def test_redirects_are_not_followed_with_token(server):
     server.answer = lambda body: (302, {})
     server.headers = {"Location": server.url + "/elsewhere"}
     with pytest.raises(RewardError, match="redirects are not followed"):
@@ -271,7 +271,7 @@ def test_truncated_response_is_requested_again(server):
         remote(server, retries=1).score(["x"], SAMPLES[:1])
 
 
-def test_batches_with_different_scores_are_an_error(server):
+def test_batches_with_different_scores_are_rejected(server):
     server.answer = lambda body: (200, {"scores": {body["completions"][0]: [1]}})
     with pytest.raises(RewardError, match="one batch has the scores l, but another has le"):
         remote(server, batch_size=1).score(["l", "le"], SAMPLES[:2])
@@ -284,7 +284,7 @@ def test_sample_not_serializable_to_json_is_named(server):
 
 @pytest.mark.parametrize("prefix", ["REMOTE_REWARD_", "WFM_REWARD_"])
 @pytest.mark.parametrize("address", ["URL", "ENQUEUE_URL"])
-def test_both_families_of_environment_names_are_read(prefix, address, monkeypatch):
+def test_both_environment_prefixes_are_read(prefix, address, monkeypatch):
     for name, value in {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}.items():
         monkeypatch.setenv(prefix + name, value)
     remote_reward = RemoteReward(RemoteRewardConfig())
@@ -315,7 +315,7 @@ def test_a_wrong_environment_is_explained(environment, text, monkeypatch):
     assert TOKEN not in str(error.value)
 
 
-def test_a_scorer_adds_scores_of_the_server(server):
+def test_scorer_adds_scores_from_server(server):
     answer = {"quality": [0.5] * 5, "words": [0, 1, 1, 1, 2]}
     server.answer = lambda body: (200, {"scores": answer})
     config = RewardConfig(functions={"exact_match": 1.0, "remote:quality": 2.0}, remote={"url": server.url})

@@ -128,7 +128,7 @@ def score(functions, *, completions=COMPLETIONS, samples=SAMPLES, **settings):
         return scorer.score(completions, samples)
 
 
-def test_functions_are_weighted_and_kept_apart(file):
+def test_scores_are_weighted_and_kept_per_function(file):
     scores = score({f"{file}:length": 0.5, f"{file}:right": 2.0, "exact_match": 1.0})
     assert scores.by_function["length"].tolist() == [3, 1, 0, 5]
     assert scores.by_function["right"].tolist() == scores.by_function["exact_match"].tolist() == [1, 0, 0, 0]
@@ -140,7 +140,7 @@ def test_metrics_are_summed_over_reporting_calls(file):
     assert scores.metric_sums == {"with_metrics/words": (6.0, 4), "with_metrics/only_one": (5.0, 1)}
 
 
-def test_async_functions_run_side_by_side(file):
+def test_async_functions_run_concurrently(file):
     with scorer_for({f"{file}:judge": 1.0}, workers=1) as scorer:
         begin = time.monotonic()
         scores = scorer.score(["x"] * 40, SAMPLES * 10)
@@ -338,7 +338,7 @@ def test_slow_async_function_is_reported_with_sample(file, function):
     assert ("event loop" in str(error.value)) == (function == "blocks")
 
 
-def test_time_over_may_be_a_score(file, caplog):
+def test_function_may_define_score_after_timeout(file, caplog):
     samples = [Sample(str(i), [], answer="a b") for i in range(16)]  # the worker gets four calls at a time
     functions = {f"{file}:stubborn": 1.0, "exact_match": 1.0}
     scores = score(functions, completions=COMPLETIONS * 4, samples=samples, time_limit=1.0, workers=1)
@@ -352,7 +352,7 @@ def test_time_limit_applies_per_call(file):
     assert score({f"{file}:pid": 1.0}, completions=["x"] * 40, samples=SAMPLES * 10, workers=1, time_limit=1.0)
 
 
-def test_after_an_error_no_worker_is_left(file):
+def test_error_leaves_no_worker_running(file):
     with scorer_for({f"{file}:raises": 1.0}) as scorer:
         with pytest.raises(RewardError):
             scorer.score(COMPLETIONS, SAMPLES)
@@ -380,7 +380,7 @@ def test_unpicklable_sample_is_reported(file):
 
 
 def test_workers_of_a_killed_trainer_end(file, tmp_path):
-    """Even one that hangs."""
+    """Include a worker that hangs."""
     code = f"""
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.data.types import Sample

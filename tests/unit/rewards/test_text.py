@@ -59,7 +59,7 @@ def test_format_rejects_other_completions(completion):
 @pytest.mark.parametrize(
     ("completion", "expected"), [(c, 1.0) for c in ALSO_IN_COSMOS] + [(c, 0.0) for c in NOT_IN_COSMOS]
 )
-def test_the_cosmos_pattern_wants_one_empty_line(completion, expected):
+def test_cosmos_pattern_requires_one_empty_line(completion, expected):
     assert format(completion, asks("A"), pattern=COSMOS_FORMAT) == expected
 
 
@@ -99,7 +99,7 @@ def test_prompt_requesting_another_format_is_reported():
         ("left", None, 0),
     ],
 )
-def test_exact_match(completion, answer, expected):
+def test_exact_match_ignores_case_and_spaces(completion, answer, expected):
     assert exact_match(completion, asks(answer)) == expected
 
 
@@ -132,7 +132,7 @@ def test_overlong_is_linear_in_the_buffer(length, factor, expected):
     assert overlong("…", add_length(asks("A"), length, 2048), buffer=512, factor=factor) == expected
 
 
-def test_the_default_buffer_punishes_no_short_completion():
+def test_default_buffer_never_penalizes_short_completion():
     assert overlong("…", add_length(asks("A"), 1638, 2048)) == 0  # 2048 - 2048 // 5 is 1639
     assert overlong("…", add_length(asks("A"), 2048, 2048)) == -1
 
@@ -142,6 +142,6 @@ def test_buffer_longer_than_completion_is_rejected():
         compute_soft_overlong(0, 2048, 4096)
 
 
-def test_overlong_says_what_it_misses():
+def test_overlong_error_names_missing_facts():
     with pytest.raises(ValueError, match="completion_length and max_completion_length"):
         overlong("…", asks("A"))

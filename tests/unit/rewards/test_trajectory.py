@@ -42,7 +42,7 @@ NEAR = "(1, 0), (2, 0), (3, 1), (4, 1)"  # off by 0, 0, 1 and 1: ADE 0.5, FDE 1
         ("(NaN, 0), (NaN, 0)", {}, 0.0),
     ],
 )
-def test_waypoints_are_worth_their_nearness(completion, options, worth):
+def test_trajectory_score_decreases_with_distance(completion, options, worth):
     assert trajectory(completion, SAMPLE, **options) == pytest.approx(worth)
 
 

@@ -30,8 +30,8 @@ def test_groups_are_merged_while_room_remains(memory_gib: float, least: int, lis
     assert list(merge_groups(ROWS, int, memory_gib=memory_gib, least=least, any_rank=bool)) == lists
 
 
-def test_ranks_make_the_same_number_of_lists() -> None:
-    """Follow the other rank: it is full after its first group, and still has rows at the end."""
+def test_ranks_yield_the_same_number_of_lists() -> None:
+    """Check both ways: the other rank is full after its first group, or still has rows at the end."""
     other = iter([True, False, True])
     lists = merge_groups([[1], [2]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))
     assert list(lists) == [[1], [2]]
@@ -62,7 +62,7 @@ def test_groups_are_read_only_when_needed() -> None:
         (1, 120, [[3, 1, 2, 0]]),
     ],
 )
-def test_like_lengths_share_a_batch_that_fits(batch_size: int, batch_tokens: int, batches: list[list[int]]) -> None:
+def test_similar_lengths_share_a_batch(batch_size: int, batch_tokens: int, batches: list[list[int]]) -> None:
     assert cut_batches({0: 30, 1: 10, 2: 20, 3: 8}, batch_size, batch_tokens) == batches
 
 

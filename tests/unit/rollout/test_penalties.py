@@ -30,11 +30,11 @@ def penalised(drawn: list[int], **settings: float) -> list[float]:
         ([3], {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}, [2.0, -4.0, 1.0, 1.25]),
     ],
 )
-def test_used_tokens_lose(drawn: list[int], settings: dict[str, float], expected: list[float]) -> None:
+def test_used_tokens_are_penalized(drawn: list[int], settings: dict[str, float], expected: list[float]) -> None:
     assert penalised(drawn, **settings) == expected
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 1}])
-def test_any_of_them_counts_as_a_penalty(settings: dict[str, float]) -> None:
+def test_each_penalty_setting_enables_penalties(settings: dict[str, float]) -> None:
     assert Sampling(**settings).has_penalties
     assert not Sampling(temperature=0.5, top_k=3).has_penalties

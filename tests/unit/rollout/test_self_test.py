@@ -48,13 +48,13 @@ def test_different_tokens_or_nan_differ_infinitely(second: Completion, expected:
     assert compute_largest_difference([completion(-0.5, -1.0)], [second]) == expected
 
 
-def test_perturbed_weights_must_arrive_and_be_felt() -> None:
+def test_perturbed_weights_must_change_tensors_and_completions() -> None:
     assert find_unmoved(REAL, made_round(0.5, -2.0, -3.0), 1e-4) is None
     assert "left 2 of 2 tensors unchanged: a; b" in str(find_unmoved(REAL, made_round(1.0, -2.0, -3.0), 1e-4))
     assert "the completions stay the same" in str(find_unmoved(REAL, made_round(0.5, -0.5, -1.0), 1e-4))
 
 
-def test_everything_must_be_as_it_was() -> None:
+def test_unrestored_tensors_and_logprobs_are_reported() -> None:
     assert find_not_restored(REAL, made_round(1.0, -0.5, -1.0), 1e-4, "after") is None
     assert str(find_not_restored(REAL, made_round(0.5, -0.5, -1.0), 1e-4, "after")) == "after, 2 tensors changed: a; b"
     assert str(find_not_restored(REAL, made_round(1.0, -0.5, -1.0, buffer=2.0), 1e-4, "after")) == (
@@ -66,6 +66,6 @@ def test_everything_must_be_as_it_was() -> None:
     assert "completions differ" in str(find_not_restored(REAL, made_round(1.0, -0.5, math.nan), 1e-4, "after"))
 
 
-def test_zeros_and_ones_change_as_well() -> None:
+def test_zeros_and_ones_are_also_perturbed() -> None:
     result = dict(iter_perturbed(iter([("zeros", torch.zeros(1)), ("ones", torch.ones(1))])))
     assert {name: tensor.item() for name, tensor in result.items()} == pytest.approx({"zeros": 0.01, "ones": 0.51})

@@ -75,14 +75,14 @@ def test_dropped_values_are_restored_per_pool(dtype: torch.dtype) -> None:
         assert torch.equal(cached, before["kv_cache__c"])
 
 
-def test_without_pools_nothing_is_kept() -> None:
+def test_nothing_is_saved_without_pools() -> None:
     state = find_sleep_state(runner(), find_pools())  # a CPU has none
     state.remember()
     state.write_back("weights")
     assert state == SleepState()
 
 
-def test_pools_are_those_of_vllms_allocator() -> None:
+def test_pools_belong_to_vllm_allocator() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     def allocation(start: int, size: int, tag: str) -> SimpleNamespace:

@@ -57,7 +57,7 @@ def test_sleeping_pools_are_remapped_when_memory_allows(free: int, woken: Any) -
 
 @pytest.mark.parametrize("failing", ["wake_up", "empty_cache"])
 def test_unmappable_pools_are_freed_without_error(failing: str) -> None:
-    """Do not hide a GPU error that ends the engine behind a second error."""
+    """Check that no second error hides the GPU error that ended the engine."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     data = {0: SimpleNamespace(tag="weights", is_asleep=True, handle=(0, 1, 0, 0))}

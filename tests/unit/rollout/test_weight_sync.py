@@ -103,7 +103,7 @@ def test_tensor_of_incomplete_layer_is_sent() -> None:
     assert find_complete_layers(places, {"a", "b"}) == set()
 
 
-def test_an_empty_share_is_like_itself() -> None:
+def test_empty_share_counts_as_unchanged() -> None:
     empty = torch.empty(0, 4)
     assert find_changed(compute_fingerprints([("share", empty)]), compute_fingerprints([("share", empty)])) == []
 

@@ -178,7 +178,7 @@ def test_links_inside_and_to_folder_are_followed(tmp_path: Path) -> None:
     assert package.files == {"again.json": 2, "config.json": 2, "model.safetensors": EXPORT_BYTES - 2}
 
 
-def test_another_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_without_export_or_checkpoint_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is neither an export"):
         open_package(tmp_path)
     with pytest.raises(ConfigError, match="the folder does not exist"):
@@ -208,7 +208,7 @@ def test_final_export_goes_to_repository_root() -> None:
     assert str(get_folder_target(TARGET, "export/final")) == "s3://bucket/run/export/final"
 
 
-def test_a_wrong_target_names_the_option() -> None:
+def test_invalid_target_error_names_the_option() -> None:
     with pytest.raises(ConfigError, match="^--to: 'folder' is not a valid upload target"):
         read_target("folder", "--to")
 
@@ -552,7 +552,7 @@ def test_rejecting_target_does_not_block_another(run: Path, places: dict[str, li
     assert "hub:user" not in str(caught.value)
 
 
-def test_all_targets_that_refuse_are_named(run: Path, places: dict[str, list[str]]) -> None:
+def test_all_rejecting_targets_are_named(run: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload=("s3://refuses/a", "hub:user/refuses"))
     with pytest.raises(StorageError) as caught, open_uploads(config) as uploader:
         add_all(uploader, run)

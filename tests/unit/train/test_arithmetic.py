@@ -51,7 +51,7 @@ def test_mfu_counts_samples_but_not_padding(monkeypatch: pytest.MonkeyPatch) -> 
     assert metrics["perf/mfu"] == pytest.approx((700 + 280 + 2000 + 1020) / 2 / 1e4)
 
 
-def test_padding_of_rows_belongs_to_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_share_excludes_sample_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     with_other_rank(monkeypatch, 0, 0)
     samples = [sample(3), sample(1)]
     metrics = Arithmetic(FLOPS, peak=None).metrics(

@@ -42,7 +42,7 @@ def own(tmp_path: Path) -> str:
     return f"{tmp_path / 'mine.py'}:judge"
 
 
-def test_functions_that_can_be_had_pass(own, monkeypatch):
+def test_available_reward_functions_pass(own, monkeypatch):
     monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # nobody listens: it is not asked
     options = {"format": {"pattern": COSMOS_FORMAT}, "overlong": {"buffer": 100}, own: {"strict": True}}
     check_functions(config("format", "overlong", own, "remote:quality", options=options))
@@ -62,7 +62,7 @@ def test_functions_that_can_be_had_pass(own, monkeypatch):
         (["remote:a"], {"remote": {"url": "http:///score"}}, "http://host"),
     ],
 )
-def test_functions_that_cannot_are_named(names, reward, text, monkeypatch):
+def test_unusable_reward_function_is_named(names, reward, text, monkeypatch):
     for name in ("REMOTE_REWARD_URL", "WFM_REWARD_URL", "REMOTE_REWARD_ENQUEUE_URL", "WFM_REWARD_ENQUEUE_URL"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=text):
@@ -95,7 +95,7 @@ def test_user_reward_must_accept_its_options(own):
         ("exact_match", "left", None),
     ],
 )
-def test_a_reference_that_can_be_met_passes(reward, answer, options):
+def test_matchable_reference_passes(reward, answer, options):
     check_answer([reward], {}, Sample("7", [], answer=answer, options=options))
 
 
@@ -117,7 +117,7 @@ def test_a_reference_that_can_be_met_passes(reward, answer, options):
         ("boxed_math", "5", None, r"write \\boxed\{5\}"),
     ],
 )
-def test_a_reference_that_never_can_is_refused(reward, answer, options, text):
+def test_unmatchable_reference_is_rejected(reward, answer, options, text):
     with pytest.raises(DataError, match=text):
         check_answer(["format", reward], {}, Sample("7", [], answer=answer, options=options))
 
@@ -211,7 +211,7 @@ def test_servers_are_not_tried(tmp_path, monkeypatch):
         ([], None),
     ],
 )
-def test_prompts_that_ask_for_the_format_pass(samples, pattern):
+def test_prompt_requesting_the_format_passes(samples, pattern):
     options = {"format": {"pattern": pattern}} if pattern else {}
     check_format(config("format", options=options), samples)
 

@@ -44,11 +44,11 @@ def digest_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     ],
     ids=["reversed", "fewer", "more", "answer", "question", "image", "options"],
 )
-def test_other_rows_have_another_digest(changed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_changed_rows_change_the_digest(changed: list[dict[str, Any]], tmp_path: Path) -> None:
     assert digest_of(changed, tmp_path) != digest_of(ROWS, tmp_path)
 
 
-def test_the_folder_may_be_moved(tmp_path: Path) -> None:
+def test_digest_does_not_depend_on_folder(tmp_path: Path) -> None:
     before = digest_of(ROWS, tmp_path / "here")
     assert before["count"] == 8
     shutil.move(tmp_path / "here", tmp_path / "there")
@@ -60,8 +60,8 @@ def test_unusable_row_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [{"text": "x"}, {"type": "image"}, {"type": "text"}, 3], ids=repr)
-def test_parts_of_any_shape_end_no_run(part: Any, tmp_path: Path) -> None:
-    """Check that the digest accepts any part: a bad row is reported when it is used, and may be skipped then."""
+def test_digest_accepts_malformed_parts(part: Any, tmp_path: Path) -> None:
+    """Check that the digest accepts any part, because a bad row is reported, or skipped, only when it is used."""
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     row = {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": [part]}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -69,7 +69,7 @@ def test_parts_of_any_shape_end_no_run(part: Any, tmp_path: Path) -> None:
     assert compute_samples_digest(open_datasets(config)[0])["count"] == 1
 
 
-def test_of_many_rows_some_are_read_evenly() -> None:
+def test_evenly_spaced_rows_are_digested() -> None:
     read: list[int] = []
     compute_rows_digest(10 * MOST_ROWS, read.append)
     assert read == list(range(0, 10 * MOST_ROWS, 10))

@@ -39,7 +39,7 @@ ROLLOUTS = [
 ]
 
 
-def test_the_numbers_are_those_of_the_formula() -> None:
+def test_mismatch_metrics_match_formula() -> None:
     # d = trainer - engine: 0.5, 0 | -0.1; k3 = e^d - d - 1: 0.148721, 0 | 0.004837
     result = measure_mismatches(ROLLOUTS, torch.tensor([-0.5, -2.0, -3.1]))
     assert [(item.id, item.modality, item.at) for item in result] == [("7", "video", 0), ("8", "text", 0)]

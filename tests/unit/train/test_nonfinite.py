@@ -69,7 +69,7 @@ def test_step_outcome_is_reported_and_counted(
     assert all(map(math.isfinite, metrics.values()))
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
+def test_resumed_run_continues_skip_count(tmp_path: Path) -> None:
     config = SFTConfig.model_validate({"train": {"on_nonfinite": "skip"}})
     first = build_finite_check(config, tmp_path, WORLD, TrainerState())
     for _ in range(MAX_SKIPPED - 1):

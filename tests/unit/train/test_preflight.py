@@ -60,7 +60,7 @@ def test_long_reference_takes_no_prompt_room(tmp_path, tiny_qwen3_vl):
 
 @pytest.mark.parametrize(("warmup", "told"), [(7, True), (6, True), (5, False)])
 def test_grpo_warmup_of_whole_run_is_reported(tmp_path, tiny_qwen3_vl, caplog, warmup, told):
-    """6 rows, 2 a rollout, 2 optimizer steps each: 6 steps."""
+    """Use 6 rows, 2 per rollout, and 2 optimizer steps per rollout: 6 steps."""
     settings = config(tmp_path, tiny_qwen3_vl, ROWS)
     check_grpo(
         settings.model_copy(

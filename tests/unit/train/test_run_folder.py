@@ -37,12 +37,12 @@ def test_missing_row_record_gives_no_warning(
     assert warned(BEFORE, tmp_path, caplog, **record) == []
 
 
-def test_a_new_run_has_none_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_run_has_no_earlier_rows(caplog: pytest.LogCaptureFixture) -> None:
     assert compare_rows(None, BEFORE) == BEFORE
     assert caplog.messages == []
 
 
-def test_the_rows_of_the_beginning_are_remembered(tmp_path: Path) -> None:
+def test_row_record_of_first_start_is_kept(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"config": {}, "rows": BEFORE}))
     other = {"training": {"count": 5, "digest": "cc"}, "held-out": {"count": 0, "digest": "dd"}}
     assert compare_rows(tmp_path / "checkpoints" / "step_3", other) == BEFORE

@@ -54,7 +54,7 @@ def config(folder: Path, **distill: Any) -> GRPOConfig:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(document: dict[str, Any], said: str) -> None:
+def test_contradictory_teacher_settings_are_rejected(document: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         GRPOConfig.model_validate(document)
 
@@ -80,7 +80,7 @@ def test_dynamic_sampling_is_rejected_with_a_teacher(grpo: dict[str, Any], said:
         ({"a": 0, "b": 1, "c": 2}, "the teacher has 'c' as 2, but the student has no 'c' (differing entries: 1)"),
     ],
 )
-def test_another_vocabulary_is_named(teacher: dict[str, int], said: str) -> None:
+def test_different_vocabulary_is_rejected_with_example(teacher: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_vocabularies("distill.teacher (t)", teacher, {"a": 0, "b": 1})
     assert said in str(error.value)

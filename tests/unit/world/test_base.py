@@ -74,7 +74,7 @@ def test_complete_folder_is_used_unchanged(export: Path, tmp_path: Path) -> None
 
 
 def test_export_that_names_export_is_rejected(export: Path, tmp_path: Path) -> None:
-    """Check an export that names itself, which would never end."""
+    """Check an export that names itself as its base, which would cause endless recursion."""
     (export / FILE).write_text(json.dumps({"path": str(export)}))
     with pytest.raises(
         CheckpointError, match='names another export, .*; set "path" to the model from which that was trained'

@@ -45,7 +45,7 @@ def test_prompts_are_encoded_once_across_ranks(tiny_worlds: dict[str, Path], tmp
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_prompts_that_are_cut_before_they_differ(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_prompts_identical_after_truncation_are_rejected(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["cosmos_predict2_5"], tiny_worlds["cosmos_predict2_5"], 16, torch.float32, tmp_path)
     cache.encode(PROMPTS)
     with pytest.raises(

@@ -37,7 +37,7 @@ def codec(request: pytest.FixtureRequest, tiny_worlds: dict[str, Path], linear: 
     return linear if request.param == "linear" else load_vae(tiny_worlds["wan"], "cpu", torch.float32)
 
 
-def test_shapes_and_ranges(codec: LatentCodec) -> None:
+def test_latents_and_pixels_have_expected_shapes(codec: LatentCodec) -> None:
     clips = squares(2)
     latents = codec.encode(clips)
     assert latents.shape == (2, 16, 3, 4, 6) == (2, *codec.shape(SIZE))
@@ -61,7 +61,7 @@ def test_encoding_is_deterministic_and_independent_per_clip(codec: LatentCodec) 
     torch.testing.assert_close(codec.decode(together)[1:2], codec.decode(together[1:2]))
 
 
-def test_frozen_and_normalised_as_the_autoencoder_says(tiny_worlds: dict[str, Path]) -> None:
+def test_codec_is_frozen_and_normalizes_like_autoencoder(tiny_worlds: dict[str, Path]) -> None:
     from diffusers import AutoencoderKLWan
 
     vae = AutoencoderKLWan.from_pretrained(tiny_worlds["wan"] / "vae").eval()
@@ -101,8 +101,6 @@ def test_an_unknown_codec_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("wan", torch.float32), ("cosmos_predict2_5", torch.bfloat16)])
-def test_the_autoencoder_computes_in_its_familys_type(
-    tiny_worlds: dict[str, Path], name: str, dtype: torch.dtype
-) -> None:
+def test_autoencoder_uses_dtype_of_its_family(tiny_worlds: dict[str, Path], name: str, dtype: torch.dtype) -> None:
     codec = load_vae(tiny_worlds[name], "cpu", torch.bfloat16)
     assert codec.vae.dtype == dtype  # type: ignore[attr-defined]

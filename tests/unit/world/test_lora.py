@@ -66,7 +66,7 @@ def test_diffusers_loads_any_alpha_exactly(tiny_worlds: dict[str, Path], tmp_pat
     assert not output(fresh).equal(base)
 
 
-def test_a_pipeline_loads_it_too(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_pipeline_loads_the_adapter(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     from diffusers import Cosmos2_5_PredictBasePipeline
 
     transformer = adapted(tiny_worlds[NAME], 16)

@@ -40,20 +40,22 @@ def vector(*values: float) -> Tensor:
         ([[0.1, 0.1, 0.1]], "group", 5, [[0, 0, 0]]),
     ],
 )
-def test_advantages_within_a_group(rewards: list[list[float]], std: str, clip: float, expected: list[float]) -> None:
+def test_advantages_are_normalized_within_group(
+    rewards: list[list[float]], std: str, clip: float, expected: list[float]
+) -> None:
     advantages = compute_group_advantages(torch.tensor(rewards, dtype=torch.float64), std=std, clip=clip)  # type: ignore[arg-type]
     torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=1e-6)
 
 
-def test_equal_rewards_give_exactly_nothing() -> None:
+def test_equal_rewards_give_zero_advantages() -> None:
     assert compute_group_advantages(torch.full((2, 3), 0.1), std="group", clip=5).tolist() == [[0.0] * 3] * 2
 
 
-def test_exponential_advantages() -> None:
+def test_exponential_advantages_match_formula() -> None:
     torch.testing.assert_close(compute_exponential(vector(0, 1, -1)), vector(-1, -0.36787944, -2.71828183))
 
 
-def test_policy_loss_of_two_clips() -> None:
+def test_policy_loss_matches_hand_computed_values() -> None:
     result = compute_policy_loss(vector(-1.2, -0.9), vector(-1.2001, -0.8), vector(1.5, -1.0), 1e-4)
     torch.testing.assert_close(result.ratio, vector(1.000100005, 0.904837418))
     torch.testing.assert_close(result.loss, vector(-1.50015, 0.9999))
@@ -87,7 +89,7 @@ def test_on_policy_gradient_is_advantage_weighted() -> None:
     assert log_prob.grad.tolist() == [-2.0, 3.0]
 
 
-def test_kl_of_means_and_of_velocities() -> None:
+def test_kl_of_means_and_velocities_matches_formula() -> None:
     mean, reference = clips([0.63, -1.57]), clips([0.60, -1.50])
     assert compute_kl_mean(mean, reference, 0.626099).item() == pytest.approx(0.00369898, rel=1e-5)
     # without the root of the step's length (0.2) in the divisor it is five times smaller
@@ -120,7 +122,7 @@ def nft(velocity: Tensor, optimal: float, beta: float = 1.0) -> Tensor:
     return result.loss + 1e-4 * compute_kl_velocity(velocity, REFERENCE)
 
 
-def test_nft_of_one_clip() -> None:
+def test_nft_loss_matches_hand_computed_values() -> None:
     velocity = clips([-0.6, 1.0]).requires_grad_()
     assert compute_optimality(vector(2.0, 9.0, -9.0), 5).tolist() == pytest.approx([0.7, 1.0, 0.0])
     noisy = (1 - S) * CLEAN + S * NOISE
@@ -151,7 +153,7 @@ def test_nft_of_one_clip() -> None:
         ),
     ],
 )
-def test_nft_with_other_betas(
+def test_nft_loss_matches_formula_for_other_betas(
     beta: float, optimal: float, scale: float, s: float, parts: tuple[float, ...], gradient: tuple[float, ...]
 ) -> None:
     clean, noise = clips([0.2, -0.6, 1.1]), clips([-1.0, 0.4, 0.3])
@@ -188,7 +190,7 @@ def test_on_policy_nft_gradient_follows_reward(optimal: float, gradient: list[fl
 
 
 def test_each_reward_weighs_its_own_clip() -> None:
-    """Rewards [1, 0] and losses of 2 and 4 (1 and 2 of the negative): the sum is 2 + 2, and not that of all pairs."""
+    """Use rewards [1, 0], losses 2 and 4, and negative losses 1 and 2: the sum is 2 + 2, not that over all pairs."""
     clean = torch.zeros(2, 1, 1, 1, 1, dtype=torch.float64)
     # With s = 1 and x_s = 0 the estimates are -v±, and an adaptive loss is |v±|: v+ = v, v- = 2 v_old - v.
     velocity, old = clips([2.0], [4.0]), clips([1.5], [3.0])
@@ -210,7 +212,7 @@ def test_rewards_of_wrong_shape_are_rejected(shape: tuple[int, ...]) -> None:
         compute_nft_loss(zero, zero, noisy=zero, clean=zero, times=values, optimal=other, beta=1.0, scale=5)
 
 
-def test_given_frames_count_nowhere() -> None:
+def test_conditioning_frames_count_in_no_loss() -> None:
     free = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
     values, other = torch.tensor([100.0, 3.0]).view(1, 1, 2, 1, 1), torch.tensor([7.0, 1.0]).view(1, 1, 2, 1, 1)
     assert average_free(values, free).tolist() == [3.0]
@@ -235,6 +237,6 @@ def test_given_frames_count_nowhere() -> None:
     ("step", "slow", "late"),
     [(1, 0.001, 0), (50, 0.05, 0), (75, 0.075, 0), (76, 0.076, 0.0075), (100, 0.1, 0.1875), (500, 0.5, 0.999)],
 )
-def test_how_the_old_policy_follows(step: int, slow: float, late: float) -> None:
+def test_old_policy_decay_matches_schedules(step: int, slow: float, late: float) -> None:
     result = [compute_nft_decay(kind, step) for kind in ("none", "slow", "late")]  # type: ignore[arg-type]
     assert result == pytest.approx([0, slow, late])

@@ -57,7 +57,7 @@ def test_the_same_seed_builds_the_same_model(tiny_worlds: dict[str, Path], tmp_p
     assert (tmp_path / "other" / weights).read_bytes() != expected
 
 
-def test_a_folder_is_itself(folder: Path, tmp_path: Path) -> None:
+def test_folder_path_resolves_to_itself(folder: Path, tmp_path: Path) -> None:
     assert resolve_world_model(WorldModelConfig(path=str(folder)), tmp_path) == folder
 
 
@@ -69,13 +69,13 @@ def test_a_folder_is_itself(folder: Path, tmp_path: Path) -> None:
         ("./nowhere", "the folder does not exist"),
     ],
 )
-def test_paths_that_name_no_model(tmp_path: Path, path: str, message: str) -> None:
+def test_path_without_model_is_rejected(tmp_path: Path, path: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
         resolve_world_model(WorldModelConfig(path=path), tmp_path)
     assert "secret" not in str(error.value)
 
 
-def test_a_folder_of_another_kind(tmp_path: Path) -> None:
+def test_folder_without_model_index_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"model_index\.json: is missing; the folder must contain .*diffusers"):
         resolve_world_model(WorldModelConfig(path=str(tmp_path)), tmp_path)
@@ -98,14 +98,14 @@ def test_a_folder_of_another_kind(tmp_path: Path) -> None:
         ([], "is not a JSON object"),
     ],
 )
-def test_models_that_are_not_supported(tmp_path: Path, index: Any, message: str) -> None:
+def test_unsupported_pipeline_is_rejected(tmp_path: Path, index: Any, message: str) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
         find_family(tmp_path)
 
 
 def test_published_wan_folders_are_supported(tmp_path: Path) -> None:
-    """Later exports of Wan 2.1 name the settings of Wan 2.2, which they leave empty."""
+    """Include later exports of Wan 2.1, in which the settings that Wan 2.2 added are empty."""
     index = {
         "_class_name": "WanPipeline",
         "transformer_2": [None, None],
@@ -189,7 +189,7 @@ def test_missing_weights_are_listed(folder: Path) -> None:
         load_transformer(folder, torch.float32)
 
 
-def test_a_transformer_of_another_class(folder: Path) -> None:
+def test_transformer_of_wrong_class_is_rejected(folder: Path) -> None:
     change(folder / "transformer" / "config.json", _class_name="WanTransformer3DModel")
     with pytest.raises(
         CheckpointError, match=r"describes a WanTransformer3DModel, but Cosmos-Predict2\.5 needs a Cosmos"
@@ -197,7 +197,7 @@ def test_a_transformer_of_another_class(folder: Path) -> None:
         load_transformer(folder, torch.float32)
 
 
-def test_a_configuration_that_builds_nothing(folder: Path) -> None:
+def test_unbuildable_configuration_is_rejected(folder: Path) -> None:
     change(folder / "transformer" / "config.json", attention_head_dim="wide")
     with pytest.raises(CheckpointError, match=r"config\.json: the transformer cannot be built from it"):
         load_transformer(folder, torch.float32)
@@ -211,7 +211,7 @@ def test_cosmos_transformer_without_text_layer_is_rejected(folder: Path) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_missing_config_keys_use_class_defaults(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """diffusers builds the model, so what else is read of the file must be there, too."""
+    """Check that reading tolerates missing keys, as diffusers does when it builds the model."""
     (tmp_path / "transformer").mkdir()
     text: dict[str, Any] = {"use_crossattn_projection": True} if name == "cosmos_predict2_5" else {}
     file = tmp_path / "transformer" / "config.json"
@@ -260,7 +260,7 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, component: st
         ({"prediction_type": "epsilon"}, "prediction_type 'flow_prediction'.* and 'epsilon'"),
     ],
 )
-def test_only_schedulers_of_rectified_flow(folder: Path, values: dict[str, Any], message: str) -> None:
+def test_scheduler_without_rectified_flow_is_rejected(folder: Path, values: dict[str, Any], message: str) -> None:
     change(folder / "scheduler" / "scheduler_config.json", **values)
     with pytest.raises(CheckpointError, match=message):
         load_scheduler(folder)
@@ -334,7 +334,7 @@ def cosmos_parameters(heads: int, layers: int) -> int:
 def test_published_configurations_are_built_without_memory(
     tiny_worlds: dict[str, Path], tmp_path: Path, name: str, values: dict[str, Any], parameters: int
 ) -> None:
-    """Cosmos' numbers are counted by hand: 2,059,174,912 and 14,368,047,104."""
+    """Compare with Cosmos' parameter counts, computed by hand: 2,059,174,912 and 14,368,047,104."""
     (tmp_path / "transformer").mkdir()
     shutil.copy(tiny_worlds[name] / "model_index.json", tmp_path)
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(values))
@@ -354,7 +354,7 @@ def test_published_configurations_are_built_without_memory(
         ),
     ],
 )
-def test_context_parallel_sizes_that_do_not_divide(size: int, shape: tuple[int, ...], message: str) -> None:
+def test_indivisible_context_parallel_size_is_rejected(size: int, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_sizes(COSMOS | {"num_attention_heads": 16}, shape, size)
 

@@ -188,7 +188,7 @@ def test_kept_steps_match_the_rollout() -> None:
     torch.testing.assert_close(result.trajectory[1].log_prob, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_steps_without_noise_ask_for_none() -> None:
+def test_deterministic_steps_request_no_noise() -> None:
     sigmas = levels(3)
     steps = [build_step("ode", sigmas[i], sigmas[i + 1]) for i in range(3)]
     sample(straight, torch.ones(1, 1, 1, 1, 1), sigmas, steps, {}.__getitem__, keep=())

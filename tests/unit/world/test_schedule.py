@@ -13,7 +13,7 @@ from dsreason.world.noise import compute_linear_sigmas, draw_noise, draw_window
 KEY = {"seed": 1, "step": 2, "prompt": 3, "clip": 4, "purpose": "start"}
 
 
-def test_linear_schedule() -> None:
+def test_linear_schedule_matches_hand_computed_values() -> None:
     assert compute_linear_sigmas(4, 1.0).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert compute_linear_sigmas(4, 3.0).tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0])
     assert compute_linear_sigmas(4, 3.0).dtype == torch.float64
@@ -22,7 +22,7 @@ def test_linear_schedule() -> None:
 COSMOS_10 = [0.99502, 0.99084, 0.98217, 0.96313, 0.91888, 0.81433, 0.59398, 0.28448, 0.07417, 0.0099, 0.0]
 
 
-def test_schedule_of_the_folder(tiny_worlds: dict[str, Path]) -> None:
+def test_schedule_is_read_from_model_folder(tiny_worlds: dict[str, Path]) -> None:
     assert FAMILIES["cosmos_predict2_5"].sigmas(tiny_worlds["cosmos_predict2_5"], 10).tolist() == pytest.approx(
         COSMOS_10, abs=1e-5
     )
@@ -50,7 +50,7 @@ def test_windows_cover_only_the_first_half() -> None:
     ]
 
 
-def test_window_longer_than_the_first_half() -> None:
+def test_window_longer_than_first_half_is_rejected() -> None:
     with pytest.raises(ValueError, match="size=6"):
         draw_window(6, 10, seed=0, step=0)
 

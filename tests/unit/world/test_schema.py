@@ -27,5 +27,5 @@ def test_settings_without_effect_are_rejected(sections: dict[str, Any], said: st
 
 
 def test_rank_zero_disables_adapter_of_recipe() -> None:
-    """`--set lora.rank=0` with a recipe that has an alpha: no --set can remove a key."""
+    """Check `--set lora.rank=0` for a recipe with an alpha, because no --set can remove that key."""
     assert WorldConfig.model_validate({"lora": {"rank": 0, "alpha": 64}}).lora.rank == 0

@@ -28,7 +28,7 @@ NOISY: list[Kind] = ["flow", "cps", "dance", "ddim"]
         ("dance", 0.8, 0.6, 0.3, 0.98875, -0.20225, (0.887625, -2.028062), 0.134164, 0.859848),
     ],
 )
-def test_published_steps(
+def test_steps_match_published_formulas(
     kind: Kind,
     s: float,
     s_next: float,
@@ -60,10 +60,10 @@ def test_published_steps(
         ("ddim", 0.9, 0.5, 1.0, (-0.477777778, 0.844444444), 0.496903995, -0.338236343),
     ],
 )
-def test_steps_in_forty_digits(
+def test_steps_match_high_precision_values(
     kind: Kind, s: float, s_next: float, eta: float, means: tuple[float, float], std: float, density: float
 ) -> None:
-    """Computed from the papers' own forms, the drift of the SDE, predicted data and noise, and DDIM's alphas (2010.02502)."""
+    """Compare with the papers' own formulas: the drift of the SDE, predicted data and noise, and DDIM's alphas (2010.02502)."""
     x, v, x_next = (
         torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1)
         for values in ([-0.3, 1.2], [0.7, -0.4], [-0.25, 1.1])
@@ -75,8 +75,8 @@ def test_steps_in_forty_digits(
     assert log_prob(x_next, expected, step.std).item() == pytest.approx(density, abs=1e-8)
 
 
-def test_the_standard_deviation_is_in_the_ratio() -> None:
-    """Include the standard deviation in the ratio.
+def test_ratio_includes_standard_deviation() -> None:
+    """Check that the ratio includes the standard deviation.
 
     Squared errors without 2·std² would give −0.01875, and an update whose size depends on the noise level.
     """
@@ -99,7 +99,7 @@ def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
 
 @pytest.mark.parametrize("kind", NOISY)
 @pytest.mark.parametrize(("s", "s_next"), [(0.8, 0.6), (1.0, 0.9), (0.2, 0.0)])
-def test_without_noise_every_kind_is_the_ode(kind: Kind, s: float, s_next: float) -> None:
+def test_every_kind_without_noise_is_the_ode(kind: Kind, s: float, s_next: float) -> None:
     step, ode = build_step(kind, s, s_next, 0.0, s_cap=0.9), build_step("ode", s, s_next)
     assert (step.a, step.b, step.std) == pytest.approx((ode.a, ode.b, ode.std), abs=1e-15)
 
@@ -113,7 +113,7 @@ def test_the_last_step_adds_no_noise(kind: Kind) -> None:
 
 
 def test_flow_stays_bounded_just_below_one() -> None:
-    """Wan's schedules begin at 0.999999: 1 − s would make the standard deviation 130."""
+    """Check s = 0.999999, where Wan's schedules start: dividing by 1 − s would make the standard deviation 130."""
     step, at_one = (build_step("flow", s, 0.9643, 0.7, s_cap=0.9643) for s in (0.999999, 1.0))
     assert step.std == pytest.approx(at_one.std, abs=1e-3)
     cosmos = build_step("flow", 0.99502, 0.99084, 0.7, s_cap=0.99084)
@@ -124,7 +124,7 @@ def test_flow_stays_bounded_just_below_one() -> None:
     ("shift", "count", "number", "std"), [(12, 100, 2, 0.5015), (25, 50, 2, 0.5095), (17, 100, 3, 0.4116)]
 )
 def test_flow_noise_is_uncapped_after_first_steps(shift: float, count: int, number: int, std: float) -> None:
-    """1 − s of the second level is for the step that begins above it: eta·sqrt(s / (1 − s)·(s − s'))."""
+    """Check that only steps from above the second level are capped; others use eta·sqrt(s / (1 − s)·(s − s'))."""
     levels = compute_linear_sigmas(count, shift).tolist()
     s, s_next = levels[number], levels[number + 1]
     assert s > NEAR_ONE
@@ -140,7 +140,7 @@ def test_eta_above_one_is_rejected(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("s", "s_next", "eta"), [(0.5, 0.6, 0.1), (0.5, 0.5, 0.1), (1.2, 0.5, 0.1), (0.5, 0.1, -1)])
-def test_steps_that_cannot_be(s: float, s_next: float, eta: float) -> None:
+def test_impossible_steps_are_rejected(s: float, s_next: float, eta: float) -> None:
     with pytest.raises(ValueError, match="build_step"):
         build_step("flow", s, s_next, eta)
 
@@ -184,7 +184,7 @@ def cosmos_levels(count: int) -> list[float]:
 def test_gaussian_samples_have_exact_mean_and_spread(
     grid: str, kind: Kind, eta: float, count: int, spread: float, tolerance: float
 ) -> None:
-    """The exact velocity, float64: Euler's error at 10 steps is known, and gone at 200."""
+    """Use the exact velocity in float64: Euler's error is known at 10 steps, and negligible at 200."""
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(50_000, generator=numbers, dtype=torch.float64)
     levels = compute_linear_sigmas(count, 1.0).tolist() if grid == "linear" else cosmos_levels(count)

@@ -39,7 +39,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("name", "most"), [("cosmos_predict2_5", 1.0), ("wan", 1000.0)])
 def test_times_match_model_training(name: str, most: float) -> None:
-    """One function serves sampling and training, so neither can give other times than the other."""
+    """Check that sampling and training share one function, so that their times cannot differ."""
     recorder = Recorder()
     v = FAMILIES[name].velocity(recorder, draw(*SHAPE), S, draw(2, 8, 32))
     times = recorder.asked["timestep"]
@@ -50,7 +50,7 @@ def test_times_match_model_training(name: str, most: float) -> None:
 
 
 def test_clip_without_conditioning_has_one_time(tiny_worlds: dict[str, Path]) -> None:
-    """The same function as with the time of each frame, for which the model keeps a modulation of every token."""
+    """Check that the result equals that with a time per frame, which needs a modulation per token."""
     recorder, family, none = Recorder(), FAMILIES["cosmos_predict2_5"], torch.zeros(2, 1, 3, 1, 1)
     x, text = draw(*SHAPE), draw(2, 8, 128)
     family.velocity(recorder, x, S, text)
@@ -62,7 +62,7 @@ def test_clip_without_conditioning_has_one_time(tiny_worlds: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_solver_gets_times_of_schedule(tiny_worlds: dict[str, Path], name: str) -> None:
+def test_solver_times_match_schedule(tiny_worlds: dict[str, Path], name: str) -> None:
     from dsreason.world.families.components import load_scheduler
 
     scheduler = load_scheduler(tiny_worlds[name])
@@ -112,7 +112,7 @@ def test_projected_text_gives_the_same_velocity(tiny_worlds: dict[str, Path], tm
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_projection_is_skipped_without_size_reduction(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """Wan has no such layer; one of Cosmos may keep the width, by which the transformer knows what is projected."""
+    """Cover Wan, which has no such layer, and a Cosmos layer that keeps the width, by which projected text is detected."""
     folder = shutil.copytree(tiny_worlds[name], tmp_path / "model")
     if name != "wan":
         keep_width(folder / "transformer", 128)

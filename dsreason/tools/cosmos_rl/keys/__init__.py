@@ -1,1 +1,1 @@
-"""Tables of all cosmos-rl keys: the kind of value, and the dsreason keys that it becomes or the reason to leave it out."""
+"""Tables of all cosmos-rl keys: default, kind of value, and the dsreason keys that it becomes or why it is left out."""

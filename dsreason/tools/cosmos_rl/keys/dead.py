@@ -1,4 +1,4 @@
-"""Suggestions for keys that occur in cosmos-rl files, even in its own examples, although cosmos-rl does not read them."""
+"""Suggestions for keys that cosmos-rl ignores although they occur in configuration files, even in its own examples."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MEANT: dict[str, str] = {
     "ema_update_step_interval": "train.ema_update_interval",
     "timestep_fraction": "policy.diffusers.timesteps_fraction",
 }
-"""Probably intended key, by the last part of the unread key's name."""
+"""Last part of an ignored key → the key that was probably meant."""
 GONE = {"cp_rotate_method": "it belonged to a kind of context parallelism that cosmos-rl no longer has"}
 
 
 def suggest(key: str, cosmos: Settings) -> str:
-    """Return a message about a key that is in no table, with the most similar known key if there is one."""
+    """Return a message about a key that cosmos-rl does not read, with the key that was probably meant if one is similar."""
     name = key.rpartition(".")[2]
     if key.startswith("custom."):
         return "cosmos-rl passes [custom] to your script, but dsreason does not read this key"

@@ -56,7 +56,7 @@ POLICY: dict[str, Key] = {
         False, False, because="it is off", instead="rewards are always computed; set it to false"
     ),
     "group_reward_calculation": make_fixed(
-        False, False, because="it is off", instead="a reward function gets one completion at a time; set it to false"
+        False, False, because="it is off", instead="a reward function scores one completion at a time; set it to false"
     ),
     "temperature": make_joint(1.0, "rollout.temperature"),
     "advantage_low": make_unused(-5.0, "it applies to DiffusionNFT", takes="number"),
@@ -81,7 +81,7 @@ POLICY: dict[str, Key] = {
     "use_decoupled_loss": make_joint(False, "grpo.correction"),
     "behav_imp_weight_cap": make_joint(None, "grpo.correction_high", takes="number"),
     "use_rollout_logprobs_for_loss": make_joint(False, "grpo.correction"),
-    "collect_rollout_logprobs": make_unused(False, "they are always collected"),
+    "collect_rollout_logprobs": make_unused(False, "the engine always returns log-probabilities"),
     "rollout_as_token_ids": make_unused(False, "training always uses the sampled token ids"),
     "allowed_outdated_steps": make_unused(4, FRESH),
     "on_policy": make_unused(False, FRESH),
@@ -95,7 +95,7 @@ ENGINE: dict[str, Key] = {
     "rollout.gpu_memory_utilization": make_joint(0.8, "rollout.gpu_memory_utilization"),
     "rollout.enforce_eager": make_joint(True, "rollout.enforce_eager"),
     "rollout.include_stop_str_in_output": make_unused(
-        False, "the end of a completion is a token, and is trained like any other"
+        False, "a completion ends with a token, which is trained on like any other"
     ),
     "rollout.enable_chunked_prefill": make_unused(False, SPEED),
     "rollout.max_response_length": make_copied(2048, "rollout.max_completion_length"),
@@ -118,7 +118,7 @@ ENGINE: dict[str, Key] = {
         1.0,
         1.0,
         because="1 disables it",
-        instead="with a penalty, the engine would sample from another policy than the trained one; set it to 1",
+        instead="with a penalty, the engine would sample from a policy other than the one being trained; set it to 1",
     ),
     "rollout.sampling_config.use_flashinfer": make_unused(False, SPEED),
     "rollout.vllm_use_flashinfer": make_unused(False, SPEED),

@@ -1,4 +1,4 @@
-"""Description of a cosmos-rl key, and short constructors for the tables in this folder."""
+"""The class that describes a cosmos-rl key, and short constructors for the tables in this folder."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Takes = Literal["bool", "int", "number", "string", "list", "table", "names", "numbers", "tables", "rewards", "any"]
-"""Kind of a value. "number" includes integers; "names" and "numbers" are one or a list of them, "tables" is a list of tables, and
-"rewards" are names or a table of weights by name."""
+"""Kind of value. "number" includes integers; "names" and "numbers" are a single value or a list, "tables" is a list of tables,
+and "rewards" are names or a table that maps names to weights."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class Key:
     """Value that cosmos-rl uses if the key is missing."""
     takes: Takes
     becomes: tuple[str, ...] = ()
-    """dsreason keys that depend on this key, possibly together with others; empty if the key is left out."""
+    """dsreason keys that this key determines, possibly together with other keys; empty if the key is left out."""
     copies: bool = False
-    """Whether the first key in `becomes` gets the converted value."""
+    """Whether the converted value is copied to the first key in `becomes`."""
     convert: Callable[[Any], Any] = lambda value: value
-    """Conversion of a copied value; it raises ValueError with an explanation if the value cannot be converted."""
+    """Conversion of a copied value; raises ValueError with an explanation if the value has no equivalent."""
     because: str = ""
-    """Reason why the key can be left out."""
+    """Reason for leaving the key out."""
     only: tuple[Any, ...] | None = None
     """Values for which the key can be left out; None: all values."""
     instead: str = ""
-    """Advice for other values."""
+    """Advice if the key has another value."""
     trainers: tuple[str, ...] = ("sft", "dpo", "grpo")
     """dsreason trainers for which the key is relevant; cosmos-rl does not read it in other kinds of training."""
 
@@ -50,22 +50,22 @@ def infer_takes(default: Any) -> Takes:
 def make_copied(
     default: Any, key: str, takes: Takes | None = None, *, convert: Callable[[Any], Any] = lambda value: value
 ) -> Key:
-    """Make a key whose converted value is copied to the dsreason key `key`."""
+    """Build a key whose converted value is copied to the dsreason key `key`."""
     return Key(default, takes or infer_takes(default), (key,), copies=True, convert=convert)
 
 
 def make_joint(default: Any, *keys: str, takes: Takes | None = None) -> Key:
-    """Make a key that determines these dsreason keys together with other keys."""
+    """Build a key that determines these dsreason keys together with other keys."""
     return Key(default, takes or infer_takes(default), keys)
 
 
 def make_unused(default: Any, because: str, takes: Takes | None = None) -> Key:
-    """Make a key that is left out for all values, because no result depends on it."""
+    """Build a key that is left out whatever its value, because no result depends on it."""
     return Key(default, takes or infer_takes(default), because=because)
 
 
 def make_fixed(default: Any, *values: Any, because: str, instead: str, takes: Takes | None = None) -> Key:
-    """Make a key without an equivalent, which can be left out only for these values."""
+    """Build a key without an equivalent, which can be left out only if it has one of these values."""
     return Key(default, takes or infer_takes(default), because=because, only=values, instead=instead)
 
 
@@ -86,7 +86,7 @@ SHOWN: dict[Takes, str] = {
     "tables": "a list of tables",
     "rewards": "a name, a list of names or a table of weights",
 }
-"""Descriptions of the kinds of values, for messages."""
+"""Kind of value → its description in messages."""
 
 
 def to_list(value: Any) -> list[Any]:
@@ -97,15 +97,15 @@ def to_list(value: Any) -> list[Any]:
 
 
 def is_of_kind(value: Any, takes: Takes) -> bool:
-    """Return whether a value is of this kind; booleans are not numbers."""
+    """Return whether a value is of this kind; a boolean does not count as a number."""
     if takes == "any":
         return True
     if takes in ("names", "numbers", "tables"):
-        one: Takes = "string" if takes == "names" else "number" if takes == "numbers" else "table"
+        item_kind: Takes = "string" if takes == "names" else "number" if takes == "numbers" else "table"
         return (
-            all(is_of_kind(item, one) for item in value)
+            all(is_of_kind(item, item_kind) for item in value)
             if isinstance(value, list)
-            else takes != "tables" and is_of_kind(value, one)
+            else takes != "tables" and is_of_kind(value, item_kind)
         )
     if takes == "rewards":
         return is_of_kind(list(value.values()), "numbers") if isinstance(value, dict) else is_of_kind(value, "names")

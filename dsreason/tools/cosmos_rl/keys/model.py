@@ -90,7 +90,7 @@ LOGGING: dict[str, Key] = {
     "logging.multi_modal_log_interval": make_unused(
         None, "[rollout] and [validation] select the media that TensorBoard shows"
     ),
-    "logging.report_mfu": make_unused(False, "it is always measured if the GPU's peak is known"),
+    "logging.report_mfu": make_unused(False, "it is always reported if the GPU's peak FLOP/s are known"),
 }
 
 PROFILING: dict[str, Key] = {
@@ -122,7 +122,7 @@ VISION = (
     ("video_start", "video_start"),
     ("video_end", "video_end"),
 )
-"""Keys of `[custom.vision]`, each with its dsreason key in `[data.vision]`."""
+"""Keys of `[custom.vision]`, each with the corresponding key of `[data.vision]`."""
 
 CUSTOM: dict[str, Key] = {
     "custom.dataset.annotation_path": make_joint("", "data.path", "data.adapter"),
@@ -139,14 +139,17 @@ CUSTOM: dict[str, Key] = {
     "custom.val_dataset.media_root": make_joint("", "data.validation"),
     "custom.val_dataset.system_prompt": make_joint("", "data.validation"),
     "custom.system_prompt": make_joint("", "data.system_prompt"),
-    "custom.payload_transfer": make_unused(None, "processes do not send each other data", takes="any"),
+    "custom.payload_transfer": make_unused(None, "processes do not send data to each other", takes="any"),
     "custom.vision.resized_height": make_fixed(
         None, None, because="it is unset", instead="sizes are derived from pixel limits; set max_pixels", takes="any"
     ),
     "custom.vision.resized_width": make_fixed(
         None, None, because="it is unset", instead="sizes are derived from pixel limits; set max_pixels", takes="any"
     ),
-} | {f"custom.vision.{theirs}": make_joint(None, f"data.vision.{ours}", takes="number") for theirs, ours in VISION}
+} | {
+    f"custom.vision.{cosmos_key}": make_joint(None, f"data.vision.{own_key}", takes="number")
+    for cosmos_key, own_key in VISION
+}
 
 OUTSIDE: dict[str, Key] = {
     "redis": make_unused("", NO_CONTROLLER, takes="any"),

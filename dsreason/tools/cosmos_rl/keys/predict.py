@@ -1,4 +1,4 @@
-"""Keys of the older trainer of Cosmos-Predict2.5 (FlowGRPO, DDRL): `[model.rl]`, `[trainer]`, data loaders and others."""
+"""Keys of the older trainer for Cosmos-Predict2.5 (FlowGRPO, DDRL): `[model.rl]`, `[trainer]`, data loaders and others."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ RUN: dict[str, Key] = {
     "trainer.max_iter": make_copied(2001, "train.max_steps"),
     "trainer.seed": make_copied(0, "train.seed"),
     "trainer.callbacks": make_joint(None, "optim.max_grad_norm", takes="tables"),
-    "trainer.grad_scaler_args.enabled": make_unused(False, "bf16 needs no scaler"),
+    "trainer.grad_scaler_args.enabled": make_unused(False, "bf16 needs no gradient scaler"),
     "trainer.logging_iter": make_unused(1, "every step is logged", takes="any"),
     "trainer.run_validation": make_unused(False, CALLBACK, takes="any"),
     "trainer.validation_iter": make_joint(32, "validation.every"),
@@ -128,7 +128,7 @@ LOCAL_KEYS = {
     "pin_memory": True,
     "offline_text_embedding": False,
 }
-"""Keys and defaults of loaders of `type = "local"`, which have no `dataloader` section."""
+"""Keys and defaults of loaders with `type = "local"`, which have no `dataloader` section."""
 LOADER_KEYS = {
     "use_cache": False,
     "cache_size": 16,
@@ -155,7 +155,7 @@ SET_KEYS = {
 
 
 def build_loader_keys() -> dict[str, Key]:
-    """Build the keys of both loaders of both splits. Those of training clips are converted; nearly all others are left out."""
+    """Build the keys of both splits' image and video loaders. Nearly all except those of training videos are left out."""
     keys: dict[str, Key] = {}
     for split in ("train", "val"):
         keys[f"dataloader_{split}.type"] = make_unused("web", LOADER)

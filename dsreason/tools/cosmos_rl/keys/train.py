@@ -1,4 +1,4 @@
-"""Keys of `[train]`, apart from those that only GRPO reads, and the loss keys of DPO."""
+"""Keys of `[train]`, except those that only GRPO reads, and the keys of DPO's losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def convert_rate(rate: Any) -> float:
 
 def convert_interval(steps: Any) -> int:
     if steps < 1:
-        raise ValueError("at least 1 step must lie between checkpoints; set 1 or more")
+        raise ValueError("the interval between checkpoints must be at least 1 step; set 1 or more")
     return int(steps)
 
 
@@ -61,7 +61,7 @@ RUN: dict[str, Key] = {
     "train.train_batch_per_replica": make_joint(8, "train.global_batch_size", "grpo.prompts_per_step"),
     "train.local_dataset": make_unused(True, "every rank reads the data itself", takes="any"),
     "train.non_text": make_unused(False, "the kind of each row is detected from its content"),
-    "train.force_use_hf": make_unused(False, "models are always those of transformers"),
+    "train.force_use_hf": make_unused(False, "models always come from transformers"),
     "train.sequence_packing": make_unused(
         False,
         "samples are always packed without padding and attend only to themselves, so the gradients are the same",

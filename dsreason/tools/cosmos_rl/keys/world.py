@@ -1,4 +1,4 @@
-"""Keys for world models in diffusers' format: `[policy.diffusers]`, and the keys of other sections as read for world models."""
+"""Keys for world models in diffusers' format: `[policy.diffusers]`, and other sections' keys that world models use."""
 
 from __future__ import annotations
 

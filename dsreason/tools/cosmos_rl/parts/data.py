@@ -13,7 +13,7 @@ SCRIPT = (
     "(docs/moving-from-cosmos-rl.md), and set data.adapter and data.path"
 )
 REQUEST = "Please answer the question in the following format: <think> your reasoning </think> <answer> your answer </answer>."
-"""Format instruction that cosmos-rl's RL loader adds; the adapter does not, so `data.system_prompt` contains it."""
+"""Format instruction that cosmos-rl's RL loader adds to prompts; the adapter does not, so `data.system_prompt` contains it."""
 
 
 def convert_rows(cosmos: Settings, draft: Draft) -> None:
@@ -34,17 +34,17 @@ def convert_rows(cosmos: Settings, draft: Draft) -> None:
 def convert_custom_source(cosmos: Settings, *sections: str) -> dict[str, Any]:
     """Convert `[custom.dataset]` of the cosmos-reason1 and cosmos-reason2 scripts, or the TAO toolkit's `train_dataset`.
 
-    The result is empty if no section names any data.
+    The result is empty if none of the sections specifies any data.
     """
     for section in sections:
         path = f"custom.{section}"
-        custom_names = {name: cosmos.given.get(f"{path}.{name}") or "" for name in CUSTOM}
-        media = custom_names["media_path"] or custom_names["media_root"]
-        extra = {"system_prompt": custom_names["system_prompt"]} if custom_names["system_prompt"] else {}
-        if custom_names["annotation_path"]:
-            return {"adapter": "llava", "path": custom_names["annotation_path"], "media_path": media} | extra
-        if custom_names["path"]:
-            return {"adapter": "conversations", "path": custom_names["path"]} | extra
+        custom_values = {name: cosmos.given.get(f"{path}.{name}") or "" for name in CUSTOM}
+        media = custom_values["media_path"] or custom_values["media_root"]
+        extra = {"system_prompt": custom_values["system_prompt"]} if custom_values["system_prompt"] else {}
+        if custom_values["annotation_path"]:
+            return {"adapter": "llava", "path": custom_values["annotation_path"], "media_path": media} | extra
+        if custom_values["path"]:
+            return {"adapter": "conversations", "path": custom_values["path"]} | extra
     return {}
 
 
@@ -52,7 +52,7 @@ CUSTOM = ("annotation_path", "media_path", "media_root", "path", "system_prompt"
 
 
 def convert_named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str, str]) -> dict[str, Any]:
-    """Convert a data set given by name or folder to the settings of its adapter; {} if the section names none."""
+    """Convert a data set that is given by name or folder to the keys of a data source; {} if the section specifies none."""
     key = f"{section}.name" if cosmos[f"{section}.name"] else f"{section}.local_dir"
     name = cosmos[key]
     if not name:
@@ -76,7 +76,7 @@ def convert_named_source(cosmos: Settings, draft: Draft, section: str, columns: 
 
 
 def choose_adapter(name: str, key: str, draft: Draft) -> str:
-    """Choose the adapter by the data set's name and, for an existing folder, its content."""
+    """Choose the adapter according to the data set's name or, for an existing folder, its content."""
     plain = "jsonl" if draft.trainer == "grpo" else "preferences" if draft.trainer == "dpo" else "conversations"
     word = name.rstrip("/").lower()
     if "cosmos-reason1-sft" in word:
@@ -96,7 +96,7 @@ def choose_adapter(name: str, key: str, draft: Draft) -> str:
 
 
 def convert_columns(cosmos: Settings, draft: Draft) -> dict[str, str]:
-    """Return the columns whose names in the data differ from the adapter's: adapter's name → name in the data."""
+    """Return the columns to rename: the adapter's name → a different name in the data."""
     if draft.trainer == "grpo":
         prefix = "train.train_policy"
         columns = {
@@ -106,16 +106,16 @@ def convert_columns(cosmos: Settings, draft: Draft) -> dict[str, str]:
     else:
         columns = {"conversations": cosmos["train.train_policy.conversation_column_name"]}
     return {
-        own_column: their_column
-        for own_column, their_column in columns.items()
-        if their_column and their_column != own_column
+        own_column: cosmos_column
+        for own_column, cosmos_column in columns.items()
+        if cosmos_column and cosmos_column != own_column
     }
 
 
 def convert_vision(cosmos: Settings, adapter: str) -> dict[str, Any]:
-    """Convert `[custom.vision]`; without it, use the scripts' defaults, whose pixel limits differ between Reason1 and Reason2."""
+    """Convert `[custom.vision]`; if it is missing, use the scripts' defaults, which differ between Reason1 and Reason2."""
     if "custom.vision" in cosmos:
-        vision_keys = {own_key: cosmos[f"custom.vision.{their_key}"] for their_key, own_key in VISION}
+        vision_keys = {own_key: cosmos[f"custom.vision.{cosmos_key}"] for cosmos_key, own_key in VISION}
         return {name: value for name, value in vision_keys.items() if value is not None}
     model = cosmos["policy.model_name_or_path"].lower()
     if adapter == "jsonl" or not any(word in model for word in ("vl", "reason", "cosmos", "/")):
@@ -128,7 +128,7 @@ def convert_vision(cosmos: Settings, adapter: str) -> dict[str, Any]:
 def convert_validation(cosmos: Settings, draft: Draft) -> None:
     """Convert validation.
 
-    cosmos-rl validates only if `[validation] enable` is true; without a separate data set, it uses rows of the training data.
+    cosmos-rl validates only if `[validation] enable` is true; if no data set is set there, it uses some of the training rows.
     """
     if not cosmos["validation.enable"]:
         for key in cosmos.given:

@@ -1,4 +1,4 @@
-"""Conversion of the parts that only GRPO has: objective, rollouts, rewards and teacher."""
+"""Conversion of the settings that only GRPO has: objective, rollouts, rewards and teacher."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dsreason.tools.cosmos_rl.parts.train import is_divisible
 
 POLICY = "train.train_policy"
 NO_CLIP_LOW, NO_CLIP_HIGH = 1.0, 1e9
-"""Clip ranges that no ratio leaves."""
+"""Clip range so wide that no ratio is clipped."""
 MOST_UTILIZATION = 0.6
-"""Maximum share of the GPU for vLLM, because the policy stays on the same GPU."""
+"""Maximum share of a GPU's memory for vLLM; the rest is for the policy, which stays on the GPU."""
 REWARDS = {
     "format": "any white space is allowed between the tags; cosmos-rl requires one empty line, which its prompt does not show",
     "single_choice": "the last <answer> counts, but cosmos-rl reads the first",
@@ -21,13 +21,13 @@ REWARDS = {
     "direct_math": "",
     "overlong": "",
 }
-"""Rewards of cosmos-rl, which have the same names in dsreason, with a description of the difference, or ""."""
+"""Name of a reward, the same in cosmos-rl and dsreason → how it differs, or "" if it does not."""
 
 
 def convert_algorithm(cosmos: Settings, draft: Draft) -> None:
     convert_groups(cosmos, draft)
     convert_objective(cosmos, draft)
-    convert_clips(cosmos, draft)
+    convert_clip_range(cosmos, draft)
     if cosmos[f"{POLICY}.kl_beta"] > 0:
         draft.set("grpo.kl_clamp", 10.0)
         draft.set("grpo.kl_estimator", "bias_corrected_k3" if cosmos[f"{POLICY}.unbiased_kl_estimate"] else "k3")
@@ -43,20 +43,20 @@ def convert_algorithm(cosmos: Settings, draft: Draft) -> None:
     if cosmos[prefix] is not None:
         draft.note_difference(
             prefix,
-            "the common prefix of a group's completions is trained on, too: if all share it, their advantages cancel "
-            "out in its gradient, but it counts in the mean over tokens",
+            "the prefix that a group's completions share is trained on, too; their advantages cancel out in its "
+            "gradient, but its tokens count in the mean",
         )
 
 
 def convert_groups(cosmos: Settings, draft: Draft) -> None:
-    """Convert the completions per step to complete groups, and the number of optimizer steps that share them."""
+    """Convert the number of completions per step to a number of groups, and the size of the updates to steps per rollout."""
     size, key = cosmos["rollout.n_generation"], "train.train_batch_per_replica"
     batch = cosmos[key] * max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.set("grpo.num_generations", size)
     if not is_divisible(batch, size):
         lower = batch // max(size, 1) * size
         near = f"{lower} or {lower + size}" if lower else f"{size}"
-        draft.wrong(
+        draft.reject_value(
             key,
             f"{batch} completions per step cannot be divided into groups of {size} (rollout.n_generation); set {near}",
         )
@@ -64,14 +64,14 @@ def convert_groups(cosmos: Settings, draft: Draft) -> None:
     draft.set("grpo.prompts_per_step", batch // size)
     each = cosmos[f"{POLICY}.batch_size_per_optimize"]
     if each and not is_divisible(cosmos[key], each):
-        draft.wrong(
+        draft.reject_value(
             f"{POLICY}.batch_size_per_optimize", f"{each} does not divide {key} ({cosmos[key]}); choose a divisor"
         )
     elif each and each != cosmos[key]:
         steps = cosmos[key] // each
         draft.set("grpo.optimizer_steps_per_rollout", steps)
         if not is_divisible(batch // size, steps):
-            draft.wrong(
+            draft.reject_value(
                 f"{POLICY}.batch_size_per_optimize",
                 f"{batch // size} prompts per step cannot be divided into {steps} updates of whole groups; choose another number",
             )
@@ -82,11 +82,11 @@ def convert_groups(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_objective(cosmos: Settings, draft: Draft) -> None:
-    """Convert the loss's averaging over tokens, the normalization of advantages, and dynamic sampling."""
+    """Convert how the loss is averaged and the advantages are normalized, and dynamic sampling."""
     variant, loss, key = cosmos[f"{POLICY}.variant"], cosmos[f"{POLICY}.loss_type"], f"{POLICY}.loss_type"
     longest = cosmos[f"{POLICY}.unbiased_loss_max_tokens"]
     if variant not in ("grpo", "gspo", "dapo"):
-        draft.wrong(f"{POLICY}.variant", f"must be one of grpo, gspo, dapo; got {variant!r}")
+        draft.reject_value(f"{POLICY}.variant", f"must be one of grpo, gspo, dapo; got {variant!r}")
         return
     presets = {"token-mean": "dapo", "seq-mean-token-mean": "dr_grpo" if longest else "grpo"}
     if variant == "gspo":
@@ -102,12 +102,12 @@ def convert_objective(cosmos: Settings, draft: Draft) -> None:
             f"{loss} is dr_grpo up to a constant factor, which affects gradient clipping; set seq-mean-token-mean or token-mean",
         )
     else:
-        draft.wrong(key, f"must be one of token-mean, seq-mean-token-mean, seq-mean-token-sum; got {loss!r}")
+        draft.reject_value(key, f"must be one of token-mean, seq-mean-token-mean, seq-mean-token-sum; got {loss!r}")
         return
     if longest and draft.get("grpo.preset") == "dr_grpo" and longest != cosmos["rollout.max_response_length"]:
         draft.note_difference(
             f"{POLICY}.unbiased_loss_max_tokens",
-            f"token sums are divided by the longest completion ({cosmos['rollout.max_response_length']}), not by {longest}",
+            f"token sums are divided by the completion limit ({cosmos['rollout.max_response_length']}), not by {longest}",
         )
     unbiased = cosmos[f"{POLICY}.unbiased_advantage"]
     draft.set("grpo.advantage", "group_centered" if unbiased else "group_normalized")
@@ -123,7 +123,7 @@ def convert_objective(cosmos: Settings, draft: Draft) -> None:
             )
 
 
-def convert_clips(cosmos: Settings, draft: Draft) -> None:
+def convert_clip_range(cosmos: Settings, draft: Draft) -> None:
     low, high, bound = (cosmos[f"{POLICY}.{name}"] for name in ("epsilon_low", "epsilon_high", "lower_bound_ratio"))
     draft.set("grpo.clip_low", low if low >= 0 else NO_CLIP_LOW)
     draft.set("grpo.clip_high", high if high >= 0 else NO_CLIP_HIGH)
@@ -136,9 +136,9 @@ def convert_clips(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_correction(cosmos: Settings, draft: Draft) -> None:
-    """Convert the correction of the mismatch between the engine's and the trainer's log-probabilities.
+    """Convert the correction for differences between the engine's and the trainer's log-probabilities.
 
-    By default, cosmos-rl's ratio ignores the mismatch, whereas dsreason corrects it.
+    By default, cosmos-rl ignores these differences, whereas dsreason corrects for them.
     """
     all_tokens = cosmos["rollout.sampling_config.top_p"] == 1 and cosmos["rollout.sampling_config.top_k"] < 1
     decoupled, cap = cosmos[f"{POLICY}.use_decoupled_loss"], cosmos[f"{POLICY}.behav_imp_weight_cap"]
@@ -182,7 +182,7 @@ def convert_rollout(cosmos: Settings, draft: Draft) -> None:
         parallel = max(cosmos["rollout.parallelism.tp_size"], 1)
         draft.set("rollout.tensor_parallel_size", parallel)
         if draft.num_gpus % parallel:
-            draft.wrong(
+            draft.reject_value(
                 "rollout.parallelism.tp_size",
                 f"{parallel} does not divide the number of GPUs of the job ({draft.num_gpus}); choose a divisor",
             )
@@ -196,12 +196,12 @@ def convert_utilization(cosmos: Settings, draft: Draft) -> None:
     if value > MOST_UTILIZATION and key in cosmos.given:
         draft.note_difference(
             key,
-            f"{key} = {MOST_UTILIZATION}: the engine shares its GPU with the idle policy; check with `dsreason plan` what fits",
+            f"{key} = {MOST_UTILIZATION}: the engine shares its GPU with the idle policy; run `dsreason plan` to see what fits",
         )
 
 
 def convert_temperature(cosmos: Settings, draft: Draft) -> None:
-    """Convert the two temperatures, for sampling and for the logits in training, to the only one that dsreason has."""
+    """Convert the two temperatures, of sampling and of the logits in training, to dsreason's single one."""
     sampled, trained = "rollout.sampling_config.temperature", f"{POLICY}.temperature"
     given_keys = [key for key in (sampled, trained) if key in cosmos.given]
     values = {cosmos[key] for key in given_keys}
@@ -225,10 +225,10 @@ def convert_temperature(cosmos: Settings, draft: Draft) -> None:
 def convert_rewards(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.reward_function"
     value = cosmos[key]
-    alone = cosmos["distillation.enable"] and value is None
-    weights: dict[str, float] = {} if alone else {"single_choice": 1.0} if value is None else to_weights(value)
+    only_teacher = cosmos["distillation.enable"] and value is None
+    weights: dict[str, float] = {} if only_teacher else {"single_choice": 1.0} if value is None else to_weights(value)
     if unknown := [name for name in weights if name not in REWARDS and ":" not in name]:
-        draft.wrong(
+        draft.reject_value(
             key,
             f"{unknown[0]!r} is a function of your script; set it to file.py:{unknown[0]}, which must be fn(completion, sample)",
         )
@@ -246,10 +246,10 @@ def convert_rewards(cosmos: Settings, draft: Draft) -> None:
         draft.note_difference(key, f"reward.functions = {weights}; {'; '.join(other)}")
 
 
-def to_weights(given: Any) -> dict[str, float]:
-    if isinstance(given, dict):
-        return {str(name): float(weight) for name, weight in given.items()}
-    return {str(name): 1.0 for name in to_list(given)}
+def to_weights(rewards: Any) -> dict[str, float]:
+    if isinstance(rewards, dict):
+        return {str(name): float(weight) for name, weight in rewards.items()}
+    return {str(name): 1.0 for name in to_list(rewards)}
 
 
 def convert_overlong(cosmos: Settings, draft: Draft) -> None:
@@ -274,7 +274,7 @@ def convert_teacher(cosmos: Settings, draft: Draft) -> None:
                 draft.notes[key] = ("left out", "distillation.enable is false")
         return
     if not cosmos[f"{section}.model_name_or_path"]:
-        draft.wrong(f"{section}.model_name_or_path", "the teacher is missing; set it to a model")
+        draft.reject_value(f"{section}.model_name_or_path", "the teacher is missing; set it to a model")
         return
     if cosmos[f"{section}.top_k"]:
         draft.refuse(

@@ -1,4 +1,4 @@
-"""Conversion of files for the older trainer of Cosmos-Predict2.5: FlowGRPO and DDRL."""
+"""Conversion of files for the older trainer for Cosmos-Predict2.5: FlowGRPO and DDRL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.tools.cosmos_rl.keys.key import is_of_kind, to_list
 CLIPS = "dataloader_train.video_dataloader.dataloader"
 LOCAL = "dataloader_train.video_dataloader"
 SIZES = {"256": (192, 320), "480": (480, 832), "720": (704, 1280)}
-"""Height and width in pixels by the name of a resolution."""
+"""Name of a resolution → height and width in pixels."""
 SAMPLER = (
     "noise is added by Flow-GRPO's SDE (world.sde, noise_level) on the model's own schedule, which is similar but not identical "
     "to EDM's sampler with churn; its log-probabilities omit the standard deviation"
@@ -22,7 +22,7 @@ def convert_world(cosmos: Settings, draft: Draft) -> None:
     convert_model(cosmos, draft)
     convert_objective(cosmos, draft)
     convert_clips(cosmos, draft)
-    clip_norm(cosmos, draft)
+    convert_clip_norm(cosmos, draft)
     warmup = to_list(cosmos["scheduler.warm_up_steps"]) + to_list(cosmos["scheduler.warmup_steps"])
     draft.set("optim.warmup", next((int(steps) for steps in warmup if steps), 0))
     draft.set("optim.schedule", "constant")
@@ -34,16 +34,16 @@ def convert_world(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_ranks(cosmos: Settings, draft: Draft) -> None:
-    """Convert the ranks. A group has `num_rollout` clips, each computed by one rank or by several ranks together."""
+    """Convert the number of GPUs and groups. A group has `num_rollout` clips, each computed by one or several ranks."""
     draft.num_gpus = max(cosmos["model.fsdp_shard_size"], 1) * max(cosmos["model.dp_replicate_size"], 1)
     together, group = max(cosmos["model_parallel.context_parallel_size"], 1), cosmos["model.rl.num_rollout"]
     draft.set("train.context_parallel_size", together)
     draft.set("world.num_generations", group)
     if group < 1:
-        draft.wrong("model.rl.num_rollout", f"must be at least 1; got {group}")
+        draft.reject_value("model.rl.num_rollout", f"must be at least 1; got {group}")
         return
     if draft.num_gpus % (group * together):
-        draft.wrong(
+        draft.reject_value(
             "model.rl.num_rollout",
             f"{draft.num_gpus} GPUs cannot be divided into groups of {group} clips with {together} GPUs each; correct "
             "model.fsdp_shard_size",
@@ -129,18 +129,18 @@ def convert_clips(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_size(cosmos: Settings, draft: Draft) -> None:
-    """Convert the loader's width and height for a local folder, or else the name of a resolution."""
+    """Convert the size of the clips, which is set in a local loader or as the name of a resolution."""
     key = f"{LOCAL}.video_size"
     if value := cosmos[key]:
         if not isinstance(value, list) or len(value) != 2 or not all(isinstance(side, int) for side in value):
-            draft.wrong(key, f"must be [width, height]; got {value!r}")
+            draft.reject_value(key, f"must be [width, height]; got {value!r}")
             return
         width, height = value
     else:
         key = f"{CLIPS}.dataset.resolution" if cosmos[f"{CLIPS}.dataset.resolution"] else "model.resolution"
         resolution = str(cosmos[key] or "720")
         if resolution not in SIZES:
-            draft.wrong(key, f"must be one of {', '.join(SIZES)}; got {resolution!r}")
+            draft.reject_value(key, f"must be one of {', '.join(SIZES)}; got {resolution!r}")
             return
         height, width = SIZES[resolution]
     draft.set("data.height", height)
@@ -148,7 +148,7 @@ def convert_size(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_rewards(cosmos: Settings, draft: Draft) -> None:
-    usual = {"name": "dance_grpo", "score_key": "overall_reward", "weight": 1.0}
+    default = {"name": "dance_grpo", "score_key": "overall_reward", "weight": 1.0}
     reward_functions: Any = cosmos["model.rl.reward_config.reward_fns"]
     if draft.get("data.format") == "mock" and reward_functions is None:
         draft.set("reward.functions", {"brightness": 1.0})
@@ -156,28 +156,28 @@ def convert_rewards(cosmos: Settings, draft: Draft) -> None:
             "model.rl.reward_config.reward_fns", "reward.functions = {'brightness': 1.0}, which needs no service"
         )
     elif reward_functions is None:
-        draft.set("reward.services", [usual])
-        draft.note_difference("model.rl.reward_config.reward_fns", f"reward.services = [{usual}]")
+        draft.set("reward.services", [default])
+        draft.note_difference("model.rl.reward_config.reward_fns", f"reward.services = [{default}]")
     else:
-        convert_named_rewards(reward_functions, usual, draft)
+        convert_named_rewards(reward_functions, default, draft)
 
 
-def convert_named_rewards(given: Any, usual: dict[str, Any], draft: Draft) -> None:
-    """Convert rewards given as weights by name, or as a list of tables."""
+def convert_named_rewards(rewards: Any, default: dict[str, Any], draft: Draft) -> None:
+    """Convert rewards from a table that maps names to weights, or from a list of tables."""
     services = (
-        [{"name": name, "weight": weight} for name, weight in given.items()] if isinstance(given, dict) else given
+        [{"name": name, "weight": weight} for name, weight in rewards.items()] if isinstance(rewards, dict) else rewards
     )
     if is_of_kind(services, "tables"):
-        draft.set("reward.services", [usual | service for service in services])
+        draft.set("reward.services", [default | service for service in services])
     else:
-        draft.wrong(
+        draft.reject_value(
             "model.rl.reward_config.reward_fns",
-            f"must be a table of weights by name, or a list of tables; got {given!r:.60}",
+            f"must be a table of weights by name, or a list of tables; got {rewards!r:.60}",
         )
 
 
-def clip_norm(cosmos: Settings, draft: Draft) -> None:
-    """Convert the arguments of the callback that clips gradients; all other callbacks only log or display."""
+def convert_clip_norm(cosmos: Settings, draft: Draft) -> None:
+    """Convert the maximum norm of the callback that clips gradients; all other callbacks only log or display."""
     callbacks = to_list(cosmos["trainer.callbacks"])
     clips = [
         callback["args"]

@@ -1,4 +1,4 @@
-"""Conversion of the parts that all language-model trainers share (ranks, batches, optimizer, model, checkpoints), and of DPO."""
+"""Conversion of the settings that all language models share (ranks, batches, optimizer, model, checkpoints), and of DPO."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dsreason.tools.cosmos_rl.draft import Draft, Settings
 from dsreason.tools.cosmos_rl.keys.key import to_list
 
 LOSSES = {"sigmoid": "sigmoid", "bco_pair": "bco", "sft": "sft"}
-"""Preference losses of cosmos-rl, with their names in dsreason."""
+"""Preference loss in cosmos-rl → its name in dsreason."""
 
 
 def count_gpus(cosmos: Settings, role: str) -> int:
-    """Return the GPUs per replica of "policy" or "rollout"; an automatic number of shards counts as 1, as in its launcher."""
+    """Return the GPUs per replica of a role ("policy" or "rollout"). As in cosmos-rl's launcher, -1 shards count as 1."""
     sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
     count = max(cosmos[f"{role}.parallelism.dp_shard_size"], 1)
     for name in sizes:
@@ -46,7 +46,7 @@ def convert_ranks(cosmos: Settings, draft: Draft) -> None:
         )
     batch = cosmos["train.train_batch_per_replica"]
     if batch < 1:
-        draft.wrong("train.train_batch_per_replica", f"must be at least 1; got {batch}")
+        draft.reject_value("train.train_batch_per_replica", f"must be at least 1; got {batch}")
         return
     if draft.trainer != "grpo":
         draft.set("train.global_batch_size", batch * count_data_parallel_ranks(cosmos) * replicas)
@@ -62,7 +62,7 @@ def convert_ranks(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_loading(cosmos: Settings, draft: Draft) -> None:
-    """Convert the data workers; 0 becomes dsreason's default, because the number affects only speed."""
+    """Convert the number of data workers; 0 becomes dsreason's default, because the number affects only the speed."""
     draft.set("data.workers", cosmos["train.train_policy.dataloader_num_workers"] or None)
     draft.set("data.prefetch", cosmos["train.train_policy.dataloader_prefetch_factor"] or None)
 
@@ -92,7 +92,7 @@ def convert_optimizer(cosmos: Settings, draft: Draft) -> None:
     kind, share = cosmos["train.optm_decay_type"], cosmos["train.optm_decay_ratio"]
     decays = kind not in (None, "none")
     if decays and kind not in ("linear", "cosine", "sqrt"):
-        draft.wrong("train.optm_decay_type", f"must be one of none, linear, cosine, sqrt; got {kind!r}")
+        draft.reject_value("train.optm_decay_type", f"must be one of none, linear, cosine, sqrt; got {kind!r}")
         return
     draft.set("optim.schedule", kind if decays else "constant")
     if decays and share is not None and share > 0:
@@ -100,10 +100,10 @@ def convert_optimizer(cosmos: Settings, draft: Draft) -> None:
     seed = cosmos["train.seed"]
     forced = 42 if cosmos["train.deterministic"] else cosmos["train.train_policy.dataloader_seed"]
     draft.set("train.seed", forced if seed is None else seed)
-    resume(cosmos, draft)
+    convert_resume(cosmos, draft)
 
 
-def resume(cosmos: Settings, draft: Draft) -> None:
+def convert_resume(cosmos: Settings, draft: Draft) -> None:
     resume = cosmos["train.resume"]
     if resume is True:
         draft.arguments.append("--resume auto")
@@ -123,10 +123,10 @@ def convert_model(cosmos: Settings, draft: Draft) -> None:
     trained = [pattern for pattern in to_list(cosmos["policy.trainable_pattern"]) if pattern]
     for key, patterns in (("policy.freeze_pattern", frozen), ("policy.trainable_pattern", trained)):
         if wrong := next((pattern for pattern in patterns if not is_regex(pattern)), None):
-            draft.wrong(key, f"{wrong!r} is not a valid regular expression; correct it")
+            draft.reject_value(key, f"{wrong!r} is not a valid regular expression; correct it")
             return
     if frozen and trained:
-        draft.wrong(
+        draft.reject_value(
             "policy.trainable_pattern", "cannot be combined with freeze_pattern, as in cosmos-rl; remove one of them"
         )
     if trained:
@@ -198,7 +198,7 @@ def convert_adapters(cosmos: Settings, draft: Draft) -> None:
 def convert_checkpoints(cosmos: Settings, draft: Draft) -> None:
     keep = cosmos["train.ckpt.max_keep"]
     if keep == 0:
-        draft.wrong(
+        draft.reject_value(
             "train.ckpt.max_keep", "0 would delete each checkpoint when it is written; set 1 or more, or -1 for all"
         )
         return
@@ -214,11 +214,11 @@ def convert_checkpoints(cosmos: Settings, draft: Draft) -> None:
         draft.set("checkpoint.export_keep", keep)
     else:
         draft.set("checkpoint.export", "final")
-    targets = [*to_hub(cosmos, draft), *to_s3(cosmos, draft)]
+    targets = [*convert_hub_upload(cosmos, draft), *convert_s3_upload(cosmos, draft)]
     draft.set("checkpoint.upload", targets or None)
 
 
-def to_hub(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
+def convert_hub_upload(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
     if not cosmos["train.ckpt.upload_hf"]:
         return []
     name = cosmos["train.ckpt.hf_repo_name"]
@@ -232,7 +232,7 @@ def to_hub(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
     return [{"to": f"hub:{name}", "what": "final"}]
 
 
-def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
+def convert_s3_upload(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
     upload_mode, bucket = cosmos["train.ckpt.upload_s3"], cosmos["train.ckpt.s3_bucket"]
     if upload_mode in (False, "", "false"):
         return []
@@ -242,10 +242,10 @@ def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
         )
         upload_mode = "final"
     if upload_mode not in ("final", "all"):
-        draft.wrong("train.ckpt.upload_s3", f'must be one of false, "final", "all"; got {upload_mode!r}')
+        draft.reject_value("train.ckpt.upload_s3", f'must be one of false, "final", "all"; got {upload_mode!r}')
         return []
     if not bucket:
-        draft.wrong("train.ckpt.upload_s3", "s3_bucket is missing; set it to the bucket to upload to")
+        draft.reject_value("train.ckpt.upload_s3", "s3_bucket is missing; set it to the bucket to upload to")
         return []
     prefix = cosmos["train.ckpt.s3_prefix"].strip("/")
     return [{"to": f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), "what": upload_mode}]
@@ -256,7 +256,7 @@ def convert_preferences(cosmos: Settings, draft: Draft) -> None:
     losses, weights = cosmos["custom.dpo_loss_type"], cosmos["custom.dpo_loss_weights"]
     names, weights = to_list(losses), None if weights is None else to_list(weights)
     if unknown := [name for name in names if name not in LOSSES]:
-        draft.wrong("custom.dpo_loss_type", f"must be one of {', '.join(LOSSES)}; got {unknown[0]!r}")
+        draft.reject_value("custom.dpo_loss_type", f"must be one of {', '.join(LOSSES)}; got {unknown[0]!r}")
         return
     if weights is not None and len(weights) != len(names):
         draft.note_difference(
@@ -269,7 +269,7 @@ def convert_preferences(cosmos: Settings, draft: Draft) -> None:
     draft.set("dpo.sft_weight", sft)
     draft.set("dpo.loss_weights", {name: float(weight) for name, weight in parts.items() if weight} or None)
     if not parts:
-        draft.wrong(
+        draft.reject_value(
             "custom.dpo_loss_type", "sft by itself is not a preference loss; remove trainer_type, and set type to sft"
         )
     if "bco" in parts:
@@ -282,5 +282,5 @@ def convert_preferences(cosmos: Settings, draft: Draft) -> None:
 
 
 def is_divisible(value: Any, parts: int) -> bool:
-    """Return whether a value can be divided into `parts` equal integer parts."""
+    """Return whether `parts` divides the value."""
     return parts > 0 and value % parts == 0

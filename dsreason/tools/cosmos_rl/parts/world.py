@@ -20,7 +20,7 @@ from dsreason.tools.cosmos_rl.parts.train import (
 
 POLICY, DIFFUSERS = "train.train_policy", "policy.diffusers"
 DECAYS = {0: "none", 1: "slow", 2: "late"}
-"""Values of `weight_copy_decay_type`, with those of `world.nft_decay`."""
+"""Value of `weight_copy_decay_type` → value of `world.nft_decay`."""
 
 
 def convert_world(cosmos: Settings, draft: Draft) -> None:
@@ -61,7 +61,7 @@ def convert_adapters(cosmos: Settings, draft: Draft) -> None:
 def convert_clips(cosmos: Settings, draft: Draft) -> None:
     size = cosmos[f"{DIFFUSERS}.inference_size"]
     if len(size) != 2 or not all(isinstance(side, int) for side in size):
-        draft.wrong(f"{DIFFUSERS}.inference_size", f"must be [height, width]; got {size!r}")
+        draft.reject_value(f"{DIFFUSERS}.inference_size", f"must be [height, width]; got {size!r}")
         return
     draft.set("data.height", size[0])
     draft.set("data.width", size[1])
@@ -95,7 +95,7 @@ def convert_nft(cosmos: Settings, draft: Draft) -> None:
     batch = cosmos[key] * max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.set("world.num_generations", group)
     if not is_divisible(batch, group):
-        draft.wrong(
+        draft.reject_value(
             key,
             f"{batch} clips per step cannot be divided into groups of {group} (rollout.n_generation); change one of them",
         )
@@ -111,7 +111,7 @@ def convert_nft(cosmos: Settings, draft: Draft) -> None:
         )
     decay = cosmos[f"{DIFFUSERS}.weight_copy_decay_type"]
     if decay not in DECAYS:
-        draft.wrong(f"{DIFFUSERS}.weight_copy_decay_type", f"must be one of 0, 1, 2; got {decay!r}")
+        draft.reject_value(f"{DIFFUSERS}.weight_copy_decay_type", f"must be one of 0, 1, 2; got {decay!r}")
     draft.set("world.nft_decay", DECAYS.get(decay))
     steps, share = cosmos[f"{DIFFUSERS}.sample.num_steps"], cosmos[f"{DIFFUSERS}.timesteps_fraction"]
     if share != 0.99:
@@ -126,8 +126,8 @@ def convert_nft(cosmos: Settings, draft: Draft) -> None:
 
 def convert_guidance(cosmos: Settings, draft: Draft) -> None:
     scale = cosmos[f"{DIFFUSERS}.sample.guidance_scale"]
-    of_cosmos = "cosmos" in cosmos["policy.model_name_or_path"].lower()
-    draft.set("world.guidance_scale", scale + 1.0 if scale > 1 and of_cosmos else max(scale, 1.0))
+    is_cosmos = "cosmos" in cosmos["policy.model_name_or_path"].lower()
+    draft.set("world.guidance_scale", scale + 1.0 if scale > 1 and is_cosmos else max(scale, 1.0))
 
 
 def convert_prompts(cosmos: Settings, draft: Draft) -> None:
@@ -136,19 +136,19 @@ def convert_prompts(cosmos: Settings, draft: Draft) -> None:
         draft.refuse(key, "the prompts are missing; set it to a data set")
         return
     draft.set("data.format", "prompts")
-    draft.set("data.path", prompt_file(cosmos[key], split_of(cosmos[f"{POLICY}.dataset.split"], "train")))
+    draft.set("data.path", find_prompt_file(cosmos[key], choose_split(cosmos[f"{POLICY}.dataset.split"], "train")))
     if cosmos["validation.dataset.name"]:
-        split = split_of(cosmos["validation.dataset.split"], "test")
-        draft.set("data.validation", prompt_file(cosmos["validation.dataset.name"], split))
+        split = choose_split(cosmos["validation.dataset.split"], "test")
+        draft.set("data.validation", find_prompt_file(cosmos["validation.dataset.name"], split))
 
 
-def split_of(given: Any, usual: str) -> str:
-    """Return the first nonempty name in a split setting, or else `usual`."""
-    return next((name for name in to_list(given) if name), usual)
+def choose_split(names: Any, default: str) -> str:
+    """Return the first nonempty name in a setting of splits, or else `default`."""
+    return next((name for name in to_list(names) if name), default)
 
 
-def prompt_file(name: str, split: Any) -> str:
-    """Return the prompt file of a split: `name` if it is a file, or a file in the folder `name` or in cosmos-rl's cache."""
+def find_prompt_file(name: str, split: Any) -> str:
+    """Return the file of a split's prompts: `name` itself if it is a file, or else a file in the folder `name` or the cache."""
     folder = Path(name).expanduser()
     if folder.suffix in (".txt", ".jsonl"):
         return name
@@ -173,7 +173,7 @@ def convert_services(cosmos: Settings, draft: Draft) -> None:
     complete_rewards = []
     for service in given_rewards:
         if unknown := sorted(service.keys() - known_names):
-            draft.wrong(
+            draft.reject_value(
                 key,
                 f"{unknown[0]!r} is not a valid key of a reward; the valid keys are {', '.join(sorted(known_names))}",
             )

@@ -1,7 +1,7 @@
-"""Estimates of the seconds of each phase of a step, and of the whole run.
+"""Estimates of the duration of each phase of a step, and of the entire run.
 
-A phase takes as long as its slowest part: arithmetic, memory traffic, network traffic, or the host's launching of kernels. The
-parts overlap: ZeRO-3 gathers the next blocks and reduces the previous gradients while the GPU computes.
+A phase takes as long as its slowest part: arithmetic, memory traffic, network traffic, or kernel launches by the host. The
+parts overlap; for example, ZeRO-3 gathers the next blocks and reduces the previous gradients while the GPU computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsreason.tools.planning.plan import Plan
 from dsreason.tools.planning.request import PlanRequest
 
 FRAME = (1, 32, 32)
-"""Assumed patch grid of a frame: time, height, width. These are 256 tokens if 2 x 2 patches are merged into one token."""
+"""Assumed patch grid of a frame: time, height, width. If 2 x 2 patches are merged into one token, a frame has 256 tokens."""
 UPDATE_BYTES = 30
 """Bytes that AdamW reads and writes per trained parameter: gradient 4, master weight 8, two moments 16, weight 2."""
 
@@ -52,6 +52,7 @@ class Timed:
 
 
 def time_slowest(name: str, **seconds: float) -> Timed:
+    """Build a phase whose parts overlap: it takes as long as the slowest part, which is the limiting resource."""
     limit = max(seconds, key=seconds.__getitem__)
     return Timed(name, seconds[limit], limit.replace("_", " "))
 
@@ -64,7 +65,7 @@ class Duration:
     load: Load
     phases: tuple[Timed, ...]
     tokens: float
-    """Tokens per step that all GPUs together train on."""
+    """Tokens that all GPUs together train on per step."""
     steps: int | None
     gpus: int
 
@@ -77,7 +78,7 @@ class Duration:
         return self.tokens / self.seconds
 
     @property
-    def time_slowest(self) -> Timed:
+    def slowest_phase(self) -> Timed:
         return max(self.phases, key=lambda phase: phase.seconds)
 
     @property
@@ -120,7 +121,7 @@ def count_steps(request: PlanRequest, load: Load) -> int | None:
 
 
 class FlopsModel:
-    """FLOPs of the planned model: with the configured parameters trained, and with all of them trained."""
+    """FLOPs of the planned model if only the configured parameters are trained, and if all of them are trained."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
@@ -131,8 +132,8 @@ class FlopsModel:
             parameter.requires_grad_(name in trained)
         self.trained: ModelFlops = compute_model_flops(model)
 
-    def work(self, tokens: float, sample: int, load: Load) -> Work:
-        """Divide tokens into samples of `sample` tokens; `load.media_share` of them represent frames, all others are trained."""
+    def build_work(self, tokens: float, sample: int, load: Load) -> Work:
+        """Divide tokens into samples of `sample` tokens; a share of them represents frames, and the others are trained on."""
         count = tokens / sample
         media = load.media_share * tokens if self.request.shape.vision_depth else 0.0
         frames = round(media * self.request.shape.merge**2 / (FRAME[0] * FRAME[1] * FRAME[2]))
@@ -141,12 +142,12 @@ class FlopsModel:
             spans.append((remaining_tokens, 0))
         return Work(spans, round(tokens - media), [FRAME] * frames)
 
-    def forward(self, work: Work) -> float:
+    def compute_forward_flops(self, work: Work) -> float:
         return self.whole.step(work) / 3
 
-    def training(self, work: Work) -> float:
+    def compute_training_flops(self, work: Work) -> float:
         """Return the FLOPs of a forward and a backward pass and, with gradient checkpointing, of the recomputed forward pass."""
-        recomputation = self.forward(work) if self.request.config.model.gradient_checkpointing else 0.0
+        recomputation = self.compute_forward_flops(work) if self.request.config.model.gradient_checkpointing else 0.0
         return self.trained.step(work) + recomputation
 
     @property
@@ -157,28 +158,28 @@ class FlopsModel:
 def time_training(
     request: PlanRequest, model: FlopsModel, rates: Rates, load: Load, tokens: float, sample: int
 ) -> Timed:
-    """Estimate forward and backward of all micro-batches of a step on one GPU, with the gathers and reductions of ZeRO."""
-    rows = cut_rows(tokens, request.row_tokens)
-    work = model.work(tokens, sample, load)
-    arithmetic = model.training(work) / request.config.ranks_per_row / rates.training
-    # A short row costs the host as much time as a full one.
+    """Estimate the forward and backward passes of a step on one GPU, including ZeRO's gathers and reductions."""
+    rows = split_into_rows(tokens, request.row_tokens)
+    work = model.build_work(tokens, sample, load)
+    arithmetic = model.compute_training_flops(work) / request.config.ranks_per_row / rates.training
+    # The host needs as much time for a short row as for a full one.
     host_per_row = model.blocks * rates.block_seconds * (1.0 if request.zero.stage == 3 else 0.6)
     computing = sum(max(arithmetic * row / tokens, host_per_row) for row in rows)
-    network = len(rows) * exchange_seconds(request, rates, load)
+    network = len(rows) * compute_exchange_seconds(request, rates, load)
     if network > computing:
         return Timed("forward and backward", network, "network")
     limit = "arithmetic" if arithmetic > host_per_row * len(rows) else "host"
     return Timed("forward and backward", computing, limit)
 
 
-def cut_rows(tokens: float, row_tokens: int) -> list[float]:
-    """Return the number of tokens of each micro-batch: full rows, followed by one with the remainder."""
+def split_into_rows(tokens: float, row_tokens: int) -> list[float]:
+    """Return the number of tokens per micro-batch: full rows, followed by a row with the remaining tokens."""
     full_rows = max(0, math.ceil(tokens / row_tokens) - 1)
     return [*[float(row_tokens)] * full_rows, tokens - full_rows * row_tokens]
 
 
-def exchange_seconds(request: PlanRequest, rates: Rates, load: Load) -> float:
-    """Return the seconds of communication per micro-batch: two gathers of the weights at stage 3, and float32 gradients."""
+def compute_exchange_seconds(request: PlanRequest, rates: Rates, load: Load) -> float:
+    """Return the seconds per micro-batch to reduce the float32 gradients and, at stage 3, to gather the weights twice."""
     gpus, machine = request.machine.gpus, request.machine
     if gpus == 1:
         return 0.0
@@ -193,15 +194,15 @@ def time_optimizer_step(request: PlanRequest, rates: Rates) -> Timed:
     share = UPDATE_BYTES * request.parameters.num_trained / request.machine.gpus
     if request.zero.offloads("optimizer"):
         host = share * request.machine.ranks_per_host / rates.host_update
-        copies = 6 / UPDATE_BYTES * share / rates.to_host  # gradients to the host, weights back
+        copies = 6 / UPDATE_BYTES * share / rates.to_host  # gradients move to the host, weights move back
         return time_slowest("optimizer step", host_memory=host, copies_to_the_host=copies)
     return time_slowest("optimizer step", GPU_memory=share / rates.update)
 
 
 def time_forwards(model: FlopsModel, rates: Rates, load: Load, tokens: float, sample: int, count: int) -> Timed:
     """Estimate the `count` forward passes per step that compute old or reference log-probabilities."""
-    arithmetic = count * model.forward(model.work(tokens, sample, load)) / rates.inference
-    micro_batches = len(cut_rows(tokens, model.request.row_tokens))
+    arithmetic = count * model.compute_forward_flops(model.build_work(tokens, sample, load)) / rates.inference
+    micro_batches = len(split_into_rows(tokens, model.request.row_tokens))
     host = count * micro_batches * model.blocks * rates.block_seconds / 3
     return time_slowest("log-probabilities before training", arithmetic=arithmetic, host=host)
 
@@ -216,11 +217,13 @@ def time_sampling_phases(plan: Plan, rates: Rates, load: Load, model: FlopsModel
         phases.append(Timed("offload and reload", 2 * plan.offloaded / rates.to_host, "copies to the host"))
     weights = request.parameters.numel * request.width
     phases.append(Timed("wake, weight sync, sleep", weights / rates.sync + rates.wake_seconds, "copies on the GPU"))
-    if plan.vllm is None:  # plain transformers: not estimated
+    if plan.vllm is None:  # sampling with plain transformers is not estimated
         return phases
     engines = request.machine.gpus // plan.vllm.parallel
     prompts = config.grpo.prompts_per_step / engines
-    prefill = model.forward(model.work(prompts * load.tokens_per_sample, load.tokens_per_sample, load))
+    prefill = model.compute_forward_flops(
+        model.build_work(prompts * load.tokens_per_sample, load.tokens_per_sample, load)
+    )
     phases.append(Timed("rollout: prompts", prefill / plan.vllm.parallel / rates.inference, "arithmetic"))
     completions = prompts * config.grpo.num_generations
     together = max(1.0, min(completions, plan.vllm.max_sequences, plan.vllm.cache_tokens / plan.vllm.longest * 2))

@@ -1,4 +1,4 @@
-"""Rates of GPU models, and their sources. Edit this file when a card has been measured."""
+"""Rates of GPU models, and the sources of the numbers. Edit this file when you have measured a card."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Rates:
     memory: float
     """Bandwidth of the GPU memory."""
     to_host: float = 55 * GB
-    """Bandwidth of copies to pinned host memory, and of copies back."""
+    """Bandwidth of copies between the GPU and pinned host memory, in each direction."""
     between_gpus: float = 360 * GB
-    """Bandwidth at which each GPU sends to the other GPUs of its host."""
+    """Bandwidth from each GPU to the other GPUs of its host."""
     update: float = 660 * GB
     """Bytes of optimizer state that an optimizer step on the GPU processes per second."""
     host_update: float = 60 * GB
@@ -33,9 +33,9 @@ class Rates:
     sync: float = 7.8 * GB
     """Rate of the weight sync to vLLM, including its check."""
     block_seconds: float = 0.0096
-    """Host seconds per micro-batch for a decoder layer or vision block: forward, recomputation and backward under ZeRO-3."""
+    """Seconds that the host needs per micro-batch for the forward, recomputation and backward of one block under ZeRO-3."""
     decode_seconds: float = 0.0047
-    """Host seconds per decoding step, which adds one token to all sequences."""
+    """Seconds that the host needs per decoding step, which appends one token to each sequence."""
     wake_seconds: float = 0.3
     """Seconds to wake vLLM and put it to sleep again."""
     source: str = "peak and memory bandwidth as published; the rest as " + MEASURED
@@ -62,12 +62,12 @@ CARDS = {
     "b200": Rates("B200", memory=8000 * GB, between_gpus=720 * GB),
     "l40s": Rates("L40S", memory=864 * GB, to_host=25 * GB, between_gpus=25 * GB),
 }
-"""Rates by the card's name in `--card`. Bandwidths of memory and of links between GPUs are from NVIDIA's data sheets; links are
-assumed to reach 80 %."""
+"""Value of `--card` → rates. The bandwidths of memory and of links between GPUs are from NVIDIA's data sheets; links are assumed
+to reach 80 % of theirs."""
 
 
 def find_card(device_name: str, gpu_memory: float) -> str:
-    """Return the key in `CARDS` of a local GPU or, if its model is unknown, of a card with similar memory (GB)."""
+    """Return the key in `CARDS` for a local GPU; if its model is unknown, that of a card with a similar amount of memory (GB)."""
     if (peak := find_peak_flops(device_name)) is not None:
         known_rates = {key: rates for key, rates in CARDS.items() if rates.peak == peak and rates.card in device_name}
         if known_rates:

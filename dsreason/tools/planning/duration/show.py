@@ -10,7 +10,7 @@ from dsreason.tools.planning.duration.estimate import Duration
 from dsreason.tools.planning.duration.rates import GB
 
 
-def time_table(duration: Duration) -> Table:
+def make_time_table(duration: Duration) -> Table:
     """Return a table of the seconds and the limiting resource of each phase of an optimizer step."""
     table = Table(title="seconds per optimizer step", title_justify="left")
     for name in ("phase", "limited by"):
@@ -25,8 +25,8 @@ def time_table(duration: Duration) -> Table:
 
 
 def describe_time(duration: Duration) -> list[str]:
-    """Return lines about the speed, the length of the run, and the assumptions and sources behind them."""
-    slowest, rates, load = duration.time_slowest, duration.rates, duration.load
+    """Return lines that describe the speed, the length of the run, and the assumptions and sources behind these estimates."""
+    slowest, rates, load = duration.slowest_phase, duration.rates, duration.load
     lines = [
         f"speed: {duration.tokens_per_second:,.0f} tokens/s on {duration.gpus} {rates.card}; most of the time goes to "
         f"{slowest.name}, limited by {slowest.limit}"
@@ -45,7 +45,7 @@ def describe_time(duration: Duration) -> list[str]:
     return lines
 
 
-def time_json(duration: Duration) -> dict[str, Any]:
+def time_to_json(duration: Duration) -> dict[str, Any]:
     rates, load = duration.rates, duration.load
     phases = [{"name": phase.name, "seconds": phase.seconds, "limited_by": phase.limit} for phase in duration.phases]
     return {

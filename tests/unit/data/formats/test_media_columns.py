@@ -74,7 +74,7 @@ FRAMES = ["f/00.png", "f/01.png"]
         ({"question": "Up?", "videos": [{"video": "v.mp4", "fps": 1}]}, [("video", "v.mp4", {"fps": 1}), "Up?"]),
     ],
 )
-def test_media_are_shown_where_the_row_says(row, expected):
+def test_media_appear_where_row_places_them(row, expected):
     assert show(row) == expected
 
 

@@ -145,7 +145,7 @@ def test_reasoning_is_put_before_the_reply():
         [turn("tool_call", '[{"name": "lamp", "arguments": {"on": true}}]')],
     ],
 )
-def test_tool_calls_have_one_form(calls):
+def test_tool_call_formats_are_unified(calls):
     sample = read_row({"messages": [ASK, *calls, turn("tool_response", "done"), REPLY], "tools": '[{"name": "lamp"}]'})
     assert shorten(sample.messages) == ["user: Up?", "assistant: lamp({'on': True})", "tool: done", "assistant: Yes."]
     assert sample.tools == [{"type": "function", "function": {"name": "lamp"}}]
@@ -170,7 +170,7 @@ def test_parallel_tool_calls_share_a_message():
         ({"ground_truth": {"target": [1]}}, None, ()),
     ],
 )
-def test_answers_become_texts(row, answer, others):
+def test_answers_are_converted_to_text(row, answer, others):
     sample = read_row({"question": "Which?", **row})
     assert (sample.answer, sample.other_answers) == (answer, others)
 

@@ -35,7 +35,7 @@ def weight_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))).to(dtype)
 
 
-def test_the_table_is_the_published_one() -> None:
+def test_nf4_table_matches_published_values() -> None:
     assert TABLE == PUBLISHED
 
 
@@ -60,7 +60,7 @@ def test_values_match_table_search(shape: tuple[int, ...], dtype: torch.dtype) -
     assert torch.equal(dequantize(rows, weight.shape, torch.bfloat16), result.bfloat16())
 
 
-def test_bytes_and_values_are_those_of_bitsandbytes() -> None:
+def test_bytes_and_values_match_bitsandbytes() -> None:
     """Compare with bitsandbytes 0.50.2 for sin(1), sin(2), …
 
     The expected values come from `quantize_4bit(weight, blocksize=64, quant_type="nf4")` and `dequantize_4bit`.
@@ -78,7 +78,7 @@ def test_bytes_and_values_are_those_of_bitsandbytes() -> None:
     ]
 
 
-def test_a_block_of_zeros_stays_one() -> None:
+def test_block_of_zeros_is_preserved() -> None:
     weight = torch.zeros(2, BLOCK)
     weight[1] = 3.0
     assert torch.equal(dequantize(quantize(weight), weight.shape, torch.float32), weight)

@@ -90,7 +90,7 @@ def refused(text: str, **changes: Any) -> str:
         ("[model.rl]\nnum_rollout = 8", "world"),
     ],
 )
-def test_the_command_follows_from_the_sections(text: str, trainer: str) -> None:
+def test_command_follows_from_sections(text: str, trainer: str) -> None:
     assert is_cosmos_rl(tomllib.loads(text))
     assert convert(tomllib.loads(text)).trainer == trainer
 
@@ -145,7 +145,7 @@ def test_incomplete_groups_are_rejected_with_nearest_sizes() -> None:
     assert text.endswith("set 24 or 32")
 
 
-def test_several_updates_of_a_rollout() -> None:
+def test_batch_per_optimize_sets_steps_per_rollout() -> None:
     changed = config(GRPO, train__train_batch_per_replica=64, train__train_policy__batch_size_per_optimize=16)
     assert changed["grpo"]["optimizer_steps_per_rollout"] == 4
     assert "does not divide" in refused(GRPO, train__train_policy__batch_size_per_optimize=5)
@@ -176,7 +176,7 @@ def test_forward_token_limit_matches_cosmos_rl() -> None:
         ({"optm_name": "Adam", "optm_weight_decay": 0.0}, {"weight_decay": 0.0}),
     ],
 )
-def test_the_optimizer(changes: dict[str, Any], optim: dict[str, Any]) -> None:
+def test_optimizer_settings_are_converted(changes: dict[str, Any], optim: dict[str, Any]) -> None:
     result = config(SFT, **{f"train__{name}": value for name, value in changes.items()})["optim"]
     assert {name: result[name] for name in optim} == optim
     assert ("decay_share" in result) == ("decay_share" in optim)
@@ -200,11 +200,11 @@ def test_the_optimizer(changes: dict[str, Any], optim: dict[str, Any]) -> None:
         ({"ckpt": 3}, "must be a section; got 3"),
     ],
 )
-def test_what_would_change_the_result_is_refused(changes: dict[str, Any], text: str) -> None:
+def test_keys_that_change_the_result_are_refused(changes: dict[str, Any], text: str) -> None:
     assert text in refused(SFT, **{f"train__{name}": value for name, value in changes.items()})
 
 
-def test_what_is_refused_can_be_accepted() -> None:
+def test_refused_key_can_be_accepted() -> None:
     key = "train.fp8.enable_fp8"
     assert "--accept train.fp8.enable_fp8" in refused(SFT, train__fp8={"enable_fp8": True})
     assert config(SFT, key, train__fp8={"enable_fp8": True})["train"]["precision"] == "bf16"
@@ -251,7 +251,7 @@ def test_all_errors_are_reported_together() -> None:
         ),
     ],
 )
-def test_the_objective(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_objective_settings_are_converted(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     result = config(GRPO, **{f"train__train_policy__{name}": value for name, value in changes.items()})["grpo"]
     assert {name: result.get(name) for name in expected} == expected
 
@@ -277,7 +277,7 @@ def test_kl_settings_are_omitted_without_kl() -> None:
         ({"kl_beta": 0.1, "reference_reset_interval": 9}, "keeps its moments"),
     ],
 )
-def test_an_objective_without_an_equal_is_refused(changes: dict[str, Any], text: str) -> None:
+def test_objective_without_equivalent_is_refused(changes: dict[str, Any], text: str) -> None:
     assert text in refused(GRPO, **{f"train__train_policy__{name}": value for name, value in changes.items()})
 
 
@@ -298,7 +298,7 @@ def test_unnamed_reward_defaults_to_single_choice() -> None:
     assert config(without)["reward"]["functions"] == {"single_choice": 1.0}
 
 
-def test_the_punishment_of_length_has_its_buffer() -> None:
+def test_overlong_penalty_converts_its_buffer() -> None:
     changed = config(
         GRPO,
         train__train_policy__reward_function=["gsm8k", "overlong"],
@@ -334,7 +334,7 @@ def test_truncated_sampling_disables_correction() -> None:
         ({"backend": "vla"}, "got 'vla'"),
         ({"quantization": "fp8"}, "sampled from the weights that are trained"),
         ({"multi_turn_config": {"enable": True}}, "multi-turn rollouts are not supported"),
-        ({"sampling_config": {"repetition_penalty": 1.1}}, "another policy"),
+        ({"sampling_config": {"repetition_penalty": 1.1}}, "a policy other than"),
         (
             {
                 "parallelism": {
@@ -349,11 +349,11 @@ def test_truncated_sampling_disables_correction() -> None:
         ),
     ],
 )
-def test_rollouts_without_an_equal_are_refused(changes: dict[str, Any], text: str) -> None:
+def test_rollout_settings_without_equivalent_are_refused(changes: dict[str, Any], text: str) -> None:
     assert text in refused(GRPO, **{f"rollout__{name}": value for name, value in changes.items()})
 
 
-def test_a_teacher() -> None:
+def test_teacher_settings_are_converted() -> None:
     settings = {"enable": True, "model_name_or_path": "t", "kl_penalty_coef": 0.5, "kl_discount_factor": 0.9}
     changed = config(GRPO, distillation=settings)
     assert changed["distill"] == {"teacher": "t", "coef": 0.5, "discount": 0.9}
@@ -375,7 +375,7 @@ def test_dpo_converts_without_a_reference() -> None:
     assert changed["train"]["global_batch_size"] == 8
 
 
-def test_a_mix_of_preference_losses() -> None:
+def test_mixed_preference_losses_are_converted() -> None:
     mixed = {"custom__dpo_loss_type": ["sigmoid", "bco_pair", "sft"], "custom__dpo_loss_weights": [0.8, 0.2, 1.0]}
     changed = config(DPO, **mixed)["dpo"]
     assert changed == {"beta": 0.1, "loss_weights": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 1.0}
@@ -385,7 +385,7 @@ def test_a_mix_of_preference_losses() -> None:
     assert "got 'kto'" in refused(DPO, custom__dpo_loss_type="kto")
 
 
-def test_adapters() -> None:
+def test_lora_settings_are_converted() -> None:
     lora = {
         "r": 16,
         "lora_alpha": 32,
@@ -411,7 +411,7 @@ def test_adapters() -> None:
     assert "lora" not in config(SFT)
 
 
-def test_what_is_trained_of_a_model() -> None:
+def test_freeze_and_trainable_patterns_are_converted() -> None:
     assert config(SFT, policy__freeze_pattern=["visual"])["model"]["freeze"] == ["visual"]
     assert config(SFT, policy__trainable_pattern=["merger", "lm_head"])["model"]["freeze"] == [
         "^(?!.*(?:merger|lm_head))"
@@ -446,7 +446,7 @@ def test_what_is_trained_of_a_model() -> None:
         ),
     ],
 )
-def test_checkpoints(ckpt: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_checkpoint_settings_are_converted(ckpt: dict[str, Any], expected: dict[str, Any]) -> None:
     result = config(SFT, train__ckpt=ckpt)["checkpoint"]
     assert {name: result.get(name) for name in expected} == expected
 
@@ -468,7 +468,7 @@ def test_rejected_upload_value_suggests_intended_one() -> None:
         ({"upload_s3": "some", "s3_bucket": "bucket"}, "got 'some'"),
     ],
 )
-def test_checkpoints_without_an_equal_are_refused(ckpt: dict[str, Any], text: str) -> None:
+def test_checkpoint_settings_without_equivalent_are_refused(ckpt: dict[str, Any], text: str) -> None:
     assert text in refused(SFT, train__ckpt=ckpt)
 
 
@@ -479,7 +479,7 @@ def data_of(**dataset: Any) -> dict[str, Any]:
     return result
 
 
-def test_annotations_of_llava() -> None:
+def test_llava_annotations_are_converted() -> None:
     settings = {"annotation_path": "a.json", "media_path": "m", "system_prompt": "Be short."}
     result = config(SFT, custom__dataset=settings)["data"]
     assert {name: result[name] for name in ("adapter", "path", "media_path", "system_prompt")} == {
@@ -502,7 +502,7 @@ def test_annotations_of_llava() -> None:
         ("someone/videos", "conversations"),
     ],
 )
-def test_a_data_set_by_name(name: str, adapter: str) -> None:
+def test_named_data_set_is_converted(name: str, adapter: str) -> None:
     data = data_of(name=name, subset="robovqa", split=["understanding", "reasoning"])
     assert (data["adapter"], data["path"], data["subset"]) == (adapter, name, "robovqa")
     assert data["split"] == ["understanding", "reasoning"]
@@ -516,7 +516,7 @@ def test_a_local_folder_of_labels_is_recognised(tmp_path: Path) -> None:
     assert "split" not in data
 
 
-def test_a_trainer_of_their_own_is_refused() -> None:
+def test_custom_trainer_type_is_refused() -> None:
     assert "'pi_sft' is a custom trainer" in refused(SFT, train__train_policy__trainer_type="pi_sft")
 
 
@@ -533,7 +533,7 @@ def test_missing_folder_is_reported() -> None:
     assert (verdict, "local_labels" in message) == ("differs", True)
 
 
-def test_columns_keep_the_names_of_the_rows() -> None:
+def test_column_names_are_converted() -> None:
     assert "columns" not in config(GRPO)["data"]
     changed = config(
         GRPO, train__train_policy__prompt_column_name="problem", train__train_policy__response_column_name="solution"
@@ -558,7 +558,9 @@ def test_rows_opened_by_script_are_rejected() -> None:
         ("nvidia/Cosmos-Reason1-7B", {"fps": 2, "total_pixels": 6422528}, {"fps": 2, "total_pixels": 6422528}),
     ],
 )
-def test_how_media_are_sampled(model: str, vision: dict[str, Any] | None, expected: dict[str, Any]) -> None:
+def test_media_sampling_settings_are_converted(
+    model: str, vision: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
     changes: dict[str, Any] = {"policy__model_name_or_path": model}
     if vision is not None:
         changes["custom__vision"] = vision
@@ -572,7 +574,7 @@ def test_validation_is_off_unless_it_is_enabled() -> None:
     assert note(SFT, "validation.freq", validation={"freq": 7}) == ("left out", "validation.enable is false")
 
 
-def test_held_out_rows() -> None:
+def test_validation_data_is_converted() -> None:
     on = {"enable": True, "freq": 7, "val_before_train": True, "batch_size": 2}
     result = config(SFT, validation=on)
     assert result["data"]["validation"] == 0.1
@@ -601,12 +603,12 @@ def test_wandb_is_enabled_only_when_used() -> None:
     ("seed", "expected"),
     [({}, 0), ({"seed": 7}, 7), ({"deterministic": True}, 42), ({"train_policy": {"dataloader_seed": 3}}, 3)],
 )
-def test_the_seed(seed: dict[str, Any], expected: int) -> None:
+def test_seed_is_chosen_as_in_cosmos_rl(seed: dict[str, Any], expected: int) -> None:
     text = SFT.replace('[train.train_policy]\ntype = "sft"\n', "")
     assert config(text, **{f"train__{name}": value for name, value in seed.items()})["train"]["seed"] == expected
 
 
-def test_what_both_mean_is_shown_in_numbers(tmp_path: Path) -> None:
+def test_comparison_shows_numbers_of_both_configurations(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps([{}] * 1001))
     changes = {
@@ -615,8 +617,8 @@ def test_what_both_mean_is_shown_in_numbers(tmp_path: Path) -> None:
         "policy__parallelism__dp_shard_size": 4,
     }
     result = {meaning.name: meaning for meaning in imported(SFT, **changes).meanings}
-    assert result["global batch"].theirs == "8 per data-parallel rank x 4 = 32 samples"
-    assert result["steps"].theirs.endswith("1001 samples / 32 = 31.3 per epoch, 93 in total")
-    assert result["steps"].ours.endswith("31.3 per epoch, 93 in total")
-    assert result["learning rate"].ours == "0 to 1e-06 in 20 steps, then constant"
-    assert result["tokens per step"].ours == "at most 131,072"
+    assert result["global batch"].cosmos_rl == "8 per data-parallel rank x 4 = 32 samples"
+    assert result["steps"].cosmos_rl.endswith("1001 samples / 32 = 31.3 per epoch, 93 in total")
+    assert result["steps"].dsreason.endswith("31.3 per epoch, 93 in total")
+    assert result["learning rate"].dsreason == "0 to 1e-06 in 20 steps, then constant"
+    assert result["tokens per step"].dsreason == "at most 131,072"

@@ -136,7 +136,7 @@ def test_keys_beyond_schema_have_entries(key: str) -> None:
         *((PREDICT_KEYS, name) for name in ("trainer.max_iter", "checkpoint.save_iter", "model.dp_replicate_size")),
     ],
 )
-def test_world_models_have_theirs(keys: dict[str, Key], name: str) -> None:
+def test_world_model_tables_have_their_keys(keys: dict[str, Key], name: str) -> None:
     assert name in keys
 
 
@@ -362,7 +362,7 @@ ODD_VALUES: list[Any] = [
     ],
     ids=["sft", "dpo", "grpo", "world", "predict"],
 )
-def test_no_value_ends_in_a_traceback(keys: dict[str, Key], text: str) -> None:
+def test_no_value_causes_a_traceback(keys: dict[str, Key], text: str) -> None:
     """Check that a wrong value raises only ConfigError, from the import or from our own schema."""
     for key in keys:
         taken_value, used = None, None

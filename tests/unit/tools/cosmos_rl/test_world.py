@@ -107,7 +107,7 @@ name = "cosmos-predict2-5-14b-720-reason-embedding-ddrl"
 """
 
 
-def test_ddrl() -> None:
+def test_ddrl_file_is_converted() -> None:
     result = convert(tomllib.loads(DDRL))
     result.check("x")
     world = result.config["world"]
@@ -179,7 +179,7 @@ kl_beta = 0.1
         ),
     ],
 )
-def test_settings_of_diffusion_nft(addition: str, expected: dict[str, Any]) -> None:
+def test_diffusion_nft_settings_are_converted(addition: str, expected: dict[str, Any]) -> None:
     result = convert(tomllib.loads(NFT + addition))
     result.check("x")
     read_values(WorldConfig, result.config, "x")
@@ -204,7 +204,7 @@ def test_unsupported_settings_of_diffusion_nft_are_rejected(before: str, after: 
     assert any(text in finding.text for finding in result.findings if finding.verdict == "error")
 
 
-def test_clips_that_are_imitated_only() -> None:
+def test_supervised_clips_are_converted() -> None:
     supervised = NFT.replace('type = "grpo"', 'type = "sft"').replace('trainer_type = "diffusion_nft"', "")
     result = convert(tomllib.loads(supervised.replace("prompts.txt", "clips")))
     result.check("x")

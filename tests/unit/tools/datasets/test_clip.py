@@ -97,7 +97,7 @@ EVENTS = [
 ]
 
 
-def test_fine_actions_are_known_by_their_id() -> None:
+def test_fine_actions_are_collected_by_id() -> None:
     assert collect_fine_actions(EVENTS) == {41: (10.0, 12.5), 7: (4.0, 9.5)}
 
 
@@ -198,7 +198,7 @@ def test_cut_has_exactly_the_requested_frames(tmp_path: Path, start: int, end: i
 
 
 @pytest.mark.parametrize("name", ["raw.mkv", "raw.ts", "raw.avi", "raw.mov"])
-def test_other_containers_are_cut_alike(tmp_path: Path, name: str) -> None:
+def test_all_containers_are_cut_exactly(tmp_path: Path, name: str) -> None:
     raw = write_video(tmp_path / name, 60, gop=20, codec="mpeg4" if name == "raw.avi" else "libx264")
     cut_clip(Cut(raw, 25, 47, "frames"), tmp_path / "clip.mp4")
     assert numbers(tmp_path / "clip.mp4") == list(range(25, 47))
@@ -253,7 +253,7 @@ def test_images_become_clip_in_numeric_order(tmp_path: Path, end: int) -> None:
     assert probe_video(tmp_path / "clip.mp4").fps == pytest.approx(30)
 
 
-def test_an_odd_side_loses_a_pixel(tmp_path: Path) -> None:
+def test_odd_side_is_cropped_by_one_pixel(tmp_path: Path) -> None:
     (tmp_path / "images0").mkdir()
     Image.fromarray(number_frame(3, 49, 65)).save(tmp_path / "images0" / "im_0.png")
     cut_clip(Cut(tmp_path / "images0", 0, 1, "frames"), tmp_path / "clip.mp4")
@@ -312,7 +312,7 @@ def annotate(folder: Path, *videos: str) -> Path:
     return folder
 
 
-def test_the_annotations_tell_which_clips_are_needed(tmp_path: Path) -> None:
+def test_needed_clips_are_listed_from_annotations(tmp_path: Path) -> None:
     folder = annotate(tmp_path, "clips/1-2-head-3-8.mp4", "1-2-head-0-2", "clips/1-2-head-3-8.mp4")
     assert list_needed_clips(folder, "agibot") == ["1-2-head-3-8", "1-2-head-0-2"]
 

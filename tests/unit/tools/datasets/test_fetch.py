@@ -103,7 +103,7 @@ def test_a_second_call_fetches_nothing(hub: Hub, tmp_path: Path) -> None:
         ("robovqa/clips.tar.gz", "benchmark/robovqa/clips"),
     ],
 )
-def test_what_was_removed_is_fetched_again(hub: Hub, tmp_path: Path, path: str, removed: str) -> None:
+def test_removed_file_is_fetched_again(hub: Hub, tmp_path: Path, path: str, removed: str) -> None:
     fetch(plan(tmp_path))
     gone = tmp_path / removed
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
@@ -117,7 +117,7 @@ def test_changed_file_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
     assert (tmp_path / "benchmark/README.md").read_bytes() == b"# CARD"
 
 
-def test_a_connection_that_breaks_is_continued(hub: Hub, tmp_path: Path) -> None:
+def test_broken_download_resumes(hub: Hub, tmp_path: Path) -> None:
     hub.cut_at = 5000
     fetch(plan(tmp_path, patterns=["*.tar.gz"]))
     assert hub.ranges == [("robovqa/clips.tar.gz", None), ("robovqa/clips.tar.gz", "bytes=5000-")]
@@ -219,7 +219,7 @@ def test_requests_unknown_to_hub_are_rejected(hub: Hub, tmp_path: Path, options:
         plan(tmp_path, **options)
 
 
-def test_a_path_that_leads_out_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_path_outside_folder_is_rejected(hub: Hub, tmp_path: Path) -> None:
     hub.files["robovqa/../../x"] = b"x"
     with pytest.raises(DataError, match="is outside its folder"):
         plan(tmp_path)

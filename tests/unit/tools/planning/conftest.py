@@ -14,7 +14,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def unreachable(name: str, revision: str | None) -> bytes:
         raise OSError("no connection")
 
-    monkeypatch.setattr(architecture, "ask_hub", unreachable)
+    monkeypatch.setattr(architecture, "download_config", unreachable)
     monkeypatch.setattr(architecture, "try_to_load_from_cache", lambda *_, **__: None)
     architecture.find_architecture.cache_clear()
     yield

@@ -23,8 +23,8 @@ def test_folder_needs_only_a_config(tmp_path: Path) -> None:
     assert architecture.source == f"{tmp_path}/config.json"
 
 
-def test_the_hub_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architecture, "ask_hub", lambda *_: json.dumps(CONFIG).encode())
+def test_hub_takes_precedence_over_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "download_config", lambda *_: json.dumps(CONFIG).encode())
     result = find_architecture("nvidia/Cosmos-Reason1-7B")
     assert (result.config.hidden_size, result.source) == (64, "config.json of nvidia/Cosmos-Reason1-7B on the Hub")
 
@@ -40,7 +40,7 @@ def test_unknown_model_is_rejected() -> None:
         find_architecture("mine/own")
 
 
-def test_weights_in_s3_are_not_looked_at() -> None:
+def test_model_in_s3_is_rejected() -> None:
     with pytest.raises(ConfigError, match="copy it to a local folder"):
         find_architecture("s3://bucket/model")
 

@@ -12,8 +12,8 @@ from dsreason.tools.planning.duration.estimate import (
     Duration,
     FlopsModel,
     Load,
+    compute_exchange_seconds,
     estimate_duration,
-    exchange_seconds,
     time_optimizer_step,
 )
 from dsreason.tools.planning.duration.rates import CARDS, GB, H200, find_card
@@ -70,12 +70,12 @@ def test_reference_logprobs_take_an_extra_forward() -> None:
 
 
 def test_row_flops_match_mfu() -> None:
-    """Samples without media: 6 FLOPs per matrix value and token, and the forward once more for recomputation."""
+    """Use samples without media: 6 FLOPs per matrix value and token, plus a second forward pass for recomputation."""
     request = sft_2b()
     model = FlopsModel(request)
-    work = model.work(4096, 1024, Load(1024, media_share=0.0))
+    work = model.build_work(4096, 1024, Load(1024, media_share=0.0))
     assert work == Work([(1024, 0)] * 4, 4096, [])
-    assert model.training(work) == pytest.approx(model.whole.step(work) * 4 / 3)
+    assert model.compute_training_flops(work) == pytest.approx(model.whole.step(work) * 4 / 3)
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
@@ -86,15 +86,15 @@ def test_gpus_of_a_host_share_the_work(gpus: int) -> None:
 
 def test_a_slow_network_limits_many_hosts() -> None:
     fast, slow = (on_h200(sft_2b(1024), Load(273, network=rate * GB), 1024) for rate in (50, 0.5))
-    assert fast.time_slowest.limit != "network" and slow.time_slowest.limit == "network"
+    assert fast.slowest_phase.limit != "network" and slow.slowest_phase.limit == "network"
     assert slow.seconds > 5 * fast.seconds
 
 
 def test_exchange_gathers_twice_and_reduces_once() -> None:
-    """Check 2 GPUs, each of which sends half: 2 x 2 bytes of each weight, and 4 of each gradient, at 1 GB/s."""
+    """Use 2 GPUs at 1 GB/s, each of which sends half of the data: 2 x 2 bytes per weight and 4 per gradient."""
     request = sft_2b(2)
     numel = request.parameters.numel
-    seconds = exchange_seconds(request, replace(H200, between_gpus=GB), Load(273))
+    seconds = compute_exchange_seconds(request, replace(H200, between_gpus=GB), Load(273))
     assert seconds == pytest.approx(8 * numel / 2 / GB)
 
 
@@ -107,7 +107,7 @@ def test_offloaded_optimizer_waits_for_host_memory() -> None:
 @pytest.mark.parametrize(
     ("train", "rows", "steps"), [({"max_steps": 10}, None, 10), ({"epochs": 3}, 130, 9), ({}, None, None)]
 )
-def test_hours_need_a_number_of_steps(train: dict[str, Any], rows: int | None, steps: int | None) -> None:
+def test_run_length_requires_number_of_steps(train: dict[str, Any], rows: int | None, steps: int | None) -> None:
     duration = on_h200(sft_2b(**train), Load(273, num_samples=rows))
     assert duration.steps == steps
     assert duration.hours == (None if steps is None else pytest.approx(steps * duration.seconds / 3600))

@@ -64,5 +64,5 @@ def test_nf4_takes_36_bytes_per_64_values() -> None:
 
 
 @pytest.mark.parametrize(("numel", "ranks", "share"), [(10, 1, 20), (10, 4, 6), (3, 4, 2)])
-def test_the_last_ranks_share_is_padded(numel: int, ranks: int, share: int) -> None:
+def test_last_rank_share_is_padded(numel: int, ranks: int, share: int) -> None:
     assert PlannedParameter("x", numel, "trained", 2).share(ranks) == share

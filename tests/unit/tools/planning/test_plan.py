@@ -83,7 +83,7 @@ def test_vllm_shortage_is_reported_by_phase() -> None:
 
 
 def test_layer_inputs_move_to_host_when_offloaded() -> None:
-    """28 layers of 4,096 tokens of 3,584 values of 2 bytes; of one layer they are still there."""
+    """Expect inputs of 28 layers with 4,096 tokens of 3,584 values of 2 bytes; those of one layer stay on the GPU."""
     usual, moved = sft(), sft(train={"activation_offload": True})
     assert compute_activations(usual).inputs == 28 * 4096 * 3584 * 2
     assert compute_activations(moved).inputs == 4096 * 3584 * 2
@@ -145,7 +145,7 @@ def test_shipped_recipes_fit_their_stated_gpus(recipe: Path) -> None:
 
 
 def test_held_out_forward_is_separate_phase() -> None:
-    """Eight rows of 4,096 tokens, whatever a row of training has: their hidden states four times."""
+    """Expect eight rows of 4,096 tokens, however long training rows are, with four copies of their hidden states."""
     plan = plan_run(sft(data={"validation": 100}, train={"max_tokens_per_micro_batch": 4096}))
     assert item(plan, "validation", "hidden states") == 4 * 8 * 4096 * 3584 * 2
     assert item(plan_run(sft()), "validation", "hidden states") == 0

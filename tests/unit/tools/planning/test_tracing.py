@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dsreason.tools.planning.tracing import Traced, give_gradients_away, trace
+from dsreason.tools.planning.tracing import Traced, free_gradients_early, trace
 
 
 def test_tensors_kept_for_backward_are_counted() -> None:
@@ -22,11 +22,11 @@ def test_peak_counts_simultaneously_live_tensors() -> None:
 def test_weight_gradients_are_counted_one_by_one() -> None:
     """Trace y = a(b(x)) backwards, with 16 x 16 fp32 weights and one row: 64 bytes per row, 1,024 per gradient."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False, device="meta") for _ in range(2)))
-    give_gradients_away(model)
+    free_gradients_early(model)
     assert 1024 <= trace(model, (1, 16), torch.float32).peak < 2 * 1024
 
 
-def test_views_take_nothing() -> None:
+def test_views_take_no_memory() -> None:
     def run(given: Tensor) -> Tensor:
         return (given + 1).view(8, 4).t()
 

@@ -165,7 +165,7 @@ def test_mismatched_reference_file_is_found_before_training(encoder: PairEncoder
         check_reference_logprobs(config, open_reference_file(config), replace(sample, id="8"))
 
 
-def test_a_fingerprint_tells_texts_and_pixels_apart(encoder: PairEncoder, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_texts_and_pixels(encoder: PairEncoder, tmp_path: Path) -> None:
     def of(colour: str, question: str, answer: str) -> str:
         Image.new("RGB", (60, 60), colour).save(tmp_path / "a.png")
         displayed = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": question}]

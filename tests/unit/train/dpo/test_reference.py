@@ -82,7 +82,7 @@ def test_unfinished_line_is_measured_again(run: Path) -> None:
     ]
 
 
-def test_given_file_is_read_by_id(run: Path, tmp_path: Path) -> None:
+def test_configured_reference_file_is_matched_by_id(run: Path, tmp_path: Path) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
     assert value.by_id == {"7": ReferenceLine(-10.5, -9.25, "ab"), "8": ReferenceLine(-1.0, -2.0, "cd")}
     assert value.of(facts()) == (-10.5, -9.25)
@@ -97,7 +97,7 @@ def test_given_file_is_read_by_id(run: Path, tmp_path: Path) -> None:
         value.of(facts(name="9"))
 
 
-def test_changed_answers_in_given_file_are_rejected(run: Path) -> None:
+def test_changed_answers_in_configured_file_are_rejected(run: Path) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
     with pytest.raises(
         DataError, match=r"row 4 \(sample '7'\): the row has changed.*\(its fingerprint is xx, but the file has ab\)"
@@ -105,7 +105,7 @@ def test_changed_answers_in_given_file_are_rejected(run: Path) -> None:
         value.of(facts(fingerprint="xx"))
 
 
-def test_given_file_of_another_model_warns(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_configured_file_of_another_model_warns(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
     value.warn_of_other_model("model-1")
     assert not caplog.records
@@ -113,7 +113,7 @@ def test_given_file_of_another_model_warns(run: Path, caplog: pytest.LogCaptureF
     assert "a model with fingerprint model-1, but training starts with model-2" in caplog.text
 
 
-def test_unfinished_line_of_given_file_is_skipped(run: Path) -> None:
+def test_unfinished_line_in_configured_file_is_skipped(run: Path) -> None:
     with (run / "reference.jsonl").open("a") as file:
         file.write('{"part": "training", "row": 9')
     assert read_reference_file(str(run / "reference.jsonl")).by_id.keys() == {"7", "8"}
@@ -137,13 +137,13 @@ def test_unfinished_line_of_given_file_is_skipped(run: Path) -> None:
         ),
     ],
 )
-def test_invalid_given_file_is_rejected(tmp_path: Path, text: str, error: str) -> None:
+def test_invalid_configured_file_is_rejected(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "given.jsonl").write_text(text)
     with pytest.raises(DataError, match=rf"given\.jsonl, {error}"):
         read_reference_file(str(tmp_path / "given.jsonl"))
 
 
-def test_missing_given_file_is_rejected() -> None:
+def test_missing_configured_file_is_rejected() -> None:
     with pytest.raises(ConfigError, match="dpo.reference_file .*: does not exist"):
         read_reference_file("nowhere.jsonl")
 

@@ -93,7 +93,9 @@ def test_video_with_just_enough_frames_is_read() -> None:
         ((31, 31), (32, 48), (48, 48)),
     ],
 )
-def test_the_smallest_size_that_covers(have: tuple[int, int], wanted: tuple[int, int], size: tuple[int, int]) -> None:
+def test_smallest_covering_size_is_chosen(
+    have: tuple[int, int], wanted: tuple[int, int], size: tuple[int, int]
+) -> None:
     assert fit_size(have, wanted) == size
 
 
@@ -122,7 +124,7 @@ def test_folder_yields_prompts_and_cropped_clips(folder: Path) -> None:
         rows.read_clip(rows[2], SIZE)
 
 
-def test_a_folder_tells_what_has_no_partner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clip_or_prompt_without_counterpart_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("videos/a.mp4", "videos/b.mp4", "metas/b.json", "metas/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"prompt": "x", "start": 1.5}')

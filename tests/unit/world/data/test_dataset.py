@@ -41,7 +41,7 @@ def test_built_in_clip_matches_its_caption() -> None:
         assert way == pytest.approx([12.0 * step for step in MOVES[row.meta["move"]]], abs=0.6)
 
 
-def test_a_square_by_hand() -> None:
+def test_drawn_square_matches_hand_computed_pixels() -> None:
     clip = draw_clip(Square("red", "right", 1.0, 0.2, (0.0, 0.0)), SIZE)
     assert clip[:, 0, 5, 9].tolist() == [255, 26, 26]
     assert clip[:, 0, 5, 10].tolist() == [51, 51, 51]
@@ -73,7 +73,7 @@ def test_clips_depend_on_seed_and_number_only() -> None:
     assert not torch.equal(item.read_clip(item[3], SIZE), other.read_clip(other[3], SIZE))
 
 
-def test_mock_data_have_any_size() -> None:
+def test_mock_data_support_any_clip_size() -> None:
     rows, _ = open_world_data(WorldDataConfig(format="mock"), 0)
     clips = [rows.read_clip(row, ClipSize(5, 48, 80, 16.0)) for row in rows.rows[:2]]
     assert clips[0].shape == (3, 5, 48, 80)
@@ -126,7 +126,7 @@ def test_bad_rows_are_reported_or_skipped(tmp_path: Path, caplog: pytest.LogCapt
         ({"limit": 5, "validation": 5}, r"data.validation \(5\) leaves none of the 5 rows"),
     ],
 )
-def test_data_that_cannot_be_opened(settings: dict[str, object], said: str) -> None:
+def test_unusable_data_settings_are_rejected(settings: dict[str, object], said: str) -> None:
     with pytest.raises(DataError, match=said):
         open_world_data(WorldDataConfig.model_validate(settings), 0)
 
@@ -154,7 +154,7 @@ def test_prompt_may_hold_unicode_line_ends(tmp_path: Path, suffix: str, characte
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.JSONL", "c.ndjson"])
-def test_json_lines_are_known_by_their_suffix(tmp_path: Path, name: str) -> None:
+def test_json_lines_are_recognized_by_suffix(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"prompt": "x"}\n')
     rows, _ = open_world_data(WorldDataConfig(format="prompts", path=str(tmp_path / name)), 0)
     assert [row.prompt for row in rows.rows] == ["x"]
@@ -173,7 +173,7 @@ def test_json_lines_are_known_by_their_suffix(tmp_path: Path, name: str) -> None
         ("prompts", '{"prompt": "x"}\n', r"prompts:1: is JSON, but each line of a text file"),
     ],
 )
-def test_lines_that_are_no_prompts_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_invalid_prompt_files_are_rejected(tmp_path: Path, name: str, text: str, said: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=said):
         open_world_data(WorldDataConfig(format="prompts", path=str(tmp_path / name)), 0)
@@ -202,7 +202,7 @@ def test_lone_surrogate_makes_a_bad_row(row_id: str, prompt: str, clip: str | No
 
 
 def test_lone_surrogate_in_negative_prompt_is_rejected() -> None:
-    """The prompt is a key of the cache, too; JSON can write such a one."""
+    """Check a surrogate from JSON, which would be part of a cache key."""
     with pytest.raises(
         ConfigError, match=r"c\.json: data\.negative_prompt: .*'x \\ud800' contains an unpaired surrogate at index 2"
     ):

@@ -80,7 +80,7 @@ def test_page_escapes_text_and_fetches_nothing(run: Path) -> None:
     assert re.findall(r'(?:src|href)="(?!data:)', html) == []
 
 
-def test_prompts_hold_any_character(run: Path) -> None:
+def test_prompts_may_contain_any_character(run: Path) -> None:
     for file in (run / "validation").glob("*.jsonl"):
         rows = [json.loads(line) | {"prompt": "a red\u0085 or\u2028 blue\u2029 square"} for line in file.open()]
         write_rows(file, rows)
@@ -129,7 +129,7 @@ def test_oversized_videos_are_omitted_and_counted(tmp_path: Path, monkeypatch: p
     ("value", "text"),
     [(0.8125, "0.812"), (0.0, "0.000"), (1.5e-9, "1.50e-09"), (123456.0, "1.23e+05"), (-0.5, "-0.500")],
 )
-def test_numbers_are_short(value: float, text: str) -> None:
+def test_numbers_are_formatted_briefly(value: float, text: str) -> None:
     assert format_number(value) == text
 
 

@@ -37,7 +37,7 @@ def test_interval_matches_normal_distribution() -> None:
 
 
 def test_clips_of_one_prompt_are_clustered() -> None:
-    """Ten copies of each of two values say no more than the two: an interval that takes them for 20 is too narrow."""
+    """Use ten copies of two values, which carry no more information than two; treated as 20, they give too narrow an interval."""
     low, high = compute_interval([0.0] * 10 + [1.0] * 10, ["a"] * 10 + ["b"] * 10) or (1, 0)
     assert (low, high) == (0.0, 1.0)
 
@@ -46,8 +46,8 @@ def test_a_single_prompt_has_no_interval() -> None:
     assert compute_interval([0.0, 1.0], ["a", "a"]) is None
 
 
-def test_a_comparison_is_of_pairs() -> None:
-    """The clips differ much, the models little and always in one direction: only pairs show that."""
+def test_comparison_is_paired_by_clip() -> None:
+    """Use clips that differ greatly and models that differ slightly but consistently, which only a paired comparison shows."""
     rewards = np.linspace(0, 1, 20)
     before = [clip(i, float(reward)) for i, reward in enumerate(rewards)]
     after = [clip(i, float(reward) + 0.01) for i, reward in enumerate(rewards)]

@@ -70,7 +70,7 @@ def test_queue_keeps_newest_scores_and_waiting_jobs(
     assert [queue.find(name) is not None for name in names] == [False, False, False, True, True, True]
 
 
-def test_long_answers_make_room_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_responses_are_dropped_at_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "KEPT_BYTES", 2500)
     queue = Jobs(10, 1000)
     names = [queue.add(REQUEST, ["x", "y"], 0) for _ in range(4)]

@@ -33,7 +33,7 @@ def test_sharpness_spans_blank_frame_to_chessboard() -> None:
     )
 
 
-def test_motion_and_flicker() -> None:
+def test_motion_and_flicker_match_expected_values() -> None:
     fade = torch.cat([plain(*[value] * 3, frames=1) for value in (0.1, 0.2, 0.3)], 2)
     blink = torch.cat([plain(*[value] * 3, frames=1) for value in (0.1, 0.5, 0.1)], 2)
     clips = torch.cat([fade, blink])
@@ -61,7 +61,7 @@ def test_solid_scores_coloured_but_not_dark_areas() -> None:
     assert pixels.solid(clips, [], share=1.0).tolist() == pytest.approx([0.85, 0.01, 0], abs=1e-6)
 
 
-def test_following_needs_both() -> None:
+def test_following_requires_motion_and_colour() -> None:
     size = ClipSize(9, 32, 32, 16.0)
     square = Square("red", "left", 0.9, 0.1, (0.5, 0.5))
     clips = torch.stack([draw_clip(square, size)] * 2).float() / 255

@@ -174,7 +174,7 @@ def test_results_not_plain_numbers_are_rejected(result: Any) -> None:
         [torch.tensor(1.0), torch.tensor(0.5)],
     ],
 )
-def test_numbers_may_be_of_any_kind(result: Any) -> None:
+def test_scores_may_have_any_numeric_type(result: Any) -> None:
     assert check_scores(result, (CLIPS, ROWS)) == ([1.0, 0.5], {})
 
 

@@ -310,7 +310,7 @@ def test_unusable_body_is_rejected_with_reason(server: RewardHTTPServer, sent: b
 
 @pytest.mark.parametrize("server", [{"token": TOKEN}], indirect=True)
 @pytest.mark.parametrize("given", [None, "wrong", TOKEN[:-1]])
-def test_without_the_right_token_nothing_is_done(server: RewardHTTPServer, given: str | None) -> None:
+def test_requests_without_valid_token_get_401(server: RewardHTTPServer, given: str | None) -> None:
     for action in ("ping", "enqueue", "pull", "push", "latent_attr"):
         status, answer = post(server, action, body(VIDEO, media_type="video"), given)
         assert status == 401
@@ -358,7 +358,7 @@ def send_raw(server: RewardHTTPServer, line: str) -> tuple[str, str]:
     return head, content
 
 
-def test_forms_that_cannot_be_answered(server: RewardHTTPServer) -> None:
+def test_invalid_forms_get_error_status(server: RewardHTTPServer) -> None:
     assert post(server, "pull", {"type": "level"}) == (400, {"message": "the form has no uuid"})
     assert post(server, "pull", {"uuid": "nobody", "type": "level"})[0] == 404
     assert post(server, "push", {"uuid": "nobody", "scores": "{}", "type": "x"})[0] == 404
@@ -366,7 +366,7 @@ def test_forms_that_cannot_be_answered(server: RewardHTTPServer) -> None:
     assert post(server, "elsewhere", {})[0] == 404
 
 
-def test_a_worker_elsewhere_can_deliver_scores(server: RewardHTTPServer) -> None:
+def test_remote_worker_can_deliver_scores(server: RewardHTTPServer) -> None:
     _, ticket = post(server, "enqueue", body(VIDEO, media_type="video", reward_fn={"slow": 1, "facts": 1}))
     for values in ([0.0, 0.0], [1.0, 2.0]):
         pushed = {"scores": {"facts": values}}

@@ -110,7 +110,7 @@ def ask(settings: WorldRewardConfig) -> dict[str, list[float]]:
     return client.score(CLIPS.numpy(), [row.prompt for row in ROWS], 16.0, "clips of X")
 
 
-def test_a_request_has_these_bytes(service: Service) -> None:
+def test_request_bytes_match_the_protocol(service: Service) -> None:
     service.scores(dance_grpo={"overall_reward": [0.5, -1.0], "vq_reward": [9, 9]})
     assert ask(config(service)) == {"dance_grpo/overall_reward": [0.5, -1.0]}
     (path, headers, body), (pull_path, pull_headers, pull_body) = service.requests
@@ -168,7 +168,7 @@ def test_zero_weight_is_sent_as_one(service: Service) -> None:
         ),
     ],
 )
-def test_weights_clips_and_scale(
+def test_total_applies_weights_clipping_and_scale(
     scores: tuple[dict[str, Any], ...], scale: float, values: dict[str, list[float]], total: float
 ) -> None:
     settings = WorldRewardConfig.model_validate({"services": scores, "scale": scale})
@@ -212,7 +212,7 @@ def test_unresponsive_service_is_abandoned_in_time(service: Service) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_failures_that_may_pass_are_tried_again(service: Service, status: int) -> None:
+def test_transient_failures_are_retried(service: Service, status: int) -> None:
     service.scores(dance_grpo={"overall_reward": [1, 2]})
     answer, failures = service.answer, iter([True, False, True, True])
     service.answer = lambda *request: (status, {}) if next(failures, False) else answer(*request)

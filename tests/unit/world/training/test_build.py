@@ -14,7 +14,7 @@ from dsreason.world.training.clips import ClipShare
 
 
 def test_rewards_open_once_per_context_parallel_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open a user's reward, which has separate processes, on one of the ranks that compute a clip together."""
+    """Check that only one of the ranks that compute a clip together opens the user's reward, which starts processes."""
     opened = []
     monkeypatch.setattr(build, "share_errors", nullcontext)
     monkeypatch.setattr(build, "open_scorer", lambda reward: opened.append(reward) or nullcontext("scorer"))

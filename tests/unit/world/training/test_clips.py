@@ -51,14 +51,14 @@ def test_noise_follows_seed_step_index_and_purpose() -> None:
     assert all(not a.equal(b) for i, a in enumerate(clips) for b in clips[:i])
 
 
-def test_same_noise_is_that_of_a_group() -> None:
+def test_same_noise_is_shared_within_group() -> None:
     noise = draw_start_noise(PLACES, SHAPE, config(same_noise=True), 4)
     assert noise[0].equal(noise[1])
     assert not noise[0].equal(noise[2])
     assert noise[::2].equal(draw_start_noise(PLACES, SHAPE, config(), 4)[::2])
 
 
-def test_given_frame_count_is_drawn_per_group() -> None:
+def test_conditioning_frame_count_is_drawn_per_group() -> None:
     clean = {place: torch.full(SHAPE, float(place.prompt + 1)) for place in PLACES}
     settings = config(conditional_frames=(0, 2))
     drawn = {draw_num_given_frames(settings, step, prompt) for step in range(20) for prompt in range(3)}
@@ -73,7 +73,7 @@ def test_given_frame_count_is_drawn_per_group() -> None:
         assert conditioning.latents[row, :, count:].eq(0).all()
 
 
-def test_without_given_frames_no_clip_is_read() -> None:
+def test_no_clip_is_read_without_conditioning_frames() -> None:
     assert build_conditioning(PLACES, {}.__getitem__, config(), 7) is None
 
 

@@ -138,7 +138,7 @@ def test_adapters_of_one_model_are_distinguished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["judge.py:score", "judge:score", "package.judge:score"])
-def test_the_code_of_a_reward_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_edited_reward_code_changes_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / ("package/judge.py" if "package" in name else "judge.py")
     file.parent.mkdir(exist_ok=True)
@@ -150,7 +150,7 @@ def test_the_code_of_a_reward_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [*find_differences(*result)] == [f"reward.code.{name}"]
 
 
-def test_weights_are_what_a_comparison_is_about() -> None:
+def test_comparison_allows_only_different_models() -> None:
     assert {*find_differences(collect_settings(WorldConfig(), "a"), collect_settings(WorldConfig(), "b"))} <= {
         *MODEL_KEYS
     }

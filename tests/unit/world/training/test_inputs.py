@@ -63,7 +63,7 @@ def inputs_of(source: Any, algorithm: str, **world: Any) -> Inputs:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shared_group_inputs_are_read_once(size: int) -> None:
-    """Two prompts of three clips, in micro-batches that may hold both; and a stand-in of a row of another rank."""
+    """Use two prompts with three clips each, micro-batches that may contain both, and a placeholder for another rank's row."""
     source = Source()
     dataset = WorldDataset([WorldRow(str(n), f"prompt {n}", clip="x") for n in range(9)], source.read_clip)
     places = [ClipIndex(prompt, clip) for prompt in (1, 2) for clip in range(3)]

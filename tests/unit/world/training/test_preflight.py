@@ -35,7 +35,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "flow_grpo", "ddrl", "nft"])
-def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
+def test_valid_run_of_every_algorithm_passes(algorithm: str) -> None:
     check(made(world={"algorithm": algorithm}))
 
 
@@ -146,7 +146,7 @@ def test_prompts_are_rejected_when_clips_are_needed(algorithm: str, tmp_path: Pa
     check(made(data=data))
 
 
-def test_rounded_weights_cannot_be_exchanged(tmp_path: Path) -> None:
+def test_quantized_weights_are_rejected_with_kl(tmp_path: Path) -> None:
     file = tmp_path / "quantized.json"
     file.write_text('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}')
     config = made(world={"kl_coef": 0.1}).model_copy(update={"deepspeed": str(file)})

@@ -108,7 +108,7 @@ def test_optimizer_steps_share_the_prompts() -> None:
 
 
 def test_rewards_prompts_and_clips_stay_together() -> None:
-    """The clips of three prompts in batches that do not end where groups do."""
+    """Use the clips of three prompts in batches that do not end at group boundaries."""
     config = make_config().world
     rewards = {
         ClipIndex(0, 0): 1,
@@ -137,7 +137,7 @@ def test_rewards_prompts_and_clips_stay_together() -> None:
     assert metrics["reward/zero_std_fraction"] == pytest.approx(1 / 3)
 
 
-def test_exponential_advantages_are_of_ddrl() -> None:
+def test_ddrl_uses_exponential_advantages() -> None:
     config = make_config(algorithm="ddrl", exponential_advantages=True).world
     scored = [ScoredClip(ClipIndex(p, c), float(c), {}, LOOK) for p in range(3) for c in range(2)]
     batch = batch_of(*(clip.place for clip in scored))
@@ -195,8 +195,8 @@ def test_ratio_check_applies_only_to_first_update() -> None:
         RatioCheck().check(0.01, 1)
 
 
-def test_guidance_leads_away_from_the_negative_prompt() -> None:
-    """v + (scale - 1)(v - v_negative), with each clip's own text and given frames in both halves."""
+def test_guidance_moves_away_from_negative_prompt() -> None:
+    """Expect v + (scale - 1)(v - v_negative), with each clip's text and conditioning frames in both halves."""
     calls = []
 
     def velocity(transformer: Any, x: Any, s: Any, text: Any, conditioning: Any, start: Any) -> Any:
@@ -223,7 +223,7 @@ def test_guidance_leads_away_from_the_negative_prompt() -> None:
     assert calls[1][1] is value
 
 
-def test_looks_tell_dark_and_alike_clips() -> None:
+def test_look_statistics_detect_dark_and_similar_clips() -> None:
     dark, bright = (
         torch.zeros(1, 3, 9, 16, 16, dtype=torch.uint8),
         torch.full((1, 3, 9, 16, 16), 255, dtype=torch.uint8),
@@ -263,7 +263,7 @@ def test_gradients_near_epsilon_are_reported_once(
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
-def test_the_advice_on_epsilon_leaves_a_hundredth(caplog: pytest.LogCaptureFixture) -> None:
+def test_advised_epsilon_is_small_compared_with_gradients(caplog: pytest.LogCaptureFixture) -> None:
     engine: Any = SimpleNamespace(module=torch.nn.Linear(100, 100, bias=False))
     check = EpsilonCheck(OptimConfig())
     assert np.isnan(check.measure(engine, float("inf"), 1))

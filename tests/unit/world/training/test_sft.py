@@ -64,7 +64,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[DsReasonError]:
 
 
 def test_step_without_usable_clip_names_one() -> None:
-    """The rank that has the bad clip is not the first one."""
+    """Use a bad clip on a rank other than the first."""
     with pytest.raises(
         DataError, match="none of the 1 clips of step 7 can be used; first error: clip.mp4: is no video"
     ):
