@@ -104,7 +104,7 @@ def test_overlong_line_is_rejected_by_number(
 ) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
     (here / "rows.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=f"line {number}: longer than .* MiB; write one row per line"):
+    with pytest.raises(DataError, match=f"line {number}: exceeds the maximum length of .* MiB; write one row per line"):
         JsonLinesRows(here / "rows.jsonl")
 
 
@@ -122,7 +122,7 @@ def sparse(file: Path) -> Path:
 
 def test_oversized_file_is_rejected(here: Path) -> None:
     rows, prompts = sparse(here / "a.json"), sparse(here / "a.txt")
-    refused(lambda: JsonListRows(rows), DataError, "a.json: has 10737418240 bytes", "as .jsonl")
+    refused(lambda: JsonListRows(rows), DataError, "a.json: has 10737418240 bytes", "to a .jsonl file")
     refused(lambda: read_world_prompts(str(prompts)), DataError, "a.txt: has 10737418240 bytes")
     refused(lambda: read_prompts(None, Path("/dev/zero")), ConfigError, "--prompt-file /dev/zero: is larger than")
 
@@ -148,7 +148,7 @@ def test_truncated_output_file_is_reported_and_removed(here: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
     )
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("error: run.toml: cannot be written (File too large)")
+    assert ended.stderr.splitlines()[-1].startswith("error: run.toml: cannot be written: File too large")
     assert "Traceback" not in ended.stderr
     assert not (here / "run.toml").exists()
 
