@@ -140,6 +140,7 @@ def inspect(
         from dsreason.tools.datasets.inspection import inspect_data
 
     training, validation = open_datasets(run.data)
+    print_column_use(training)
     datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
     datasets |= test_sets(run.data, test, benchmark)
     encoder = None
@@ -269,9 +270,18 @@ def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDat
 
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)
+    print_column_use(training)
     as_trained = trainer.row_encoder(run, encoder)
     held_out = as_trained if run.held_out_as_trained else encoder.encode
     return [("training", training, as_trained), ("validation", validation, held_out)]
+
+
+def print_column_use(dataset: SampleDataset) -> None:
+    """Print which columns of each source are used, kept for rewards, and ignored."""
+    from dsreason.data.formats.column_use import find_column_use
+
+    for source in dataset.sources:
+        print_message(find_column_use(source).describe(), err=True)
 
 
 def choose_num_workers(workers: int | None) -> int:

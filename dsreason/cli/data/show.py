@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,10 +12,12 @@ from dsreason.cli.job import SetOption
 from dsreason.config.load import read_values
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import ConfigError, DataError
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch
 from dsreason.screen import print_message, write
 
 if TYPE_CHECKING:
+    from dsreason.data.chat import Encoder
     from dsreason.data.sources import DataSource
 
 FIRST_ROWS = 3
@@ -28,6 +31,9 @@ def show(
     ] = "sft",
     adapter: Annotated[str, typer.Option(help="Adapter that reads the rows.")] = "auto",
     overrides: SetOption = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, or tiny:qwen2_5_vl: also count tokens by kind.")
+    ] = None,
     row: Annotated[int | None, typer.Option(min=1, help="Number of the only row to show, counted from 1.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Number of rows to show; default: 3, or all with --json.")
@@ -40,7 +46,8 @@ def show(
     """
     if purpose not in PURPOSES:
         raise ConfigError(f"--for must be one of {', '.join(PURPOSES)}, but is {purpose!r}")
-    config = read_values(SFTConfig, {"data": {"adapter": adapter, "path": path}}, "the options", overrides or ())
+    sections = {"data": {"adapter": adapter, "path": path}} | ({"model": {"path": model}} if model else {})
+    config = read_values(SFTConfig, sections, "the options", overrides or ())
     launch.prepare_environment()
     from dsreason.data.sources import open_source
 
@@ -49,23 +56,32 @@ def show(
     if row is not None and row > count:
         raise ConfigError(f"--row {row}: {path} has only {count} rows")
     shown = range(row - 1, row) if row is not None else range(min(count, limit or (count if as_json else FIRST_ROWS)))
-    failed = show_json(source, shown, purpose) if as_json else show_text(source, shown, purpose)
+    encoder = open_encoder(config) if model else None
+    show_rows = show_json if as_json else show_text
+    failed = show_rows(source, shown, purpose, encoder)
     if failed:
         raise typer.Exit(1)
 
 
-def show_json(source: DataSource, rows: range, purpose: Any) -> int:
+def open_encoder(config: SFTConfig) -> Encoder:
+    with make_imports_fast():
+        from dsreason.train.common.preflight import build_encoder, find_model
+
+    return replace(build_encoder(config, find_model(config)), needs_reply=False)
+
+
+def show_json(source: DataSource, rows: range, purpose: Any, encoder: Encoder | None) -> int:
     """Print one object per row, and return the number of unusable rows."""
     from dsreason.tools.datasets.show import iter_json
 
     failed = 0
-    for entry in iter_json(source, rows, purpose):
+    for entry in iter_json(source, rows, purpose, encoder):
         write(json.dumps(entry, ensure_ascii=False))
         failed += "error" in entry
     return failed
 
 
-def show_text(source: DataSource, rows: range, purpose: Any) -> int:
+def show_text(source: DataSource, rows: range, purpose: Any, encoder: Encoder | None) -> int:
     """Print each row in a frame, and return the number of unusable rows."""
     from dsreason.data.formats.column_use import find_column_use
     from dsreason.monitor.console import open_console
@@ -76,9 +92,9 @@ def show_text(source: DataSource, rows: range, purpose: Any) -> int:
     console, failed = open_console(highlight=False), 0
     for index in rows:
         try:
-            sample, split = show_row(source, index, purpose)
+            sample, split, tokens = show_row(source, index, purpose, encoder)
             title = f"{source.rows.describe_location(index)} · {sample.id}"
-            console.print(render_row(sample, split, title, lambda part: describe_medium(part, source)))
+            console.print(render_row(sample, split, tokens, title, lambda part: describe_medium(part, source)))
         except DataError as error:  # also of a media file that cannot be read
             print_message(error)
             failed += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +11,10 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from dsreason.data.messages import join_text, list_media_parts, prompt_messages
+from dsreason.data.chat import Encoder
+from dsreason.data.messages import join_text, prompt_messages
 from dsreason.data.sources import DataSource
-from dsreason.data.types import Message, Sample
+from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
 from dsreason.media import images, videos
 from dsreason.media.frames import describe_video_path, is_frame_list, read_frame_list
@@ -59,23 +60,34 @@ def is_trained(message: Message) -> bool:
     return message["role"] == "assistant" and bool(message.get("trained", True))
 
 
-def show_row(source: DataSource, index: int, purpose: Purpose) -> tuple[Sample, Split]:
-    """Read a row and split it. Raise DataError if it is unusable."""
+def show_row(
+    source: DataSource, index: int, purpose: Purpose, encoder: Encoder | None
+) -> tuple[Sample, Split, dict[str, int]]:
+    """Read a row, split it, and count its tokens if there is an encoder. Raise DataError if the row is unusable."""
     sample = source.sample(index)
     try:
-        return sample, split_for(sample, purpose)
+        split = split_for(sample, purpose)
+        return sample, split, {} if encoder is None else count_tokens(encoder, sample, purpose)
     except DataError as error:
         raise DataError(f"{source.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
+
+
+def count_tokens(encoder: Encoder, sample: Sample, purpose: Purpose) -> dict[str, int]:
+    """Count the tokens of a prompt (GRPO) or a conversation (for DPO, with the chosen reply), by kind."""
+    encoded = encoder.encode_prompt(sample).encoded if purpose == "grpo" else encoder.encode(sample)
+    counts = {"text": int((encoded.mm_token_type_ids == 0).sum())}
+    counts |= {kind: int((encoded.mm_token_type_ids == value).sum()) for kind, value in TOKEN_TYPES.items()}
+    return counts | {"trained": int(encoded.loss_mask.sum())}
 
 
 # ---------------------------------------------------------------- JSON
 
 
-def iter_json(source: DataSource, rows: range, purpose: Purpose) -> Iterator[dict[str, Any]]:
+def iter_json(source: DataSource, rows: range, purpose: Purpose, encoder: Encoder | None) -> Iterator[dict[str, Any]]:
     """Yield one object per row; a row that is unusable becomes `{"id": …, "error": reason}`."""
     for index in rows:
         try:
-            sample, split = show_row(source, index, purpose)
+            sample, split, tokens = show_row(source, index, purpose, encoder)
         except DataError as error:
             yield {"id": read_id(source, index), "error": str(error)}
             continue
@@ -90,7 +102,7 @@ def iter_json(source: DataSource, rows: range, purpose: Purpose) -> Iterator[dic
             "rejected": rejected or None,
             "meta": {name: shorten_bytes(value) for name, value in sample.meta.items()},
             "tools": sample.tools,
-        }
+        } | ({"tokens": tokens} if tokens else {})
 
 
 def read_id(source: DataSource, index: int) -> str | None:
@@ -149,7 +161,9 @@ def shorten_bytes(value: Any) -> Any:
 # ---------------------------------------------------------------- text
 
 
-def render_row(sample: Sample, split: Split, title: str, describe: Callable[[dict[str, Any]], str]) -> Panel:
+def render_row(
+    sample: Sample, split: Split, tokens: Mapping[str, int], title: str, describe: Callable[[dict[str, Any]], str]
+) -> Panel:
     """Render a row for a terminal; trained text is bold and green. `describe` returns the line of a media item."""
     lines: list[Text] = []
     for name, messages in zip(("", "chosen", "rejected"), split, strict=True):
@@ -163,6 +177,8 @@ def render_row(sample: Sample, split: Split, title: str, describe: Callable[[dic
         "meta": shorten_bytes(sample.meta),
     }
     lines += [Text(f"{name}: {str(value):.500}", style="dim") for name, value in facts.items() if value]
+    if tokens:
+        lines.append(Text("tokens: " + ", ".join(f"{count} {kind}" for kind, count in tokens.items()), style="dim"))
     return Panel(Group(*lines), title=Text(title), title_align="left")
 
 
@@ -188,8 +204,3 @@ def render_part(part: dict[str, Any], trained: bool, describe: Callable[[dict[st
     if part["type"] != "text":
         return Text("  " + describe(part), style="blue")
     return Text("  " + part["text"].replace("\n", "\n  "), style=TRAINED_STYLE if trained else "")
-
-
-def count_media(sample: Sample) -> dict[str, int]:
-    kinds = [part["type"] for part in list_media_parts(sample.messages)]
-    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}

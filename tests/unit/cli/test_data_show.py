@@ -1,0 +1,88 @@
+"""`dsreason data show`: rows as JSON and as text, for each trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from dsreason.cli.data.commands import app
+from dsreason.errors import ConfigError
+
+GOOD = {
+    "id": 7,
+    "messages": [{"role": "user", "content": "<image>Up?"}, {"role": "assistant", "content": "Yes."}],
+    "image": "a.png",
+}
+MARKED = {"messages": [{"role": "user", "content": "Up?"}, {"role": "assistant", "content": "Yes.", "loss": False}]}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [{**GOOD, "site": "north"}, MARKED])))
+    return tmp_path / "rows.jsonl"
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["show", *map(str, arguments)])
+
+
+def test_json_has_an_object_per_row(rows: Path) -> None:
+    result = call(rows, "--json")
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert first["id"] == "7"
+    assert first["messages"] == [
+        {
+            "role": "user",
+            "trained": False,
+            "parts": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "Up?"}],
+        },
+        {"role": "assistant", "trained": True, "parts": [{"type": "text", "text": "Yes."}]},
+    ]
+    assert (first["answer"], first["meta"], first["chosen"]) == ("Yes.", {"site": "north"}, None)
+    assert "no reply is trained" in second["error"] and "row 2" in second["error"]
+    assert result.exit_code == 1
+
+
+def test_text_marks_what_is_trained(rows: Path) -> None:
+    result = call(rows, "--row", 1)
+    assert result.exit_code == 0, result.output
+    assert "image a.png (28x28)" in result.stdout
+    assert "assistant (trained)" in result.stdout
+    assert "uses id, image, messages; keeps site for rewards" in result.stderr
+
+
+def test_grpo_shows_only_the_prompt(rows: Path) -> None:
+    shown = [json.loads(line) for line in call(rows, "--json", "--for", "grpo").stdout.splitlines()]
+    assert [[message["role"] for message in row["messages"]] for row in shown] == [["user"], ["user"]]
+
+
+def test_dpo_shows_both_replies(tmp_path: Path) -> None:
+    pair = {"prompt": "Up?", "chosen": "Yes.", "rejected": "No."}
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, [pair, {**pair, "rejected": "Yes."}])))
+    first, second = map(json.loads, call(tmp_path / "pairs.jsonl", "--json", "--for", "dpo").stdout.splitlines())
+    assert [message["role"] for message in first["messages"]] == ["user"]
+    replies = [first[side][0]["parts"][0]["text"] for side in ("chosen", "rejected")]
+    assert replies == ["Yes.", "No."]
+    assert "the same answer" in second["error"]
+
+
+def test_model_adds_token_counts(rows: Path) -> None:
+    shown = json.loads(call(rows, "--json", "--row", 1, "--model", "tiny:qwen3_vl").stdout)
+    assert set(shown["tokens"]) == {"text", "image", "video", "trained"}
+    assert shown["tokens"]["image"] == 1  # 28x28 pixels become 32x32
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [(("--for", "world"), "--for must be one of sft, grpo, dpo"), (("--row", 3), "has only 2 rows")],
+)
+def test_wrong_option_is_rejected(rows: Path, options: tuple[object, ...], reason: str) -> None:
+    result = call(rows, *options)
+    assert isinstance(result.exception, ConfigError)
+    assert reason in str(result.exception)
