@@ -55,7 +55,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="GPU for time estimates: h100, h200, a100, b200 or l40s; default: inferred from the memory.",
+            help="GPU for time estimates, such as h100; default: inferred from the memory.",
         ),
     ] = None,
     network_gbit: Annotated[

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsreason.data.adapters import rename_columns
 from dsreason.data.formats.read import find_format
+from dsreason.data.formats.turns import ROLE_KEYS
 from dsreason.data.order import pick_evenly
 from dsreason.data.sources import DataSource
 from dsreason.errors import DsReasonError
@@ -41,7 +42,7 @@ def track(value: Any, name: str, read: set[str]) -> Any:
 
 
 def is_message_list(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in value)
+    return isinstance(value, list) and all(isinstance(item, dict) and item.keys() & set(ROLE_KEYS) for item in value)
 
 
 @dataclass

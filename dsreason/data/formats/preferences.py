@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsreason.data.formats.turns import join_parts, read_messages
+from dsreason.data.formats.turns import CONTENT_KEYS, ROLE_KEYS, join_parts, read_messages
 from dsreason.data.types import Message
 from dsreason.errors import DataError
 
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
 COLUMNS = ("chosen", *REJECTED)
 MARK = re.compile("<(image|video)>")
-MESSAGE_KEYS = {"role", "content", "from", "value"}
+MESSAGE_KEYS = {*ROLE_KEYS, *CONTENT_KEYS}
 """Keys of messages in the formats that data sets commonly use."""
 
 

@@ -26,6 +26,8 @@ ROLES = {
     "observation": "tool",
 }
 """Role names of OpenAI, ShareGPT, LLaMA-Factory and ms-swift → role."""
+ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
+"""Keys of a message that have its role, and its text or parts."""
 CALL_ROLES = ("function_call", "tool_call")
 """Roles whose text is the JSON of a tool call."""
 TRAINED_KEYS = ("loss", "train", "trained", "weight")
@@ -72,7 +74,7 @@ def is_call_only(message: Message) -> bool:
 
 
 def read_message(turn: Mapping[str, Any], location: str) -> Message:
-    raw_role = first_value(turn, "role", "from")
+    raw_role = first_value(turn, *ROLE_KEYS)
     role = ROLES.get(raw_role) if isinstance(raw_role, str) else None
     if turn.get("audio"):
         raise DataError(f"{location}: audio is not supported; remove the message's audio")
@@ -80,7 +82,7 @@ def read_message(turn: Mapping[str, Any], location: str) -> Message:
         nearest = find_nearest(str(raw_role), ROLES)
         hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise DataError(f"{location}: the role must be one of {', '.join(ROLES)}, but is {raw_role!r:.100}{hint}")
-    content = read_content(first_value(turn, "content", "value"), location)
+    content = read_content(first_value(turn, *CONTENT_KEYS), location)
     calls = read_calls(
         content if raw_role in CALL_ROLES else first_value(turn, "tool_calls", "function_call"), location
     )
