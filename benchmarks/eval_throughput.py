@@ -24,7 +24,7 @@ SIDES = {"batches of 64": 64, "one at a time": 1}
 
 
 def evaluate(folder: Path, name: str, batch_size: int, arguments: argparse.Namespace) -> float:
-    """Run an evaluation and return its questions per second."""
+    """Run an evaluation and return its throughput in questions per second."""
     changes = {
         "model.engine": arguments.engine,
         "model.dtype": "float32",

@@ -43,7 +43,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 class PeakMemory:
-    """A measurement of the bytes that the block adds, at its peak, to the memory in use before."""
+    """Context manager that measures the peak memory of its block, in bytes above the memory in use on entry."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.added = device, 0

@@ -94,7 +94,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         endings = [name.removeprefix(row["id"]) for name in names]
         example = next((f', such as "*{ending}"' for ending in endings if CAMERA.fullmatch(ending)), "")
         raise DataError(
-            f"{label.name} has {len(videos)} videos ({', '.join(names)}), but only one can be shown; choose a camera "
+            f"{label.name} has {len(videos)} videos ({', '.join(names)}), but a sample uses only one; select a camera "
             f"with data.video_pattern{example}"
         )
     label_object = read_label(label)

@@ -122,7 +122,7 @@ def measure_ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]
 
 
 def measure_memory(values: dict[str, float]) -> Iterator[tuple[str, Value]]:
-    """Yield the memory that the driver reports at the end of each phase of a rollout, and the share that sleep gives back."""
+    """Yield the device memory that the driver reports after each phase, and how much of the rollout's memory sleep gives back."""
     import torch
 
     device_gib = {phase: values[f"memory/{phase}/device_gib"] for phase in PHASES}

@@ -167,7 +167,7 @@ def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
     ):
         tower = build_tower(family, *names, setting)
         embedding = tower.patch_embed.proj
-        plain = copy(embedding)  # the convolution with the same weight
+        plain = copy(embedding)  # stays a convolution; the next line makes `embedding` a product
         embedding.__class__ = PatchProduct
         grid = torch.tensor([[2, 16, 20] if setting.tiny else [30, 20, 28]], device=setting.device)
         patch = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2

@@ -91,7 +91,7 @@ def infer(
     ] = "auto",
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"],
-        typer.Option(help="Data type of the weights; auto: that of the model's config.json."),
+        typer.Option(help="Data type of the weights; auto uses the type in the model's config.json."),
     ] = "auto",
 ) -> None:
     """Ask a model about images and videos. The answer is streamed to stdout; other messages go to stderr."""
@@ -154,7 +154,7 @@ def choose_prompt(video: bool) -> str:
 def build_frame_settings(
     fps: float | None, nframes: int | None, max_pixels: int | None, total_pixels: int | None
 ) -> dict[str, float]:
-    """Build the vision settings that the options set."""
+    """Build the vision settings from the command-line options that were passed."""
     if fps is not None and nframes is not None:
         raise ConfigError(f"--fps ({fps:g}) and --nframes ({nframes}) are mutually exclusive; remove one")
     if fps is not None and not 0 < fps <= 1000:

@@ -305,7 +305,7 @@ def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, 
     result |= {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
-        # DeepSpeed requires exactly this product, which exceeds the global batch if that does not divide evenly.
+        # DeepSpeed requires exactly this product, which is larger than the global batch if that does not divide evenly.
         "train_batch_size": micro * steps * world_size,
         "gradient_clipping": config.optim.max_grad_norm,
         "communication_data_type": "fp32",

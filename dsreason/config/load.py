@@ -230,7 +230,7 @@ def parse_value(text: str) -> Any:
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits raises ValueError, too
+    except (ValueError, RecursionError) as error:  # not only TOML errors: a 5000-digit number also raises ValueError
         if text.lstrip().startswith(("[", "{")):
             raise ConfigError(
                 f'--set: {text} is not valid TOML ({describe_parse_error(error)}); double each backslash in "…", '

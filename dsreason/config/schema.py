@@ -42,8 +42,8 @@ class ModelConfig(JobModelConfig):
     Unset: no quantization."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """`auto` is dsreason's attention, which separates the samples of a packed row: torch's flash attention on a GPU, and its
-    scaled-dot-product attention otherwise. The other values select implementations of transformers, for comparison; with
-    those, completions do not share their prompt."""
+    scaled-dot-product attention otherwise. The other values select attention implementations of the transformers library, for
+    comparison; with these, each completion is computed with its own copy of the prompt."""
     fused_kernels: bool = True
     """Compute RMSNorm, SwiGLU and rotary embeddings in one kernel each when training on a GPU (torch, Liger-Kernel)."""
     trust_remote_code: bool = False

@@ -104,7 +104,8 @@ class ServerConfig(Section):
     time_limit: float = Field(120.0, gt=0)
     """Time limit of one attempt of a request, in seconds."""
     max_retries: int = Field(5, ge=0)
-    """Maximum number of retries of a failed request. The delay doubles each time, unless the server requests another one."""
+    """Maximum number of times a failed request is retried. The pause doubles each time, unless the server requests another
+    pause."""
     video: Literal["file", "frames"] = "file"
     """Form in which a clip is sent: as a video (vLLM only, which must be started with `--trust-request-mm-kwargs`), or as
     images of its frames. Both show the frames that training would show; vLLM's own choice differs."""
@@ -292,7 +293,10 @@ class EvalConfig(Section):
         return self
 
     def merge_vision(self, source: VisionConfig | None = None) -> VisionConfig:
-        """Merge `[vision]` with a source's settings, which take precedence; use `evaluation.fps` if neither sets the frames."""
+        """Merge `[vision]` with a source's settings, which take precedence.
+
+        If neither sets `fps` or `nframes`, use `evaluation.fps`.
+        """
         merged = (source or VisionConfig()).fill(self.vision)
         return merged if merged.nframes is not None else merged.fill(VisionConfig(fps=self.evaluation.fps))
 

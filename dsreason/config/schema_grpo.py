@@ -175,7 +175,7 @@ class RemoteRewardConfig(Section):
     time_limit: float | None = Field(None, gt=0)
     """Time limit of one request, in seconds. Unset: the environment variable REMOTE_REWARD_ENQUEUE_TIMEOUT_S, or else 60."""
     retries: int = Field(4, ge=0)
-    """Maximum number of retries of a failed request; the pauses between them double."""
+    """Maximum number of times a failed request is retried; the pause doubles after each retry."""
 
 
 class DistillConfig(Section):
@@ -201,7 +201,7 @@ class DistillConfig(Section):
     time_limit: float = Field(120.0, gt=0)
     """Time limit of one request to the server, in seconds."""
     retries: int = Field(4, ge=0)
-    """Maximum number of retries of a failed request; the pauses between them double."""
+    """Maximum number of times a failed request is retried; the pause doubles after each retry."""
     concurrency: int = Field(8, ge=1)
     """Maximum number of concurrent requests per rank."""
 

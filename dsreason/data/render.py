@@ -106,9 +106,10 @@ def _tokenize_segments(
 
 
 def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tuple[str, ...]) -> tuple[int, int] | None:
-    """Return the range of characters in `rendered` that the model writes after `prompt`; None if it is not the message's text.
+    """Return the character range in `rendered` that the model generates after `prompt`; None if it lacks the message's text.
 
-    The form of tool calls depends on the template, so a message with tool calls reaches to the token that ends its turn.
+    The format of tool calls depends on the template, so the range of a message with tool calls extends to the token that ends
+    its turn.
     """
     if not rendered.startswith(prompt):
         return None

@@ -10,7 +10,7 @@ from dsreason.errors import ConfigError
 
 GIB = 2**30
 CONTEXT, NCCL = GIB, GIB // 2
-"""Bytes reserved on each GPU for CUDA's context and libraries, and for NCCL, which only runs on several GPUs need."""
+"""Bytes reserved on each GPU for CUDA's context and libraries, and for NCCL; the latter applies only to runs on several GPUs."""
 FRAGMENTS = 0.05
 """Share of torch's memory that is lost to fragmentation. vLLM's own memory does not fragment."""
 

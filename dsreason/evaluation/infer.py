@@ -271,7 +271,7 @@ def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[s
         if not text.endswith("\ufffd"):  # not an incomplete character
             yield text
             pending = []
-    if pending:  # the answer was truncated within a character
+    if pending:  # the answer was cut off in the middle of a character
         yield str(tokenizer.decode(pending, skip_special_tokens=True))
 
 

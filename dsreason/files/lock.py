@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 180.0
-"""Seconds without a touch after which a lock of another machine is stale. The limit is generous, because native code may block
-the thread that touches the lock."""
+"""Seconds after which a lock held by another machine counts as stale if it has not been touched. The limit is generous, because
+native code may block the thread that touches the lock."""
 
 
 @dataclass(frozen=True)

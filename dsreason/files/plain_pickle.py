@@ -96,7 +96,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         if remaining < 0:
             raise DataError("repeats the same lists, strings or arrays so often that it would become too large")
 
-    def name_array(value: Any) -> dict[str, str]:
+    def replace_array(value: Any) -> dict[str, str]:
         if not hasattr(value, "content"):
             raise DataError(f"contains a value of type {type(value).__name__}, which is not supported")
         spend(value.content.nbytes)
@@ -108,7 +108,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(pickled):
                 raise ValueError(f"numbers its objects up to {argument}, but has only {len(pickled)} bytes")
         plain = PlainUnpickler(io.BytesIO(pickled)).load()
-        for part in json.JSONEncoder(indent=1, ensure_ascii=False, default=name_array).iterencode(plain):
+        for part in json.JSONEncoder(indent=1, ensure_ascii=False, default=replace_array).iterencode(plain):
             spend(len(part))
             document.write(part)
         content = document.getvalue().encode()

@@ -309,7 +309,10 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 
 def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Describe each fact that differs between hosts: the first host's value, and the first value that differs from that."""
+    """Describe each fact that differs between hosts.
+
+    A description has the first host's value, the first value that differs from it, and the number of further hosts that differ.
+    """
     (first, facts), *other_hosts = hosts
     texts = []
     for name in dict.fromkeys(name for _, host_facts in hosts for name in host_facts):

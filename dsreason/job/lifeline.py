@@ -42,7 +42,8 @@ IDLE, INTERVAL, PROBES = 10, 5, 4
 CONNECT_TIME = 20.0
 """Time limit in seconds for connecting to rank 0."""
 SETTLING = 0.5
-"""Seconds that rank 0 waits for further failures after the first, because the report of a consequence may precede its cause."""
+"""Seconds that rank 0 waits for further reports of failures after the first, because a failure may be reported before the one
+that caused it."""
 VERDICT_TIME = 5.0
 """Seconds that a failing rank waits for rank 0 to announce the first failure of the job."""
 HELLO_BYTES = 4096

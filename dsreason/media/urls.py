@@ -74,7 +74,7 @@ def decode_data_uri(uri: str) -> tuple[bytes, str]:
         raise DataError(f"{shown}: exceeds the maximum of {MAX_BYTES:,} bytes; save it as a file, and use its path")
     try:
         content = binascii.a2b_base64("".join(payload.split()), strict_mode=True)
-    except ValueError:  # also of characters that are not ASCII
+    except ValueError:  # a2b_base64 also raises this for non-ASCII characters
         raise DataError(f"{shown}: is not valid base64; encode the file again") from None
     if not content:
         raise DataError(f"{shown}: is empty; encode the file again")

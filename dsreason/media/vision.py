@@ -137,7 +137,10 @@ def compute_image_size(height: int, width: int, part: Mapping[str, Any], limits:
 
 
 def compute_image_bounds(part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
-    """Return the bounds on an image's pixels; the part's `min_pixels` and `max_pixels` override `limits`."""
+    """Return the minimum and maximum number of pixels of an image.
+
+    `min_pixels` and `max_pixels` of the message part override `limits`.
+    """
     settings = _read_settings(part)
     min_pixels = settings.get("min_pixels", min(limits.min_pixels, settings.get("max_pixels", limits.min_pixels)))
     return min_pixels, settings.get("max_pixels", max(limits.max_pixels, min_pixels))

@@ -85,7 +85,7 @@ def check_files(folder: Path) -> None:
             ) from None
         if opened and size > MOST_BYTES and file.suffix != ".safetensors":
             raise CheckpointError(
-                f"{file}: has {size} bytes, but a model file without weights has at most {MOST_BYTES}; download it again"
+                f"{file}: has {size} bytes, but a model file without weights must not exceed {MOST_BYTES}; download it again"
             )
 
 

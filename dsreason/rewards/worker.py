@@ -259,8 +259,8 @@ def _check_single(result: Any) -> tuple[float | None, dict[str, float]]:
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_number(value):
             raise ValueError(
-                f"returned the metric {name!r} = {describe_value(value)}; metrics must have strings as names and finite "
-                "values"
+                f"returned the metric {name!r} = {describe_value(value)}; metric names must be strings, and metric "
+                "values must be finite numbers"
             )
     number = None if score is None else _check_number(score, result)
     return number, {str(name): float(to_plain(value)) for name, value in metrics.items()}

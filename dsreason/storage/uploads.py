@@ -168,7 +168,7 @@ class Uploader:
         self._thread: Thread | None = None
 
     def add(self, folder: Path, *, last: bool) -> None:
-        """Queue a complete folder, `<run>/checkpoints/step_N` or `<run>/export/…`, followed by all failed uploads.
+        """Queue a complete folder, `<run>/checkpoints/step_N` or `<run>/export/…`, then all uploads that have failed so far.
 
         A folder whose current content has already been uploaded is skipped.
         """
@@ -186,7 +186,7 @@ class Uploader:
         with self._lock:
             if self._unfinished.get(folder) == WAITING or self._is_uploaded(folder):
                 return
-            failed = [path for path, why in self._unfinished.items() if why != WAITING and path != folder]
+            failed = [path for path, reason in self._unfinished.items() if reason != WAITING and path != folder]
             due = [folder, *failed]
             self._unfinished |= dict.fromkeys(due, WAITING)
         for due_folder in due:
@@ -310,11 +310,11 @@ class Uploader:
             speed = decimal(round(sent.num_bytes / max(seconds, 1e-9)))
             log.info("uploaded %s to %s: %s in %.0f s, %s/s", folder, place, decimal(sent.num_bytes), seconds, speed)
 
-    def _record_failure(self, folder: Path, why: str) -> None:
+    def _record_failure(self, folder: Path, reason: str) -> None:
         with self._lock:
-            self._unfinished[folder] = why
+            self._unfinished[folder] = reason
         log.warning(
             "%s: was not uploaded: %s; the upload will be retried with the next one and at the end of the run",
             folder,
-            why,
+            reason,
         )

@@ -237,7 +237,7 @@ def _open(file: Path) -> safe_open:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
         raise StorageError(
-            f"{file}: is missing, because the cache was cleared during the run; restart the run"
+            f"{file}: is missing because the cache was cleared during the run; restart the run"
         ) from None
     except (SafetensorError, OSError) as error:
         raise StorageError(f"{file}: cannot be read ({error}); delete it, and the next run recreates it") from error

@@ -124,8 +124,8 @@ class WorldConfigSection(Section):
     shift: float = Field(3.0, gt=0)
     """Shift of the linear schedule and of the noise levels of `sft`: s → shift·s / (1 + (shift − 1)·s)."""
     guidance_scale: float = Field(1.0, ge=1)
-    """Guidance scale of sampling and training: v + (scale − 1)·(v − v_negative); 1 disables guidance. The scale of Cosmos'
-    pipeline is one less: its 7 is 8 here."""
+    """Guidance scale for sampling and training: v + (scale − 1)·(v − v_negative); 1 disables guidance. The scale of Cosmos'
+    pipeline is one less: its 7 corresponds to 8 here."""
     conditional_frames: tuple[int, int] = (0, 0)
     """Minimum and maximum number of latent frames that are given from the row's clip, drawn once per group: 0 generates from text
     only, 1 from an image, 2 from a video."""

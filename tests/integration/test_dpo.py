@@ -175,7 +175,7 @@ def test_resume_is_rejected_when_model_changed(folder: Path) -> None:
     try:
         tensors = load_file(weights)
         save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
-        with pytest.raises(AssertionError, match="but the reference of this run was measured with fingerprint"):
+        with pytest.raises(AssertionError, match="but the reference of this run was computed by the model with"):
             train(folder, "changed_model", resume="whole/checkpoints/step_3")
     finally:
         weights.write_bytes(content)

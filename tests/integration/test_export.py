@@ -108,7 +108,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_reopened_logits_match_trained_model(trained: tuple[Path, dict[str, Any]], reopened: dict[str, Any]) -> None:
     for name in CASES:
-        # transformers embeds patches by a convolution, training by a matrix product: the same but for rounding.
+        # transformers embeds patches with a convolution, training with a matrix product; they differ only by rounding.
         assert np.abs(reopened["logits"][name] - trained[1]["zero3"][name]).max() <= 1e-5
 
 
@@ -117,7 +117,7 @@ def test_vllm_continues_as_transformers_does(reopened: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_checkpoint_and_engine_export_the_same(
+def test_checkpoint_export_matches_engine_export(
     trained: tuple[Path, dict[str, Any]], stage: str, tiny: Path, tmp_path: Path
 ) -> None:
     from dsreason.checkpoints.export import export_checkpoint

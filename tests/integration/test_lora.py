@@ -204,7 +204,7 @@ class TestStage:
         assert sum(file.stat().st_size for file in files) < base
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    def test_checkpoint_and_engine_export_the_same(
+    def test_checkpoint_export_matches_engine_export(
         self, found: Any, folder: Path, tmp_path: Path, stage: str, dtype: str
     ) -> None:
         from dsreason.checkpoints.export import export_checkpoint

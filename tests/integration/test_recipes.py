@@ -54,7 +54,7 @@ def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_passes_dry_run_with_swapped_paths(
+def test_recipe_passes_dry_run_with_substituted_paths(
     recipe: str, swap: Swap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

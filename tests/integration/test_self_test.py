@@ -142,7 +142,7 @@ def check_faults(rank: dict[str, Any], *, buffer: str) -> None:
 # ---------------------------------------------------------------- tests
 
 
-def test_sound_engine_passes_and_stays_asleep(found: list[dict[str, Any]]) -> None:
+def test_healthy_engine_passes_and_stays_asleep(found: list[dict[str, Any]]) -> None:
     for rank in found:
         check_sound(rank)
         assert rank["keeps weights"]

@@ -487,7 +487,7 @@ def test_missing_data_set_is_reported(proxy: Proxy, path: str, message: str) -> 
     assert "sentinel" not in str(caught.value)
 
 
-def test_object_name_leaving_folder_is_rejected(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_object_name_outside_folder_is_rejected(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "set/../../evil.json", b"[]")
     with pytest.raises(DataError, match="would be written outside its folder"):
         fetch_folder("s3://bucket/set", lambda name: True)

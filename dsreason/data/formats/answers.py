@@ -49,7 +49,7 @@ def to_text(value: Any) -> str:
         return str(int(value))
     if isinstance(value, str | int | float):
         return str(value)
-    raise DataError(f"field 'answer' is {value!r:.100}; it must be a text, a number, true, false, or a list of these")
+    raise DataError(f"field 'answer' is {value!r:.100}; it must be a string, a number, true, false, or a list of these")
 
 
 def check_number_of_option(value: Any, options: Mapping[str, str] | None) -> None:

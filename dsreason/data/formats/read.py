@@ -64,7 +64,7 @@ class Conversation:
 
     messages: list[Message]
     columns: set[str]
-    """Columns whose meaning the messages (and the fields below) carry."""
+    """Columns that the format used; their content is now in `messages` or in the fields below."""
     rejected: list[Message] | None = None
     options: dict[str, str] | None = None
 
@@ -233,7 +233,7 @@ def find_format(row: Row) -> Format:
 
 
 def read_row(row: Any, name: str | None = None) -> Sample:
-    """Convert a row of any format to a sample; `name` is the format, None finds it.
+    """Convert a row of any format to a sample; `name` selects the format, and None detects it.
 
     With `name`, columns of other formats are kept in `sample.meta`; otherwise, a column that no format would ignore is an error.
 
@@ -248,7 +248,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     form = find_format(row) if name is None else next(form for form in FORMATS if form.name == name)
     if not form.fits(row):
         raise DataError(
-            f"the columns {', '.join(map(str, row))} do not make a row of the format {form.name} ({form.description}); rename "
+            f"the columns {', '.join(map(str, row))} do not match the format {form.name} ({form.description}); rename "
             'them with data.columns, or set data.adapter = "auto"'
         )
     for column in ("loss", "train", "weight"):

@@ -89,7 +89,7 @@ def read_message(turn: Mapping[str, Any], location: str) -> Message:
     if raw_role in CALL_ROLES or (content is None and calls):
         content = ""
     if content is None:
-        raise DataError(f"{location} has no content; add a text or a list of parts")
+        raise DataError(f"{location} has no content; add a string or a list of parts")
     if media := [part for column in MEDIA_KEYS for part in read_media(turn, column, location)]:
         content = [*media, *([{"type": "text", "text": content}] if isinstance(content, str) else content)]
     if reasoning := first_value(turn, "reasoning_content", "reasoning", "thinking"):
@@ -132,7 +132,7 @@ def read_trained(turn: Mapping[str, Any], location: str) -> bool:
 
 
 def join_parts(content: str | list[dict[str, Any]]) -> str:
-    """Return the text of a message without separators between its text parts."""
+    """Return a message's text; several text parts are joined without a separator."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part.get("type") == "text")
@@ -147,7 +147,7 @@ def read_content(content: Any, location: str) -> str | list[dict[str, Any]] | No
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):
-        raise DataError(f"{location}: the content must be a text or a list of parts, but is {content!r:.200}")
+        raise DataError(f"{location}: the content must be a string or a list of parts, but is {content!r:.200}")
     return [read_part(part, location) for part in content]
 
 

@@ -102,7 +102,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     if world.size % config.model.tensor_parallel_size:
         raise ConfigError(
             f"model.tensor_parallel_size ({config.model.tensor_parallel_size}) does not divide the number of ranks "
-            f"({world.size}); start a multiple of {config.model.tensor_parallel_size} ranks"
+            f"({world.size}); change one of them"
         )
     path, name = find_model(config, world, stack)
     run_on_rank_zero(lambda: check_folder(config, path))

@@ -71,9 +71,10 @@ def load_questions(config: EvalConfig) -> list[Question]:
 
 
 def compute_even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
-    """Compute how many questions to use from each data set, `limit` in total: all of small ones, and equal shares of the others.
+    """Compute how many questions to use from each data set so that they add up to `limit`.
 
-    Example: for the sizes 5, 1 and 9 and a limit of 8, the result is 3, 1 and 4.
+    Small data sets are used in full, and the others contribute equal shares. Example: for the sizes 5, 1 and 9 and a limit of
+    8, the result is 3, 1 and 4.
     """
     shares, remaining = list(sizes), sum(sizes) if limit is None else limit
     for rank, place in enumerate(sorted(range(len(sizes)), key=lambda place: (sizes[place], -place))):

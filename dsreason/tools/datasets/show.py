@@ -148,7 +148,7 @@ def to_relative(path: str, source: DataSource) -> str:
 
 
 def shorten_bytes(value: Any) -> Any:
-    """Replace bytes, which JSON cannot hold, with their number, and leave out the content of `data:` URIs."""
+    """Replace byte strings, which JSON cannot represent, with their length, and leave out the content of `data:` URIs."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, str):

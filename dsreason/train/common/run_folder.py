@@ -138,7 +138,7 @@ def start_state(
     run_once_per_folder(world, lambda: set_newer_aside(run_checkpoints, checkpoint))
     if checkpoint.resolve().parent == run_checkpoints.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
-    # The best value so far is of another metric, or its checkpoint is in another run's folder.
+    # The best value so far belongs to a different metric, or its checkpoint is in another run's folder.
     return replace(state, best_metric=None, best_step=None)
 
 
@@ -171,7 +171,7 @@ def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
     saved = read_checkpoint(checkpoint).state.adapter
     if saved is None:
         raise CheckpointError(
-            f"{checkpoint}: contains all weights of a model, but no adapters; resume it without lora.rank, or export it and "
+            f"{checkpoint}: contains full model weights, but no adapters; resume it without lora.rank, or export it and "
             "set model.path to the export"
         )
     if saved.fingerprint != adapter.fingerprint:

@@ -102,7 +102,7 @@ class FileReference:
     file: str
     by_id: dict[str, ReferenceLine] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
-    """Fingerprints of the models with which the file was measured; empty if the file names no model."""
+    """Fingerprints of the models that computed the file's log-probabilities; empty if the file names no model."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
@@ -120,17 +120,17 @@ class FileReference:
             return f"dpo.reference_file ({self.file}) has no line with this id; add it"
         if None not in (fingerprint, line.fingerprint) and fingerprint != line.fingerprint:
             return (
-                f"the row has changed since dpo.reference_file ({self.file}) was measured (its fingerprint is "
+                f"the row has changed since dpo.reference_file ({self.file}) was computed (its fingerprint is "
                 f"{fingerprint}, but the file has {line.fingerprint}); restore data, processor and data.vision, use a file "
-                'measured with these rows, or set dpo.reference = "model"'
+                'computed from these rows, or set dpo.reference = "model"'
             )
         return None
 
     def warn_of_other_model(self, model: str) -> None:
-        """Warn if the file was measured with a different model than the initial one, whose fingerprint is `model`."""
+        """Warn if the file was computed by a different model than the initial one, whose fingerprint is `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
-                "dpo.reference_file (%s) was measured with a model with fingerprint %s, but training starts with %s, so "
+                "dpo.reference_file (%s) was computed by a model with fingerprint %s, but training starts with %s, so "
                 'log-ratios do not start at 0; if this is not intended, set dpo.reference = "model"',
                 self.file,
                 " and ".join(other_models),
@@ -168,7 +168,7 @@ class StoredReference:
         row = self.rows.get((part, pair.row))
         if row is None or row.fingerprint != pair.fingerprint:
             raise DataError(
-                f"{pair.where} (sample {pair.id!r}): the row has changed since {self.file} was measured; restore the data, "
+                f"{pair.where} (sample {pair.id!r}): the row has changed since {self.file} was computed; restore the data, "
                 "or start a new run in another --output-dir"
             )
         return row.chosen, row.rejected
@@ -227,11 +227,11 @@ def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> Stored
     measured_model = lines[0][1].get("model") if lines else model
     if measured_model != model and checkpoint is not None:
         raise ConfigError(
-            f"model.path has fingerprint {model}, but the reference of this run was measured with fingerprint {measured_model} "
-            f"({existing_file}); restore the model, or start a new run in another --output-dir"
+            f"model.path has fingerprint {model}, but the reference of this run was computed by the model with "
+            f"fingerprint {measured_model} ({existing_file}); restore the model, or start a new run in another --output-dir"
         )
     if measured_model != model:
-        log.warning("%s was measured with a different model; measuring its rows again", existing_file)
+        log.warning("%s was computed by a different model; computing its rows again", existing_file)
         lines = []
     rows = [parse_measured_row(line, where) for where, line in lines[1:]]
     write_file(file, "".join(json.dumps(line) + "\n" for line in [{"model": model}, *map(asdict, rows)]))

@@ -184,7 +184,7 @@ def build_engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
 
 
 def count_completions_per_engine(config: GRPOConfig, world: World) -> int:
-    """Return the maximum number of completions per engine and rollout, but at least `MIN_SEQUENCES`, for validation."""
+    """Return the maximum number of completions per engine and rollout, or `MIN_SEQUENCES` if larger, for validation."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)
     return max(prompts * config.grpo.num_generations, MIN_SEQUENCES)

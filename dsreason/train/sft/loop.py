@@ -55,4 +55,4 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
             loss = compute_sft_loss(logprobs, num_tokens=batches.num_tokens)
         add_gradient(engine, loss, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
-    return reduce_sum(sum(map(float, losses))) / world.ranks_per_row  # each rank of a row counted its loss
+    return reduce_sum(sum(map(float, losses))) / world.ranks_per_row  # all ranks of a row have its loss

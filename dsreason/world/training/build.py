@@ -127,7 +127,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
             codec=codec,
             inputs=inputs,
             share=share,
-            scorer=open_rewards(config, share, stack),
+            scorer=open_group_scorer(config, share, stack),
             device=world.device,
         )
         yield WorldTrainer(
@@ -191,7 +191,7 @@ def compute_share(config: WorldConfig, world: World) -> ClipShare:
     return ClipShare(world.rank // size, world.size // size, leads=world.rank % size == 0)
 
 
-def open_rewards(config: WorldConfig, share: ClipShare, stack: ExitStack) -> ClipScorer | None:
+def open_group_scorer(config: WorldConfig, share: ClipShare, stack: ExitStack) -> ClipScorer | None:
     """Open the scorer on the leading rank of each context-parallel group, until `stack` closes. Collective.
 
     Returns:

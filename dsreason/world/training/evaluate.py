@@ -41,7 +41,7 @@ from dsreason.world.models import (
 )
 from dsreason.world.rewards.functions import BUILT_IN
 from dsreason.world.schema import WorldConfig, WorldLoRAConfig
-from dsreason.world.training.build import compute_share, open_rewards
+from dsreason.world.training.build import compute_share, open_group_scorer
 from dsreason.world.training.inputs import list_validation_rows, open_inputs
 from dsreason.world.training.preflight import check_conditioning, check_rewards, open_data
 from dsreason.world.training.validate import ValidationClip, build_validation_dataset, sample_clips
@@ -111,7 +111,7 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
             codec=codec,
             inputs=inputs,
             share=share,
-            scorer=open_rewards(config, share, stack),
+            scorer=open_group_scorer(config, share, stack),
             device=world.device,
         )
         dataset = build_validation_dataset(rows, datasets)

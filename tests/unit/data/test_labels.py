@@ -181,7 +181,7 @@ def test_unlabelled_rows_stop_or_are_skipped(tmp_path, caplog, on_bad_row):
         return
     assert sorted(order(data, batch_size=2).indices(0)) == [0, 1]
     assert "2 rows have no label and are skipped" in caplog.text
-    assert "row 4: field 'answer' is {'a': 3}; it must be a text" in caplog.text
+    assert "row 4: field 'answer' is {'a': 3}; it must be a string" in caplog.text
 
 
 def test_unlabelled_rows_do_not_lengthen_epoch(tmp_path):

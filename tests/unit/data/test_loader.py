@@ -125,7 +125,7 @@ def test_mismatched_rows_within_rank_group_are_rejected():
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_token_budget_bounds_tokens_without_the_dummies(rows, tiny_qwen2_5_vl, packing):
+def test_token_budget_does_not_count_dummy_tokens(rows, tiny_qwen2_5_vl, packing):
     [steps] = all_steps(config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=200, packing=packing))
     batches = [batch for step in steps for batch in step.micro_batches]
     assert max(len(batch.ids) for batch in batches) > 1

@@ -178,7 +178,7 @@ def test_row_options_override_options_in_question():
 
 
 @pytest.mark.parametrize("kind", ["open", "free_text", "ordinal", "yes_no"])
-def test_row_of_another_kind_is_unchanged(kind):
+def test_non_choice_questions_get_no_options(kind):
     assert with_options(asks(QUESTION, meta={"question_kind": kind})).options is None
 
 

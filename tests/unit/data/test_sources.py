@@ -210,9 +210,7 @@ def test_split_is_matched_by_full_name(folder, split):
 
 def test_a_missing_field_names_row_and_field(folder):
     write(folder, [{"id": "0", "answer": "a"}])
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl.*the columns id, answer do not make a row of the format question"
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl.*the columns id, answer do not match the format question"):
         open_datasets(config(folder))[0][0]
 
 

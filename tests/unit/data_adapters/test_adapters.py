@@ -239,7 +239,7 @@ def test_video_never_matches_a_shorter_label_id(tmp_path, files):
 )
 def test_id_part_is_never_suggested_as_camera(tmp_path, cameras, advice):
     data = label_folder(tmp_path, "metas/run.label.json", *(f"videos/run{camera}" for camera in cameras))
-    with pytest.raises(DataError, match=rf"choose a camera with .*{re.escape(advice)}$"):
+    with pytest.raises(DataError, match=rf"select a camera with .*{re.escape(advice)}$"):
         shown(data)
 
 

@@ -227,7 +227,7 @@ def test_contradictory_row_is_rejected(row, reason):
 def test_named_format_keeps_other_columns():
     row = {"question": "Up?", "answer": "yes", "messages": [ASK, REPLY]}
     assert read_row(row, "question").meta == {"messages": [ASK, REPLY]}
-    with pytest.raises(DataError, match="do not make a row of the format instruction"):
+    with pytest.raises(DataError, match="do not match the format instruction"):
         read_row(row, "instruction")
 
 

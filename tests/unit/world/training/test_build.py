@@ -21,11 +21,11 @@ def test_rewards_open_once_per_context_parallel_group(monkeypatch: pytest.Monkey
     config = WorldConfig.model_validate({"train": {"context_parallel_size": 4}, "reward": {"functions": {"red": 1.0}}})
     shares = [build.compute_share(config, SimpleNamespace(rank=rank, size=8)) for rank in range(8)]  # type: ignore[arg-type]
     with ExitStack() as stack:
-        scorers = [build.open_rewards(config, share, stack) for share in shares]
+        scorers = [build.open_group_scorer(config, share, stack) for share in shares]
     assert scorers == ["scorer", None, None, None] * 2
     assert len(opened) == 2
     with ExitStack() as stack:
-        assert build.open_rewards(WorldConfig(), ClipShare(0, 1), stack) is None
+        assert build.open_group_scorer(WorldConfig(), ClipShare(0, 1), stack) is None
 
 
 @pytest.mark.parametrize(("algorithm", "step", "fits"), [("nft", 3, False), ("nft", 4, True), ("sft", 3, True)])
