@@ -170,6 +170,6 @@ def test_export_rejects_full_folder_or_missing_base(trained: tuple[Path, dict[st
     state = moved / "trainer_state.json"
     state.write_text(state.read_text().replace(json.loads(state.read_text())["state"]["model_path"], str(tmp_path)))
     write_marker(moved)
-    with pytest.raises(CheckpointError, match="has no config.json"):
+    with pytest.raises(CheckpointError, match="config.json is missing"):
         export_checkpoint(moved, tmp_path / "out")
     assert not (tmp_path / "out").exists()

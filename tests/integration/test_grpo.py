@@ -263,7 +263,7 @@ def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
 @pytest.mark.parametrize(
     ("self_test", "expected"),
     [
-        (True, "SelfTestError: self-test of the rollout engine failed: a sync of changed weights left"),
+        (True, "SelfTestError: the self-test of the rollout engine failed: a sync of changed weights left"),
         (False, "MismatchError: "),
     ],
 )

@@ -226,7 +226,7 @@ def test_another_number_of_ranks_goes_on_alike(
 
 
 def test_resume_with_other_base_precision_is_rejected(one_rank: dict[str, Any]) -> None:
-    assert 'with model.quantize "nf4", which is unset now' in one_rank["refused"]
+    assert 'quantize "nf4", but it is now unset' in one_rank["refused"]
 
 
 def test_a_checkpoint_has_adapters_only(found: Any, folder: Path) -> None:
