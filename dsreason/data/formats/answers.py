@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from dsreason.data.options import find_option_letter
@@ -17,17 +21,30 @@ def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
 
     A solution or ground truth that is an object is not read, because no text can equal it; rewards find it in `sample.meta`.
     """
-    model = row.get("reward_model")
+    model = parse_json_text(row.get("reward_model"))
     ground_truth = model.get("ground_truth") if isinstance(model, dict) else None
     if not is_object(ground_truth) and (answers := to_answers(ground_truth)):
         return answers, "reward_model"
     for column in COLUMNS:
-        value = row.get(column)
+        value = parse_json_text(row.get(column))
+        if isinstance(value, dict) and isinstance(value.get("text"), list):
+            value = value["text"]  # SQuAD
         if is_object(value) and column != "answer":
             continue
         if answers := to_answers(value):
             return answers, column
     return [], None
+
+
+def parse_json_text(value: Any) -> Any:
+    """Parse a list or object that a table stores as text, as JSON or as Python writes it; return other values unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            parsed = parse(value)
+            return parsed if isinstance(parsed, dict | list) else value
+    return value
 
 
 def is_object(value: Any) -> bool:
@@ -38,7 +55,12 @@ def is_object(value: Any) -> bool:
 def to_answers(value: Any) -> list[str]:
     """Convert a value to the accepted answers, as texts; [] if it is missing or blank."""
     items = value if isinstance(value, list) else [value]
-    return [text for item in items if item is not None and (text := to_text(item)).strip()]
+    return [text for item in items if not is_missing(item) and (text := to_text(item)).strip()]
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a value stands for no value: None, or a number that is not finite, as tables write it."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def to_text(value: Any) -> str:
@@ -52,13 +74,15 @@ def to_text(value: Any) -> str:
     raise DataError(f"field 'answer' is {value!r:.100}; it must be a string, a number, true, false, or a list of these")
 
 
-def check_number_of_option(value: Any, options: Mapping[str, str] | None) -> None:
-    """Raise DataError if a row with options has a number as its answer that is not the text of an option.
+def check_option(value: Any, options: Mapping[str, str] | None) -> None:
+    """Raise DataError if a row with options has a number or a single letter as its answer that is none of the options.
 
-    Some data sets count options from 0 and others from 1, so the option that is meant cannot be known.
+    Some data sets count options from 0 and others from 1, so the option that a number means cannot be known.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if options and is_number and find_option_letter(to_text(value), dict(options)) is None:
+    if not options or isinstance(value, bool | list | dict) or is_missing(value):
+        return
+    text = to_text(value).strip()
+    if (text.isdigit() or len(text) == 1) and find_option_letter(text, dict(options)) is None:
         raise DataError(
             f"field 'answer' is {value}, but must be one of the letters {', '.join(options)} or the text of an option"
         )

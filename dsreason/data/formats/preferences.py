@@ -24,7 +24,7 @@ def read_pair(row: Mapping[str, Any], base: list[Message]) -> tuple[list[Message
     `base` are the messages that the row's other columns give: the prompt, or, if there is no `chosen`, the prompt with the
     better reply. `chosen` and `rejected` may also be complete conversations, which must then contain the prompt.
     """
-    column = next((name for name in REJECTED if row.get(name) is not None), None)
+    column = next((name for name in REJECTED if row.get(name) not in (None, "", [])), None)
     if column is None:
         raise DataError("field 'rejected' is missing or null; a preference needs a better and a worse reply")
     if row.get("chosen") is None:

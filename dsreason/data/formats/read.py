@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsreason.data.formats import answers, media_columns, preferences
+from dsreason.data.formats import answers, choices, media_columns, preferences
 from dsreason.data.formats.turns import join_parts, read_messages, read_tools
-from dsreason.data.options import option_lines, options_field
+from dsreason.data.options import option_lines
 from dsreason.data.rows import get_optional_text
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 Row = Mapping[str, Any]
+UNPAIRED = "field 'label' marks an unpaired preference, which is not supported; make pairs of chosen and rejected"
 LISTS = ("messages", "conversations", "conversation")
 """Columns with a list of messages."""
 QUESTIONS = ("question", "problem")
@@ -27,6 +28,12 @@ REFUSED = {
     "t2w_windows": "captions of clips train a world model's generator; use `dsreason world`",
     "chat_template_kwargs": "settings of the chat template per row are not supported; remove them",
     "loss_scale": "weights of the loss per row are not supported; remove the column",
+    "sample_weight": "weights of the loss per row are not supported; remove the column",
+    "completion_mask": 'masks are not supported; mark replies with "loss": false',
+    "train_on_turn": 'masks are not supported; mark replies with "loss": false',
+    "mask_history": 'masks are not supported; mark replies with "loss": false',
+    "rejected_images": "both replies of a preference must have the same images",
+    "rejected_videos": "both replies of a preference must have the same videos",
 }
 """Columns that change the meaning of a row for other tools and that no format reads, with the reason."""
 
@@ -48,7 +55,6 @@ CONVERSATION_COLUMNS = {
     "context",
     "passage",
     "hint",
-    "functions",
     "dialog",
     "dialogue",
     "turns",
@@ -111,13 +117,12 @@ def read_conversation(row: Row) -> Conversation:
 def read_question(row: Row) -> Conversation:
     column = find_column(row, QUESTIONS)
     assert column is not None
-    raw_options = row.get("options", row.get("choices"))
-    if isinstance(raw_options, list):
-        raw_options = {chr(ord("A") + i): text for i, text in enumerate(raw_options)}
-    options = options_field(raw_options, "options")
-    answers.check_number_of_option(row.get("answer"), options)
-    question = "\n".join([read_text(row, column), *option_lines(options)])
-    columns = {column, "options" if "options" in row else "choices"} if options else {column}
+    options, columns = choices.read_options(row)
+    columns.add(column)
+    answers.check_option(row.get("answer"), options)
+    question = read_text(row, column)
+    if not choices.are_listed(options, question):
+        question = "\n".join([question, *option_lines(options)])
     messages: list[Message] = [{"role": "user", "content": question}]
     if not has(row, "answer") and (reply := find_column(row, COMPLETIONS)):
         messages.append({"role": "assistant", "content": read_text(row, reply)})
@@ -143,7 +148,7 @@ def read_instruction(row: Row) -> Conversation:
 
 def read_history(history: Any) -> list[Message]:
     messages: list[Message] = []
-    for turn in history or []:
+    for turn in answers.parse_json_text(history) or []:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise DataError(
                 f"field 'history' must be a list of pairs of a question and its reply, but has {turn!r:.200}"
@@ -159,10 +164,8 @@ def read_prompt(row: Row) -> Conversation:
     if reply := find_column(row, COMPLETIONS):
         messages += preferences.to_messages(row[reply], reply, "assistant")
         columns.add(reply)
-        if isinstance(row.get("label"), bool):
-            raise DataError(
-                "field 'label' marks an unpaired preference, which is not supported; make pairs of chosen and rejected"
-            )
+        if row.get("label") in (0, 1):
+            raise DataError(UNPAIRED)
     return Conversation(messages, columns)
 
 
@@ -177,6 +180,8 @@ def read_preference(row: Row) -> Conversation:
         accepted, answer_column = answers.read_answers(row)
         base.messages += [{"role": "assistant", "content": text} for text in accepted[:1]]
     preferred, rejected, columns = preferences.read_pair(row, base.messages)
+    if not preferred[-1].get("trained", True) or not rejected[-1].get("trained", True):
+        raise DataError('the last reply of a preference is always trained; remove "loss": false')
     columns |= base.columns | ({answer_column} if answer_column else set())
     return Conversation(preferred, columns, rejected, base.options)
 
@@ -187,6 +192,8 @@ def mark_untrained(message: Message) -> Message:
 
 def read_text(row: Row, column: str) -> str:
     text = row[column]
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        return answers.to_text(text)
     if not isinstance(text, str):
         raise DataError(f"field {column!r} must be a string; got {text!r:.100}")
     return text
@@ -196,7 +203,7 @@ FORMATS = (
     Format(
         "preference",
         "chosen and rejected, or a conversation and rejected_response",
-        lambda row: any(column in row and row[column] is not None for column in preferences.COLUMNS),
+        lambda row: any(row.get(column) not in (None, "", []) for column in preferences.COLUMNS),
         read_preference,
     ),
     Format(
@@ -242,8 +249,10 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     """
     if not isinstance(row, dict):
         raise DataError(f"a row must be an object with fields, but is {row!r:.100}")
+    row = flatten_openai_preference(row)
     for column, reason in REFUSED.items():
-        if row.get(column):
+        value = row.get(column)
+        if value not in (None, "", [], {}) and not (column == "mask_history" and not value):
             raise DataError(f"field {column!r}: {reason}")
     form = find_format(row) if name is None else next(form for form in FORMATS if form.name == name)
     if not form.fits(row):
@@ -252,12 +261,16 @@ def read_row(row: Any, name: str | None = None) -> Sample:
             'them with data.columns, or set data.adapter = "auto"'
         )
     for column in ("loss", "train", "weight"):
-        if row.get(column) not in (None, 1):
+        if form.name != "question" and row.get(column) not in (None, 1):
             raise DataError(
                 f"field {column!r} is {row[column]!r:.100}, but weights per row are not supported; remove the row or the column"
             )
+    if form.name == "conversation" and isinstance(row.get("label"), bool):
+        raise DataError(UNPAIRED)
     conversation = form.read(row)
     add_system(conversation, row)
+    if conversation.options is None:
+        choices.add_options(conversation, row)
     messages, columns = media_columns.place_media(conversation.messages, row)
     rejected = None
     if conversation.rejected is not None:
@@ -265,14 +278,20 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     accepted, answer_column = answers.read_answers(row)
     if accepted and messages and messages[-1]["role"] != "assistant":
         messages = [*messages, {"role": "assistant", "content": accepted[0]}]
-    used = conversation.columns | columns | {"id", "tools"} | ({answer_column} if answer_column == "answer" else set())
+    check_questions(messages)
+    used = (
+        conversation.columns
+        | columns
+        | {"id", "tools", "functions"}
+        | ({answer_column} if answer_column == "answer" else set())
+    )
     unused = {column: value for column, value in row.items() if column not in used}
     meta = {column: value for column, value in unused.items() if value or column not in CONVERSATION_COLUMNS}
     if name is None:
         check_unused(meta, conversation)
         media_columns.check_shown(meta, messages)
     return Sample(
-        id=str(row.get("id", "")),
+        id="" if row.get("id") is None else str(row["id"]),
         messages=messages,
         answer=accepted[0] if accepted else get_last_reply(messages),
         other_answers=tuple(accepted[1:]),
@@ -280,8 +299,28 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         options=conversation.options,
         meta=meta,
         rejected=rejected,
-        tools=read_tools(row.get("tools")),
+        tools=read_tools(row.get("tools") or row.get("functions")),
     )
+
+
+def flatten_openai_preference(row: dict[str, Any]) -> dict[str, Any]:
+    """Convert OpenAI's preference rows (`input`, `preferred_output`, `non_preferred_output`) to the usual columns."""
+    if not isinstance(row.get("input"), dict) or "preferred_output" not in row:
+        return row
+    rest = {
+        key: value for key, value in row.items() if key not in ("input", "preferred_output", "non_preferred_output")
+    }
+    replies = {"chosen": row["preferred_output"], "rejected": row.get("non_preferred_output")}
+    settings = {key: value for key, value in row["input"].items() if key in ("messages", "tools")}
+    return {**rest, **settings, **replies}
+
+
+def check_questions(messages: Sequence[Message]) -> None:
+    """Raise DataError if a user message shows nothing."""
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if message["role"] == "user" and (not content or (isinstance(content, str) and not content.strip())):
+            raise DataError(f"message {number}: the user's message is empty; add a text or a media item")
 
 
 def add_system(conversation: Conversation, row: Row) -> None:

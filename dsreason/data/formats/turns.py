@@ -30,9 +30,28 @@ ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
 """Keys of a message that have its role, and its text or parts."""
 CALL_ROLES = ("function_call", "tool_call")
 """Roles whose text is the JSON of a tool call."""
-TRAINED_KEYS = ("loss", "train", "trained", "weight")
+TRAINED_KEYS = ("loss", "train", "trained", "is_trained", "loss_mask", "weight")
 """Keys of a message that say whether its reply is trained."""
-PART_KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+REFUSED_KEYS = {
+    "audio": "audio is not supported",
+    "loss_scale": "weights of the loss are not supported",
+    "mask": 'masks are not supported; use "loss": false',
+    "ignore": 'messages cannot be ignored; use "loss": false',
+    "prefix": "prefixes of replies are not supported",
+    "tools": "tools belong in the row's column 'tools'",
+    "media": "media belong in 'images' or 'videos', or in the content as parts",
+    "file": "media belong in 'images' or 'videos', or in the content as parts",
+    "files": "media belong in 'images' or 'videos', or in the content as parts",
+}
+"""Keys that change the meaning of a message for other tools and that are not read, with the reason."""
+PART_KINDS = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "input_video": "video",
+}
 """Types of media parts → kind of media."""
 MEDIA_KEYS = ("image", "images", "video", "videos")
 """Keys of a message that has media beside its text."""
@@ -62,9 +81,12 @@ def read_messages(value: Any, column: str) -> list[Message]:
     messages: list[Message] = []
     for number, turn in enumerate(turns):
         message = read_message(turn, f"{column}[{number}]")
-        if messages and is_call_only(message) and is_call_only(messages[-1]):
-            messages[-1]["tool_calls"] += message["tool_calls"]
-        else:
+        previous = messages[-1] if messages else None
+        if previous is not None and is_call_only(message) and is_call_only(previous):
+            if message.get("trained") != previous.get("trained"):
+                raise DataError(f"{column}[{number}]: consecutive tool calls must all be trained, or none of them")
+            previous["tool_calls"] += message["tool_calls"]
+        elif message["role"] != "system" or message["content"] != "":
             messages.append(message)
     return messages
 
@@ -74,35 +96,52 @@ def is_call_only(message: Message) -> bool:
 
 
 def read_message(turn: Mapping[str, Any], location: str) -> Message:
+    for key, reason in REFUSED_KEYS.items():
+        if turn.get(key):
+            raise DataError(f"{location}: key {key!r}: {reason}")
     raw_role = first_value(turn, *ROLE_KEYS)
-    role = ROLES.get(raw_role) if isinstance(raw_role, str) else None
-    if turn.get("audio"):
-        raise DataError(f"{location}: audio is not supported; remove the message's audio")
-    if role is None:
-        nearest = find_nearest(str(raw_role), ROLES)
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
-        raise DataError(f"{location}: the role must be one of {', '.join(ROLES)}, but is {raw_role!r:.100}{hint}")
-    content = read_content(first_value(turn, *CONTENT_KEYS), location)
-    calls = read_calls(
-        content if raw_role in CALL_ROLES else first_value(turn, "tool_calls", "function_call"), location
-    )
-    if raw_role in CALL_ROLES or (content is None and calls):
-        content = ""
+    role = read_role(raw_role, location)
+    raw_content = first_value(turn, *CONTENT_KEYS)
+    if raw_role in CALL_ROLES:
+        calls = read_calls(raw_content, location)
+        content: str | list[dict[str, Any]] | None = ""
+    else:
+        calls = read_calls(first_value(turn, "tool_calls", "function_call"), f"{location}.tool_calls")
+        content = "" if raw_content is None and calls else read_content(raw_content, location)
     if content is None:
         raise DataError(f"{location} has no content; add a string or a list of parts")
     if media := [part for column in MEDIA_KEYS for part in read_media(turn, column, location)]:
         content = [*media, *([{"type": "text", "text": content}] if isinstance(content, str) else content)]
-    if reasoning := first_value(turn, "reasoning_content", "reasoning", "thinking"):
-        content = f"<think>\n{reasoning}\n</think>\n\n{join_parts(content)}"
     message: Message = {"role": role, "content": content}
+    if role == "assistant":
+        message["content"] = add_reasoning(turn, content, location)
+        if not read_trained(turn, location):
+            message["trained"] = False
     if calls:
         message["tool_calls"] = calls
-    for key in ("name", "tool_call_id"):
-        if turn.get(key) is not None:
-            message[key] = turn[key]
-    if role == "assistant" and not read_trained(turn, location):
-        message["trained"] = False
-    return message
+    return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
+
+
+def read_role(raw_role: Any, location: str) -> str:
+    role = ROLES.get(raw_role) if isinstance(raw_role, str) else None
+    if role is None:
+        nearest = find_nearest(str(raw_role), ROLES)
+        hint = f"; did you mean {nearest!r}?" if nearest else ""
+        raise DataError(f"{location}: the role must be one of {', '.join(ROLES)}, but is {raw_role!r:.100}{hint}")
+    return role
+
+
+def add_reasoning(
+    turn: Mapping[str, Any], content: str | list[dict[str, Any]], location: str
+) -> str | list[dict[str, Any]]:
+    """Put the reasoning that a reply has in a separate key before its text, in `<think>` tags."""
+    reasoning = first_value(turn, "reasoning_content", "reasoning", "thinking")
+    if not reasoning:
+        return content
+    text = join_parts(content)
+    if "<think>" in text:
+        raise DataError(f"{location} has reasoning both in its content and in a separate key; remove one of them")
+    return f"<think>\n{reasoning}\n</think>\n\n{text}"
 
 
 def first_value(turn: Mapping[str, Any], *keys: str) -> Any:
@@ -159,6 +198,10 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
         raise DataError(f"{location}: a part must be an object with a type, but is {part!r:.200}")
     part = {key: value for key, value in part.items() if value is not None}  # Arrow gives all parts the same keys
     raw_kind = part.pop("type", next((key for key in ("text", *PART_KINDS) if key in part), None))
+    if "text" in part and part.keys() & PART_KINDS.keys():
+        raise DataError(
+            f"{location}: a part must have either a text or a media item, but has {', '.join(part)}; split it"
+        )
     if raw_kind in ("text", "input_text", "output_text"):
         if not isinstance(part.get("text"), str):
             raise DataError(f"{location}: a text part must have a text, but has {part!r:.200}")
@@ -166,9 +209,11 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
     kind = PART_KINDS.get(raw_kind) if isinstance(raw_kind, str) else None
     if kind is None:
         raise DataError(f"{location}: a part must have the type text, image or video, but has {raw_kind!r:.100}")
-    file = part.pop(raw_kind, None)
+    file = part.pop(raw_kind, part.pop(f"{kind}_url", None))
     if isinstance(file, dict) and "url" in file:
+        part |= {key: value for key, value in file.items() if key != "url" and value is not None}
         file = file["url"]
+    part.pop("detail", None)  # a setting of OpenAI's models
     for key in SOURCE_KEYS:
         if file is None and key in part:
             file = f"data:{kind}/unknown;base64,{part[key]}" if key == "base64" else part[key]
@@ -185,7 +230,7 @@ def read_calls(value: Any, location: str) -> list[dict[str, Any]]:
     """Read tool calls: one or a list, as objects or JSON text, with the name at the top or in `function`."""
     if value is None or value == []:
         return []
-    calls = parse_json(value, f"{location}.tool_calls")
+    calls = parse_json(value, location)
     return [read_call(call, location) for call in (calls if isinstance(calls, list) else [calls])]
 
 
@@ -195,7 +240,7 @@ def read_call(call: Any, location: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(name, str):
         raise DataError(f"{location}: a tool call must have a name and arguments, but is {call!r:.200}")
     arguments = function.get("arguments", function.get("parameters"))
-    arguments = parse_json(arguments, f"{location}: arguments of {name}") if arguments else {}
+    arguments = drop_nulls(parse_json(arguments, f"{location}: arguments of {name}")) if arguments else {}
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -204,6 +249,16 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     if not value:
         return None
     tools = parse_json(value, "tools")
+    tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"field 'tools' must be a list of functions, but is {value!r:.200}")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in drop_nulls(tools)
+    ] or None
+
+
+def drop_nulls(value: Any) -> Any:
+    """Remove keys whose value is None: Arrow gives all objects of a column the same keys."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value

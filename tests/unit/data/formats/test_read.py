@@ -65,6 +65,34 @@ ASK, REPLY = turn("user", "Up?"), turn("assistant", "Yes.")
         ),
         ({"prompt": "Up?", "response": "Yes."}, ["user: Up?", "assistant: Yes."]),
         ({"instruction": "Up?", "context": "A lift.", "response": "Yes."}, ["user: Up?\nA lift.", "assistant: Yes."]),
+        (
+            {
+                "input": {"messages": [ASK]},
+                "preferred_output": [REPLY],
+                "non_preferred_output": [turn("assistant", "No.")],
+            },
+            ["user: Up?", "assistant: Yes."],
+        ),
+        ({"messages": [turn("system", ""), ASK, REPLY]}, ["user: Up?", "assistant: Yes."]),
+        ({"messages": [ASK, REPLY], "chosen": "", "rejected_messages": []}, ["user: Up?", "assistant: Yes."]),
+        (
+            {"query": "b?", "response": 5, "history": '[["a?", "x"]]'},
+            ["user: a?", "assistant: x", "user: b?", "assistant: 5"],
+        ),
+        ({"question": "Q?", "A": "x", "B": "y", "C": None, "answer": "B"}, ["user: Q?\n(A) x\n(B) y", "assistant: B"]),
+        (
+            {"question": "Q?", "options": None, "choices": "['x', 'y']", "answer": "B"},
+            ["user: Q?\n(A) x\n(B) y", "assistant: B"],
+        ),
+        ({"question": "Q?", "options": ["A. x", "(B) y"], "answer": "B"}, ["user: Q?\n(A) x\n(B) y", "assistant: B"]),
+        (
+            {"question": "Q?", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answer": "A"},
+            ["user: Q?\n(A) x\n(B) y", "assistant: A"],
+        ),
+        (
+            {"question": "Q?\nA. x\nB. y", "options": ["x", "y"], "answer": "A"},
+            ["user: Q?\nA. x\nB. y", "assistant: A"],
+        ),
         ({"question": "Which?", "options": ["a", "b"], "answer": "B"}, ["user: Which?\n(A) a\n(B) b", "assistant: B"]),
     ],
 )
@@ -166,6 +194,10 @@ def test_parallel_tool_calls_share_a_message():
         ({"answer": ["wrench", "spanner"]}, "wrench", ("spanner",)),
         ({"answer": [2, 3]}, "2", ("3",)),
         ({"answers": ["left", "west"]}, "left", ("west",)),
+        ({"answers": {"text": ["left", "west"], "answer_start": [0, 3]}}, "left", ("west",)),
+        ({"answer": '["left", "west"]'}, "left", ("west",)),
+        ({"reward_model": '{"ground_truth": 3}'}, "3", ()),
+        ({"answer": float("nan")}, None, ()),
         ({"answer": ""}, None, ()),
         ({"ground_truth": {"target": [1]}}, None, ()),
     ],
@@ -199,6 +231,23 @@ def test_other_columns_are_kept_in_meta():
         ),
         ({"messages": [ASK, REPLY], "instruction": "Else?"}, "'instruction' also holds a part of a conversation"),
         ({"messages": [ASK, REPLY], "audio": "a.wav"}, "audio is not supported"),
+        ({"messages": [ASK, REPLY], "kto_tag": False}, "unpaired preferences are not supported"),
+        ({"messages": [ASK, REPLY], "label": False}, "field 'label' marks an unpaired preference"),
+        ({"prompt": "Up?", "completion": "No.", "label": 0}, "field 'label' marks an unpaired preference"),
+        ({"messages": [ASK, REPLY], "rejected_response": "No.", "rejected_images": ["a"]}, "must have the same images"),
+        ({"messages": [ASK, turn("assistant", "No.", mask=1)]}, r"messages\[1\]: key 'mask': masks are not supported"),
+        ({"messages": [ASK, turn("assistant", "<think>a</think>b", reasoning="c")]}, "reasoning both in its content"),
+        ({"messages": [turn("user", {"text": "Up?", "image": "a.png"})]}, "either a text or a media item"),
+        ({"question": " ", "answer": "a"}, "message 0: the user's message is empty"),
+        (
+            {"question": "Which?", "options": ["a", "b"], "answer": "E"},
+            "field 'answer' is E, but must be one of the letters A, B",
+        ),
+        ({"messages": [ASK, REPLY], "options": ["x", "y"]}, "has the option 'x', but the question does not"),
+        (
+            {"messages": [ASK, turn("tool_call", '{"name": "a"}', loss=False), turn("tool_call", '{"name": "b"}')]},
+            "consecutive tool calls must all be trained",
+        ),
         ({"messages": [ASK, REPLY], "objects": {"bbox": [1]}}, "boxes of objects"),
         ({"prompt": "Up?", "completion": "No.", "label": False}, "unpaired preference"),
         ({"messages": [ASK, REPLY], "weight": 0.5}, "field 'weight' is 0.5, but weights per row are not supported"),
@@ -239,3 +288,21 @@ def test_repeated_prompt_is_kept_for_rewards():
 def test_text_prompts_are_marked_for_rewards() -> None:
     assert read_row({"prompt": "Up?", "answer": "yes"}).has_text_prompt
     assert not read_row({"prompt": [ASK], "answer": "yes"}).has_text_prompt
+
+
+def test_null_arguments_of_tables_are_removed():
+    call = {"function": {"name": "lamp", "arguments": {"on": True, "level": None}}}
+    sample = read_row(
+        {"messages": [ASK, turn("assistant", None, tool_calls=[call])], "tools": [{"name": "lamp", "x": None}]}
+    )
+    assert sample.messages[1]["tool_calls"][0]["function"]["arguments"] == {"on": True}
+    assert sample.tools == [{"type": "function", "function": {"name": "lamp"}}]
+
+
+def test_options_of_a_prompt_are_read():
+    row = {"prompt": "Which?\n(A) left\n(B) right", "options": ["left", "right"], "answer": "B"}
+    assert read_row(row).options == {"A": "left", "B": "right"}
+
+
+def test_null_id_is_empty():
+    assert read_row({"id": None, "prompt": "Up?"}).id == ""

@@ -1,0 +1,73 @@
+"""The options of a question in a row's columns: a list, an object, ARC's labels and texts, or the columns A, B, C …"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from string import ascii_uppercase
+from typing import TYPE_CHECKING, Any
+
+from dsreason.data.formats.answers import parse_json_text
+from dsreason.data.formats.turns import join_parts
+from dsreason.data.options import options_field, parse_listed_options
+from dsreason.errors import DataError
+from dsreason.text import normalize_option
+
+if TYPE_CHECKING:
+    from dsreason.data.formats.read import Conversation
+
+COLUMNS = ("options", "choices")
+LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s+")
+"""Letter at the start of an option, such as `A. left` or `(A) left`."""
+
+
+def read_options(row: Mapping[str, Any]) -> tuple[dict[str, str] | None, set[str]]:
+    """Return the options by letter (None if the row has none), and the columns that have them."""
+    column = next((column for column in COLUMNS if row.get(column) is not None), None)
+    if column is None:
+        letters = [letter for letter in ascii_uppercase if isinstance(row.get(letter), str) and row[letter].strip()]
+        if letters[:2] != ["A", "B"]:
+            return None, set()
+        return {letter: row[letter] for letter in letters}, {letter for letter in ascii_uppercase if letter in row}
+    value = parse_json_text(row[column])
+    if isinstance(value, dict) and value.keys() == {"label", "text"}:  # ARC
+        value = dict(zip(value["label"], value["text"], strict=True))
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = {item.get("label"): item.get("text") for item in value}
+    if isinstance(value, list):
+        value = {ascii_uppercase[i]: strip_letter(text, ascii_uppercase[i]) for i, text in enumerate(value[:26])}
+    return options_field(value, column), {column}
+
+
+def strip_letter(text: Any, letter: str) -> Any:
+    """Remove the letter that an option already has, if it is the one that its position gives."""
+    match = LETTER.match(text) if isinstance(text, str) else None
+    return text[match.end() :] if match and letter in match.groups() else text
+
+
+def are_listed(options: Mapping[str, str] | None, question: str) -> bool:
+    """Return whether the question already lists these options."""
+    listed = parse_listed_options(question) if options else None
+    if not options or not listed:
+        return False
+    return [normalize_option(text) for text in listed.values()] == [normalize_option(text) for text in options.values()]
+
+
+def add_options(conversation: Conversation, row: Mapping[str, Any]) -> None:
+    """Add the options of a row whose question is in messages or a prompt.
+
+    Raises:
+        DataError: the question does not contain the options.
+    """
+    if not any(row.get(column) is not None for column in COLUMNS):
+        return
+    options, columns = read_options(row)
+    questions = [join_parts(message["content"]) for message in conversation.messages if message["role"] == "user"]
+    for text in (options or {}).values():
+        if not questions or text not in questions[-1]:
+            raise DataError(
+                f"the column {min(columns)!r} has the option {text!r:.100}, but the question does not; write the options into "
+                "the question, or use the columns question, options and answer"
+            )
+    conversation.options = options
+    conversation.columns |= columns
