@@ -28,7 +28,7 @@ ROLES = {
 """Role names of OpenAI, ShareGPT, LLaMA-Factory and ms-swift → role."""
 CALL_ROLES = ("function_call", "tool_call")
 """Roles whose text is the JSON of a tool call."""
-TRAINED_KEYS = ("loss", "train", "trained", "weight")
+TRAINED_KEYS = ("loss", "loss_mask", "train", "trained", "weight")
 """Keys of a message that say whether its reply is trained."""
 PART_KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 """Types of media parts → kind of media."""
