@@ -20,6 +20,10 @@ from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.families.family import Tokens
 
+NO_THOUGHTS = "<think>\n\n</think>\n\n"
+"""Block that the templates of reasoning models put before an answer without thoughts. It is not trained: a model that learned it
+would stop thinking."""
+
 
 @dataclass(frozen=True)
 class RenderedSegment:
@@ -67,7 +71,7 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
                 f"sample {sample.id!r}, message {number}: the chat template must end the assistant's turn with "
                 f"{' or '.join(map(repr, ends))}, but continues with {rendered[span[1] : span[1] + 20]!r}; change the template"
             )
-        spans.append((span, number in trained))
+        spans += _list_spans(prompt, span, is_trained=number in trained)
     return _tokenize_segments(processor, rendered, spans)
 
 
@@ -77,9 +81,12 @@ def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> 
     rendered = _render(processor, sample, messages, generate=True)
     ends = list_turn_ends(processor, tokens)
     prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _find_assistant_turns(messages)}
-    spans = [_find_assistant_span(rendered, prompt, messages[n], ends) for n, prompt in prompts.items()]
-    # A turn that the template shortens is not trained here, so it does not need separate token boundaries.
-    return _tokenize_segments(processor, rendered, [(span, False) for span in spans if span is not None])
+    spans = []
+    for number, prompt in prompts.items():
+        # A turn that the template shortens is not trained here, so it does not need separate token boundaries.
+        if (span := _find_assistant_span(rendered, prompt, messages[number], ends)) is not None:
+            spans += _list_spans(prompt, span, is_trained=False)
+    return _tokenize_segments(processor, rendered, spans)
 
 
 def list_turn_ends(processor: ProcessorMixin, tokens: Tokens) -> tuple[str, ...]:
@@ -105,6 +112,12 @@ def _tokenize_segments(
     return segments
 
 
+def _list_spans(prompt: str, span: tuple[int, int], *, is_trained: bool) -> list[tuple[tuple[int, int], bool]]:
+    """Return the span of an answer, after an untrained one for empty thoughts between the prompt and the answer."""
+    thoughts = (len(prompt), span[0])
+    return [(span, is_trained)] if span[0] == len(prompt) else [(thoughts, False), (span, is_trained)]
+
+
 def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tuple[str, ...]) -> tuple[int, int] | None:
     """Return the character range in `rendered` that the model generates after `prompt`; None if it lacks the message's text.
 
@@ -114,18 +127,32 @@ def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tup
     if not rendered.startswith(prompt):
         return None
     content: str = message["content"]
+    start = _find_answer_start(rendered, prompt, content)
     if calls := message.get("tool_calls"):
-        stops = [stop for end in ends if (stop := rendered.find(end, len(prompt))) >= 0]
-        span = (len(prompt), min(stops, default=len(prompt)))
+        stops = [stop for end in ends if (stop := rendered.find(end, start)) >= 0]
+        span = (start, min(stops, default=start))
         reply = rendered[span[0] : span[1]]
-        expected = [content.strip(), *(call["function"]["name"] for call in calls)]
+        # The prompt may end with the tag that opens the thoughts.
+        expected = [content.strip().removeprefix("<think>").strip(), *(call["function"]["name"] for call in calls)]
         return span if all(text in reply for text in expected) else None
     # Some templates trim the text; others include its beginning ("<think>\n") in the generation prompt.
     for text in (content, content.strip()):
-        for overlap in range(min(len(prompt), len(text)) + 1):
-            if prompt.endswith(text[:overlap]) and rendered.startswith(text[overlap:], len(prompt)):
-                return len(prompt), len(prompt) + len(text) - overlap
+        for overlap in range(min(start, len(text)) + 1):
+            if rendered.endswith(text[:overlap], 0, start) and rendered.startswith(text[overlap:], start):
+                return start, start + len(text) - overlap
     return None
+
+
+def _find_answer_start(rendered: str, prompt: str, content: str) -> int:
+    """Return where the answer begins: after the prompt and empty thoughts that the template adds, unless the answer has thoughts.
+
+    The prompt may contain the beginning of the empty thoughts.
+    """
+    if not content.lstrip().startswith("<think>"):
+        for overlap in range(len(NO_THOUGHTS)):
+            if prompt.endswith(NO_THOUGHTS[:overlap]) and rendered.startswith(NO_THOUGHTS[overlap:], len(prompt)):
+                return len(prompt) + len(NO_THOUGHTS) - overlap
+    return len(prompt)
 
 
 def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: str, message: Message) -> str:
