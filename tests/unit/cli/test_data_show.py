@@ -117,3 +117,16 @@ def test_long_base64_is_shortened(rows: Path) -> None:
     rows.write_text(json.dumps({"image": payload, "question": "Up?", "answer": "Yes."}))
     result = call(rows, "--json")
     assert payload[:60] not in result.stdout and "error" in result.stdout
+
+
+def test_inspect_finds_formats_and_reports_columns(rows: Path) -> None:
+    rows.write_text(json.dumps({**GOOD, "site": "north"}))
+    arguments = ["inspect", "--path", str(rows), "--json", "--workers", "0", "--output", str(rows.parent / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (columns,) = json.loads(result.stdout)["columns"]
+    assert (columns["used"], columns["kept"], columns["ignored"]) == (
+        ["id", "image", "messages", "messages[].content", "messages[].role"],
+        ["site"],
+        [],
+    )
