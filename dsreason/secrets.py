@@ -51,6 +51,12 @@ PAYLOAD = re.compile(r"(\bdata:[\w.+;=/-]{0,120},|['\"]base64['\"]: ['\"])[\w+/=
 """Pattern of encoded media in a text: a `data:` URI, or the field `base64` of a part."""
 EMBEDDED = re.compile(r"(['\"]bytes['\"]: b)(?:'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?)")
 """Pattern of embedded media in a text: the field `bytes`, which may be cut off."""
+RAW_BYTES = re.compile(
+    r"(?<!\w)b(?:'(?=(?:[^'\\]|\\[^x])*\\x)(?:\\.|[^'\\])*'?|\"(?=(?:[^\"\\]|\\[^x])*\\x)(?:\\.|[^\"\\])*\"?)"
+)
+"""Pattern of a byte string with bytes that are not text, as Python prints it; it may be cut off."""
+BASE64 = re.compile(r"(?<![\w+=-])(?=[\w+/-]*[0-9])(?=[\w+/-]*[A-Z])([\w+/-]{24})[\w+/-]{176,}={0,2}", re.ASCII)
+"""Pattern of an unbroken text of at least 200 characters that may be base64: it has digits and capital letters."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 MASK = re.compile(
     rf"\bhf_…|://…@|(?:Signature|Credential|Security-Token|[?&](?:sig|key)|{WORD})=…|{WORD}['\"]?\s*[:=]\s*['\"]…"
@@ -86,7 +92,8 @@ def hide_secrets(text: str) -> str:
 
 def hide_payloads(text: str) -> str:
     """Replace the content of encoded and embedded media in a text with an ellipsis: `data:image/png;base64,…`."""
-    return EMBEDDED.sub(r"\1'…'", PAYLOAD.sub(r"\1…", text))
+    text = EMBEDDED.sub(r"\1'…'", PAYLOAD.sub(r"\1…", text))
+    return BASE64.sub(r"\1…", RAW_BYTES.sub("b'…'", text))
 
 
 @lru_cache(maxsize=1)

@@ -5,9 +5,7 @@ Messages count rows and lines from 1, as editors do. This module never unpickles
 
 from __future__ import annotations
 
-import csv
 import json
-import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -17,13 +15,28 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from dsreason.config.schema_data import SourceConfig
+from dsreason.data.formats.csv_files import read_csv_options
+from dsreason.data.formats.data_files import (
+    BLOCK_BYTES,
+    START_BYTES,
+    TABLE_BUILDERS,
+    check_document,
+    check_list_size,
+    find_split_files,
+    is_hub_name,
+    is_list,
+    read_start,
+    strip_packing,
+)
+from dsreason.data.formats.data_files import JSON_SUFFIXES as JSON_SUFFIXES
+from dsreason.data.formats.data_files import is_data_file as is_data_file
 from dsreason.data.options import format_options as format_options  # adapters import these names from here
 from dsreason.data.options import option_lines as option_lines
 from dsreason.data.options import options_field as options_field
 from dsreason.data.options import own_letter as own_letter
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
-from dsreason.files.archives import Budget, open_unpacked
+from dsreason.files.archives import PACKED_SUFFIXES, Budget, open_unpacked, unpack_file
 from dsreason.files.own_files import README, check_configs, check_hub_configs, check_saved, has_configs, is_saved
 from dsreason.files.remote import fetch_file, fetch_folder
 from dsreason.problems import describe_missing_file, describe_parse_error
@@ -31,16 +44,12 @@ from dsreason.problems import describe_missing_file, describe_parse_error
 if TYPE_CHECKING:
     import datasets
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-START_BYTES, BLOCK_BYTES = 4096, 1 << 20
-MAX_LIST_BYTES = 4 * 1024**3
 MAX_LINE_BYTES = 1 << 28
 """Maximum length of a row (256 MiB): a line without an end would fill the memory."""
 UNREADABLE = (ValueError, RecursionError)
 """Exceptions that the parser raises for invalid JSON or UTF-8, numbers of 5000 digits, or a thousand nested levels."""
-TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 TEXT_BUILDERS = ("csv", "json", "text")
-FOLDER_BUILDERS = (*TABLE_BUILDERS.values(), "json", "text", "imagefolder", "videofolder", "webdataset")
+FOLDER_BUILDERS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "videofolder", "webdataset")
 """Builders of `datasets` allowed for a local folder with a README; some others (HDF5, Lance) follow links to other files."""
 
 
@@ -77,14 +86,6 @@ class ListRows(NamedRows):
         return self.rows[index]
 
 
-def _check_list_size(path: Path, size: int) -> None:
-    if size > MAX_LIST_BYTES:
-        raise DataError(
-            f"{path}: has {size} bytes, but a JSON list is read into memory and may have at most {MAX_LIST_BYTES}; "
-            "write one row per line to a .jsonl file"
-        )
-
-
 class JsonListRows(NamedRows):
     """Rows of a file that contains a JSON list.
 
@@ -92,15 +93,19 @@ class JsonListRows(NamedRows):
     again in every worker process, because updates of reference counts defeat copy-on-write.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        _check_list_size(path, path.stat().st_size)
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.name = name or str(path)
+        check_list_size(path, path.stat().st_size)
         try:
             rows = json.loads(path.read_bytes().decode("utf-8-sig"))
         except UNREADABLE as error:
-            raise DataError(f"{path}: is not valid JSON ({describe_parse_error(error)}); correct the file") from error
+            raise DataError(
+                f"{self.name}: is not valid JSON ({describe_parse_error(error)}); correct the file"
+            ) from error
         if not isinstance(rows, list):
-            raise DataError(f"{path}: must contain a JSON list of rows, or one row per line; got {type(rows).__name__}")
+            raise DataError(
+                f"{self.name}: must contain a JSON list of rows, or one row per line; got {type(rows).__name__}"
+            )
         texts = [json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass") for row in rows]
         self.ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         self.block = b"".join(texts)
@@ -126,8 +131,8 @@ def _iter_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
 class JsonLinesRows(NamedRows):
     """Rows of a file with one JSON object per line. Only line offsets are kept; a line is read and parsed on access."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.name = path, str(path)
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.path, self.name = path, name or str(path)
         offsets, lines, position = [], [], 0
         with path.open("rb") as file:
             for number, line in enumerate(_iter_lines(file, path), start=1):
@@ -149,7 +154,7 @@ class JsonLinesRows(NamedRows):
             return json.loads(line.decode("utf-8-sig"))
         except UNREADABLE as error:
             raise DataError(
-                f"{self.path}, line {self.lines[index]}: is not valid JSON ({describe_parse_error(error)}); correct "
+                f"{self.name}, line {self.lines[index]}: is not valid JSON ({describe_parse_error(error)}); correct "
                 "the line"
             ) from error
 
@@ -205,14 +210,14 @@ def read_rows(data: SourceConfig) -> NamedRows:
         )
     path = _fetch(data.path) if is_s3(data.path) else Path(data.path).expanduser()
     if path.is_file():
-        if data.split != path.stem:
+        if data.split != strip_packing(path).stem:
             only_train(data, f"{path}: a single file")
         return _read_files([path], data)
     if path.is_dir():
         return _read_folder(path, data)
     if path.exists():
         raise DataError(f"data.path: {path.absolute()} {describe_missing_file(path)}")
-    if not _is_hub_name(data.path):
+    if not is_hub_name(data.path):
         raise DataError(f"data.path: no such file or folder: {path.absolute()}")
     check_hub_configs(data.path, data.revision)
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
@@ -223,10 +228,6 @@ def _fetch(address: str) -> Path:
     if is_data_file(address):
         return fetch_file(address)
     return fetch_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == README)
-
-
-def is_data_file(name: str) -> bool:
-    return PurePosixPath(name).suffix.lower() in (*JSON_SUFFIXES, *TABLE_BUILDERS)
 
 
 def text_field(row: Mapping[str, Any], field: str) -> str:
@@ -258,47 +259,51 @@ def only_train(data: SourceConfig, what: str) -> None:
         raise DataError(f'{what} has no splits, so data.split must be "train"; got "{data.split}"')
 
 
-def _is_hub_name(path: str) -> bool:
-    suffix = Path(path).suffix.lower()
-    return re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is not None and suffix not in (*JSON_SUFFIXES, *TABLE_BUILDERS)
-
-
 def _read_files(paths: Sequence[Path], data: SourceConfig) -> NamedRows:
-    suffix = paths[0].suffix.lower()
-    if suffix in TABLE_BUILDERS:
-        files = {"train": [str(path) for path in paths]}
-        name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-        whole_split = data.model_copy(update={"subset": None, "revision": None, "split": "train"})
-        options = _read_csv_options(paths[0]) if suffix == ".csv" else {}
-        return _load_table(TABLE_BUILDERS[suffix], name, whole_split, files, options)
-    if suffix not in JSON_SUFFIXES:
+    names = [str(path) for path in paths]
+    suffix = strip_packing(paths[0]).suffix.lower()
+    if suffix not in (*JSON_SUFFIXES, *TABLE_BUILDERS):
         suffixes = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
-        raise DataError(f"{paths[0]}: the suffix must be one of {suffixes}; got {suffix!r}")
-    parts = [_read_json(path) for path in paths]
+        raise DataError(
+            f"{paths[0]}: the suffix must be one of {suffixes}, or one of these and {', '.join(PACKED_SUFFIXES)}; got {suffix!r}"
+        )
+    files = [unpack_file(path) if path.suffix.lower() in PACKED_SUFFIXES else path for path in paths]
+    if suffix in TABLE_BUILDERS:
+        name = names[0] if len(paths) == 1 else f"{names[0]} and {len(paths) - 1} more"
+        whole_split = data.model_copy(update={"subset": None, "revision": None, "split": "train"})
+        is_csv = TABLE_BUILDERS[suffix] == "csv"
+        for file, packed in zip(files, names, strict=True) if is_csv else ():
+            read_start(file, packed)
+        options = read_csv_options(files, names) if is_csv else {}
+        listed = {"train": [str(file) for file in files]}
+        return _load_table(TABLE_BUILDERS[suffix], name, whole_split, listed, options)
+    parts = [_read_json(file, name) for file, name in zip(files, names, strict=True)]
     return parts[0] if len(parts) == 1 else SelectedRows([(part, range(len(part))) for part in parts])
 
 
-def _read_csv_options(path: Path) -> dict[str, Any]:
-    """Return the options that read every cell of a CSV file as text, so that `007` and `none` stay as they are."""
-    import datasets
-
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            columns = next(csv.reader(file), [])
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: the first line has no column names that can be read: {error}") from error
-    features = datasets.Features({column: datasets.Value("string") for column in columns})
-    return {"features": features, "keep_default_na": False}
-
-
-def _read_json(path: Path) -> NamedRows:
+def _read_json(path: Path, name: str) -> NamedRows:
     """Read a JSON list or JSON lines, regardless of the suffix: many `.json` files contain one object per line."""
-    with path.open("rb") as file:
-        return JsonListRows(path) if _is_list(file.read(START_BYTES)) else JsonLinesRows(path)
+    if is_list(read_start(path, name)):
+        return JsonListRows(path, name)
+    rows = JsonLinesRows(path, name)
+    _check_rows(rows)
+    return rows
 
 
-def _is_list(start: bytes) -> bool:
-    return start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+def _check_rows(rows: JsonLinesRows) -> None:
+    """Raise DataError if the file has one JSON object that contains the rows, or one that spans several lines."""
+    if not len(rows) or rows.path.stat().st_size > MAX_LINE_BYTES:
+        return
+    try:
+        document = rows.row(0)
+        if len(rows) > 1:
+            return
+    except DataError:
+        try:
+            document = json.loads(rows.path.read_bytes().decode("utf-8-sig"))
+        except UNREADABLE:
+            return  # the line's error is reported when it is read
+    check_document(document, rows.name, several_lines=len(rows) > 1)
 
 
 def _check_text(path: Path) -> None:
@@ -307,10 +312,10 @@ def _check_text(path: Path) -> None:
     with open_unpacked(path) as file:
         start = file.read(START_BYTES)
         file.seek(0)
-        if _is_list(start):
+        if is_list(start):
             for block in iter(lambda: file.read(BLOCK_BYTES), b""):
                 budget.spend(len(block))
-            _check_list_size(path, budget.spent)
+            check_list_size(path, budget.spent)
         else:
             for line in _iter_lines(file, path):
                 budget.spend(len(line))
@@ -325,7 +330,7 @@ def _read_folder(folder: Path, data: SourceConfig) -> NamedRows:
     inside = folder / data.subset if data.subset else folder
     if data.subset and is_saved(inside):
         return _read_saved(inside, data)
-    return _read_files(_split_files(inside, str(data.split)), data)
+    return _read_files(find_split_files(inside, str(data.split)), data)
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
@@ -341,27 +346,6 @@ def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
     if data.split not in saved:
         raise DataError(f'{folder}: has no split "{data.split}"; set data.split to one of {", ".join(saved)}')
     return TableRows(saved[data.split], f"{folder} ({data.split})")
-
-
-def _split_files(folder: Path, split: str) -> list[Path]:
-    """Return the data files of one type whose names contain the split as a word.
-
-    If no file name contains the name of a split, all files belong to `train`.
-    """
-    words = {path: set(re.split(r"[^a-zA-Z0-9]+", path.stem)) for path in (*folder.glob("*"), *folder.glob("data/*"))}
-    for suffixes in ((".parquet",), (".arrow",), JSON_SUFFIXES, (".csv",)):
-        files = sorted(file for file in words if file.suffix.lower() in suffixes)
-        split_files = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
-        split_files = split_files or [f for f in files if split in words[f]]
-        if split_files:
-            return split_files
-        split_words = {"train", "test", "val", "validation", "valid", "dev", "eval"}
-        if files and split == "train" and not any(split_words & words[f] for f in files):
-            return files
-        if files:
-            names = ", ".join(f.name for f in files[:8])
-            raise DataError(f'{folder}: has no file for split "{split}" among {names}; change data.split')
-    raise DataError(f"{folder}: contains no JSON, JSON lines, Parquet, Arrow or CSV file; check data.path")
 
 
 def _load_table(

@@ -23,6 +23,8 @@ from dsreason.files.atomic import build_once, write_file
 from dsreason.files.cache import convert_cache_errors, get_cache_dir
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
+PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
+"""Suffixes of compressed files that contain one file."""
 MAX_UNPACKED_BYTES = 2 * 1024**4
 """Maximum unpacked size of an archive, in bytes; larger archives are rejected."""
 MAX_RATIO, SMALL_BYTES = 100, 256 * 1024**2
@@ -199,6 +201,34 @@ def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
     opener = next((opener for magic, opener in PACKED.items() if start.startswith(magic)), open)
     with convert_unpack_errors(file), opener(file, "rb") as content:
         yield content
+
+
+def unpack_file(file: Path) -> Path:
+    """Unpack a compressed file (gz, bz2 or xz) once into the media cache, and return the path of the unpacked file.
+
+    Raises:
+        DataError: the file is damaged, or unpacks to more bytes than `Budget` allows.
+        StorageError: the cache is not writable; the data are not at fault.
+    """
+    status = file.stat()
+    key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+    folder = get_media_cache() / "archives" / f"{file.name.split('.')[0]}-{key}"
+
+    def write_content(partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        budget = Budget(file)
+        try:
+            with open_unpacked(file) as content, (partial / file.stem).open("wb") as target:
+                for block in iter(lambda: content.read(1 << 20), b""):
+                    budget.spend(len(block))
+                    target.write(block)
+        except (DataError, StorageError):
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    with convert_cache_errors(folder, "COSMOS_CACHE"):
+        return build_once(folder, write_content) / file.stem
 
 
 class Budget:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -94,7 +94,7 @@ def inspect(
     config: ConfigOption = None,
     overrides: SetOption = None,
     adapter: Annotated[
-        str | None, typer.Option(help="Without --config: adapter that reads the rows; default: jsonl.")
+        str | None, typer.Option(help="Without --config: adapter that reads the rows; default: auto.")
     ] = None,
     path: Annotated[str | None, typer.Option(help="Without --config: file, folder or Hub name.")] = None,
     media_path: Annotated[str, typer.Option(help="Folder that relative media paths start from.")] = "",
@@ -130,7 +130,7 @@ def inspect(
     if config is not None:
         run = load_run(check_has_rows(choose_trainer(config, overrides, None)), config, overrides)
     else:
-        source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
+        source = {"adapter": adapter or "auto", "path": path or "", "media_path": media_path}
         data = {**source, "subset": subset, "split": split, "balance": balance}
         run = read_values(SFTConfig, {"data": data}, "the options", overrides or ())
     launch.prepare_environment()
@@ -140,7 +140,7 @@ def inspect(
         from dsreason.tools.datasets.inspection import inspect_data
 
     training, validation = open_datasets(run.data)
-    print_column_use(training)
+    columns = print_column_use(training)
     datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
     datasets |= test_sets(run.data, test, benchmark)
     encoder = None
@@ -154,7 +154,7 @@ def inspect(
     inspection = add_labels(inspection, training, run.data)
     write_inspection(inspection, datasets, folder)
     if as_json:
-        write(json.dumps(asdict(inspection), indent=2, ensure_ascii=False))
+        write(json.dumps(asdict(inspection) | {"columns": columns}, indent=2, ensure_ascii=False))
     else:
         show_inspection(inspection)
     print_message(f"written to {folder}; problems.jsonl lists all {len(inspection.problems)} problems", err=True)
@@ -276,12 +276,17 @@ def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDat
     return [("training", training, as_trained), ("validation", validation, held_out)]
 
 
-def print_column_use(dataset: SampleDataset) -> None:
-    """Print which columns of each source are used, kept for rewards, and ignored."""
+def print_column_use(dataset: SampleDataset) -> list[dict[str, Any]]:
+    """Print which columns of each source are used, kept for rewards, and ignored, and return them as JSON values."""
     from dsreason.data.formats.column_use import find_column_use
 
-    for source in dataset.sources:
-        print_message(find_column_use(source).describe(), err=True)
+    uses = [find_column_use(source) for source in dataset.sources]
+    for use in uses:
+        print_message(use.describe(), err=True)
+    return [
+        {"name": use.name, "used": sorted(use.used), "kept": sorted(use.kept), "ignored": sorted(use.ignored)}
+        for use in uses
+    ]
 
 
 def choose_num_workers(workers: int | None) -> int:

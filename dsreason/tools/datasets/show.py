@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from dsreason.data.chat import Encoder
-from dsreason.data.messages import join_text, prompt_messages
+from dsreason.data.messages import join_text, list_media_parts, prompt_messages
 from dsreason.data.sources import DataSource
 from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
@@ -56,6 +56,25 @@ def check_replies(messages: list[Message], name: str) -> None:
             raise DataError(f"{name}[{number}]: the assistant's reply is empty; add a text, or remove the row")
 
 
+def check_conversation(messages: list[Message]) -> None:
+    """Raise DataError for what no trainer accepts: a conversation that starts with a reply, or media in a reply."""
+    if messages and messages[0]["role"] == "assistant":
+        raise DataError("the first message must be from the user or the system")
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and list_media_parts([message]):
+            raise DataError(
+                f"message {number}: an assistant message may contain only text; remove its images and videos"
+            )
+
+
+def probe_medium(part: dict[str, Any]) -> None:
+    """Raise DataError if an image cannot be decoded, or a video cannot be opened."""
+    if part["type"] == "image":
+        images.load_image(part["image"])
+    else:
+        videos.probe_video(part["video"])
+
+
 def is_trained(message: Message) -> bool:
     return message["role"] == "assistant" and bool(message.get("trained", True))
 
@@ -67,6 +86,10 @@ def show_row(
     sample = source.sample(index)
     try:
         split = split_for(sample, purpose)
+        for conversation in (sample.messages, sample.rejected or []):
+            check_conversation(conversation)
+        for part in list_media_parts([*sample.messages, *(sample.rejected or [])]):
+            probe_medium(part)
         return sample, split, {} if encoder is None else count_tokens(encoder, sample, purpose)
     except DataError as error:
         raise DataError(f"{source.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
@@ -89,12 +112,12 @@ def iter_json(source: DataSource, rows: range, purpose: Purpose, encoder: Encode
         try:
             sample, split, tokens = show_row(source, index, purpose, encoder)
         except DataError as error:
-            yield {"id": read_id(source, index), "error": str(error)}
+            yield {"id": read_id(source, index), "error": hide_payloads(str(error))}
             continue
         messages, chosen, rejected = ([to_json(message, source) for message in part] for part in split)
         answers = [] if sample.answer is None else [sample.answer, *sample.other_answers]
         yield {
-            "id": sample.id,
+            "id": hide_payloads(sample.id),
             "messages": messages,
             "answer": answers if len(answers) > 1 else sample.answer,
             "options": sample.options,
@@ -110,7 +133,7 @@ def read_id(source: DataSource, index: int) -> str | None:
         row = source.rows[index]
     except DataError:
         return None
-    return str(row["id"]) if isinstance(row, dict) and row.get("id") is not None else None
+    return hide_payloads(str(row["id"])) if isinstance(row, dict) and row.get("id") is not None else None
 
 
 def to_json(message: Message, source: DataSource) -> dict[str, Any]:

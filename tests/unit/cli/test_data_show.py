@@ -86,3 +86,47 @@ def test_wrong_option_is_rejected(rows: Path, options: tuple[object, ...], reaso
     result = call(rows, *options)
     assert isinstance(result.exception, ConfigError)
     assert reason in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [{"role": "assistant", "content": "Hi."}]}, "the first message must be from the user"),
+        ({"image": "empty.png", "question": "Up?", "answer": "Yes."}, "the file is empty"),
+        ({"image": "page.png", "question": "Up?", "answer": "Yes."}, "not a usable image"),
+        ({"image": "cut.png", "question": "Up?", "answer": "Yes."}, "not a usable image"),
+        ({"video": "empty.mp4", "question": "Up?", "answer": "Yes."}, "the file is empty"),
+    ],
+)
+def test_json_refuses_what_training_refuses(rows: Path, row: dict[str, Any], reason: str) -> None:
+    folder = rows.parent
+    Image.effect_noise((64, 64), 90).save(folder / "cut.png")
+    (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:1000])
+    (folder / "page.png").write_text("<html>")
+    for name in ("empty.png", "empty.mp4"):
+        (folder / name).touch()
+    rows.write_text(json.dumps(row))
+    shown = json.loads(call(rows, "--json").stdout)
+    assert reason in shown["error"]
+
+
+def test_long_base64_is_shortened(rows: Path) -> None:
+    payload = "iVBORw0KGgo" * 60
+    rows.write_text(json.dumps({"question": "Up?", "answer": "Yes.", "blob": payload, "screenshot": "x"}))
+    assert payload[:60] not in call(rows, "--json").stdout
+    rows.write_text(json.dumps({"image": payload, "question": "Up?", "answer": "Yes."}))
+    result = call(rows, "--json")
+    assert payload[:60] not in result.stdout and "error" in result.stdout
+
+
+def test_inspect_finds_formats_and_reports_columns(rows: Path) -> None:
+    rows.write_text(json.dumps({**GOOD, "site": "north"}))
+    arguments = ["inspect", "--path", str(rows), "--json", "--workers", "0", "--output", str(rows.parent / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (columns,) = json.loads(result.stdout)["columns"]
+    assert (columns["used"], columns["kept"], columns["ignored"]) == (
+        ["id", "image", "messages", "messages[].content", "messages[].role"],
+        ["site"],
+        [],
+    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from PIL import Image
 from dsreason.config.schema_data import DataConfig
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.errors import ConfigError, DataError
+from dsreason.secrets import hide_payloads
 
 
 @pytest.fixture
@@ -238,7 +242,10 @@ def test_bare_answer_becomes_assistant_message(folder, answer):
 
 
 JOINING = """
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 
 from data_adapters import jsonl
@@ -321,3 +328,66 @@ def test_invalid_custom_rows_are_reported(folder, rows, words):
     (folder / "mine.py").write_text(f"def rows(data):\n    {rows}\ndef to_sample(row): ...\n")
     with pytest.raises(DataError, match=words):
         open_datasets(config(folder).model_copy(update={"adapter": str(folder / "mine.py")}))
+
+
+QUESTION = '{"question": "Q1", "answer": "007"}\n{"question": "Q2", "answer": "none"}\n'
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.jsonl.gz", gzip.compress(QUESTION.encode())),
+        ("train.json.bz2", bz2.compress(QUESTION.encode())),
+        ("train.csv.xz", lzma.compress(b"question,answer\nQ1,007\nQ2,none\n")),
+        ("train.csv", b"question;answer\nQ1;007\n\nQ2;none\n"),
+        ("train.tsv", b"question\tanswer\nQ1\t007\nQ2\tnone\n"),
+    ],
+)
+def test_packed_and_delimited_files_are_read(tmp_path, name, content, in_folder):
+    (tmp_path / name).write_bytes(content)
+    training, _ = open_datasets(DataConfig(path=str(tmp_path if in_folder else tmp_path / name)))
+    assert [sample.answer for sample in training] == ["007", "none"]
+    assert training.describe_location(0).startswith(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"a.csv": b"question,answer\nQ,A\nQ,A,extra\n"}, "a.csv, line 3: has 3 fields, but the header has 2"),
+        ({"a.csv": b"question,answer\nQ,A,\nQ,A,\n"}, "a.csv, line 2: has 3 fields"),
+        ({"a.csv": b"question,answer\nQ\n"}, "line 2: has 1 fields"),
+        ({"a.csv": b"question,answer,\nQ,A,\n"}, "line 1: column 3 has no name"),
+        ({"a.csv": b"question,question,answer\nQ,Q2,A\n"}, "line 1: has two columns 'question'"),
+        ({"a.csv": b"question,answer\nQ,A\n", "b.csv": b"question\nQ\n"}, "b.csv: has the columns question"),
+        ({"a.jsonl": QUESTION.encode(), "b.csv": b"question,answer\nQ,A\n"}, "several types .*: a.jsonl, b.csv"),
+        ({"train/metadata.jsonl": b"{}"}, "set data.path to .*/train"),
+        ({"a.json": b'{"data": [{"question": "Q"}]}'}, "has its rows in the list 'data' of an object"),
+        ({"a.json": b'{\n"data": [{"question": "Q"}]}'}, "has its rows in the list 'data' of an object"),
+        ({"a.json": b'{\n"question": "Q",\n"answer": "A"}'}, "has one object on several lines"),
+        ({"a.jsonl": QUESTION.encode("utf-16")}, "is UTF-16; save it as UTF-8"),
+        ({"a.csv": "question,answer".encode("utf-16")}, "is UTF-16; save it as UTF-8"),
+        ({"a.jsonl.gz": gzip.compress(bytes(300 * 1024**2))}, "a.jsonl.gz: unpacks to more than the maximum"),
+        ({"a.jsonl.gz": gzip.compress(QUESTION.encode())[:-9]}, "a.jsonl.gz cannot be unpacked"),
+    ],
+)
+def test_unreadable_file_is_rejected_with_reason(tmp_path, files, reason):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        open_datasets(DataConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"got b'\x89PNG\r\n\x1a'; set", "got b'…'; set"),
+        (r"got b'\x89PNG\r", "got b'…'"),
+        ("got b'abc'", "got b'abc'"),
+        ("no file iVBORw0KGgoAAAANSUhEUgAA" + "aB3/" * 60 + "==: x", "no file iVBORw0KGgoAAAANSUhEUgAA…: x"),
+        ("a" * 300, "a" * 300),
+    ],
+)
+def test_raw_payloads_are_hidden(text, shown):
+    assert hide_payloads(text) == shown

@@ -20,6 +20,7 @@ from PIL import Image
 
 from dsreason.config.schema_data import DataConfig
 from dsreason.data import rows
+from dsreason.data.formats import data_files
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
 from dsreason.files import archives, own_files
@@ -297,6 +298,7 @@ def test_table_feature_types_open_no_files(folder: Path, here: Path, kind: str, 
     file = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # else `datasets` does not believe the description
     schema = pa.schema({**dict.fromkeys(texts, pa.string()), "image": file})
     table = pa.Table.from_pylist([ROW | {"image": {"bytes": None, "path": given}}], schema)
+    (folder / "train.jsonl").unlink()
     pq.write_table(table.replace_schema_metadata({"huggingface": described}), folder / "train.parquet")
     refused(lambda: ids(folder), DataError, f"image: {given} ", reason)
 
@@ -356,7 +358,7 @@ def test_endless_compressed_line_is_rejected(
 
 
 def test_packed_list_is_limited_by_unpacked_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_LIST_BYTES", 2048)
+    monkeypatch.setattr(data_files, "MAX_LIST_BYTES", 2048)
     (folder / "more.json").write_bytes(gzip.compress(b"\n[" + b" " * 3000 + b"]"))
     name_files(folder, "more.json")
     refused(lambda: ids(folder, subset="more"), DataError, "more.json: has 3003 bytes")
