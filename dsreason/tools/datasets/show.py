@@ -106,7 +106,9 @@ def count_tokens(encoder: Encoder, sample: Sample, purpose: Purpose) -> dict[str
 # ---------------------------------------------------------------- JSON
 
 
-def iter_json(source: DataSource, rows: range, purpose: Purpose, encoder: Encoder | None) -> Iterator[dict[str, Any]]:
+def iter_json(
+    source: DataSource, rows: range, purpose: Purpose, encoder: Encoder | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield one object per row; a row that is unusable becomes `{"id": …, "error": reason}`."""
     for index in rows:
         try:
