@@ -26,7 +26,7 @@ from dsreason.files.archives import get_media_cache, write_embedded
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_location, join_address, read_address
-from dsreason.media.frames import TIMES, list_files, list_frames, write_frame_list
+from dsreason.media.frames import TIMES, check_no_image, list_files, list_frames, write_frame_list
 from dsreason.media.urls import decode_data_uri, is_data_uri, is_url, mask_url, split_url
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
@@ -281,6 +281,8 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
     if paths is not None:
         settings = {key: value for key, value in part.items() if key not in TIMES}
         return {**select_vision_settings(settings, vision, kind), **settings, kind: str(write_frame_list(paths, part))}
+    if kind == "video":
+        check_no_image(part[kind], path)
     if part.get("timestamps") is not None:
         raise DataError(
             f"timestamps are for videos given as frames, but {path} is neither a folder nor a pattern that matches files; remove "

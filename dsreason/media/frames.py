@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import get_media_cache, write_cached
-from dsreason.media.files import IMAGE_SUFFIXES
+from dsreason.media.files import IMAGE_SUFFIXES, is_image_content
 from dsreason.media.images import load_image, probe_image
 from dsreason.media.urls import is_url
 from dsreason.media.vision import SHORTEST_GAP, VideoInfo
@@ -113,8 +113,10 @@ def write_frame_list(paths: Sequence[str], part: Mapping[str, Any]) -> Path:
 
 def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], float]:
     """Return the seconds of each frame and the (mean) frame rate. Raise DataError if the part does not give them."""
-    fps: Any = part.get("fps")
+    fps: Any = to_number(part.get("fps"))
     timestamps: Any = part.get("timestamps")
+    if isinstance(timestamps, list):
+        timestamps = [to_number(second) for second in timestamps]
     if (fps is None) == (timestamps is None):
         raise DataError(
             f"video: is given as {num_frames} frames, and their times are "
@@ -142,6 +144,26 @@ def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], f
             )
     gaps = num_frames - 1
     return [float(second) for second in timestamps], gaps / (timestamps[-1] - timestamps[0]) if gaps else 1.0
+
+
+def to_number(value: Any) -> Any:
+    """Parse a number that a table stores as text; return other values unchanged."""
+    for parse in (int, float):
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except ValueError:
+            continue
+    return value
+
+
+def check_no_image(raw: Any, path: str) -> None:
+    """Raise DataError if a video is an image file; an animated GIF may be a video."""
+    content = raw.get("bytes") if isinstance(raw, dict) else None
+    is_image = path.lower().endswith(IMAGE_SUFFIXES) and not is_url(path) and not any(mark in path for mark in "*?")
+    if (is_image and not path.lower().endswith(".gif")) or (
+        isinstance(content, bytes) and is_image_content(content) and not content.startswith(b"GIF")
+    ):
+        raise DataError(f"video: {path} is an image; put it into 'image', or give the video as a list of its frames")
 
 
 def is_number(value: Any) -> bool:

@@ -1,81 +1,100 @@
-"""Media in separate columns, and their place in the messages: at tags, in empty parts, or before the first question."""
+"""Media in separate columns: which files they have, with which settings, and whether the messages show all of them."""
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from dsreason.data.formats.media_places import (
+    NAMES,
+    RowMedia,
+    check_parts,
+    check_replies,
+    count_slots,
+    fill_message,
+    is_shown,
+    label_parts,
+    list_media,
+    put_first,
+    to_video_tags,
+)
 from dsreason.data.types import TOKEN_TYPES, MediaKind, Message
 from dsreason.errors import DataError
-from dsreason.media.files import IMAGE_SUFFIXES
+from dsreason.media.files import IMAGE_SUFFIXES, is_image_content
+from dsreason.media.frames import TIMES, to_number
+from dsreason.media.vision import PART_SETTINGS
 
 COLUMNS: dict[str, MediaKind] = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 """Column → kind of media."""
-TIME_COLUMNS = ("fps", "timestamps")
-"""Columns with the frame rate, or the seconds, of videos that are given as frames."""
-TAG = re.compile(
-    r"\n?(?:<\|?(?P<kind>image|video)(?:[ _]?(?P<number>\d+))?\|?>|<(?P<name>img|vid)>(?P<file>[^<>\n]+)</(?P=name)>)\n?"
-)
-"""A tag in a text: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`. A line break next to it belongs to the tag."""
-NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image", "vid": "video"}
+SETTING_COLUMNS = ("video_start", "video_end", "nframes", "min_pixels", "max_pixels", "total_pixels")
+"""Columns with a setting of the row's only video; those of `IMAGE_SETTINGS` may also be of its only image."""
+IMAGE_SETTINGS = ("min_pixels", "max_pixels")
+NAME_COLUMNS = ("cameras", "views")
+"""Columns that may list the names of cameras."""
+FILE_KEYS = ("bytes", "path", "url", "file_name", "src", "image_url", "video_url")
+"""Keys of an object that has one media file."""
+FRAME_TIMES = ("timestamp", "time")
+"""Keys of a frame that has its own second."""
 VIDEO_SUFFIXES = (
-    ".mp4",
-    ".mov",
-    ".mkv",
-    ".webm",
-    ".avi",
-    ".m4v",
-    ".mpg",
-    ".mpeg",
-    ".ts",
-    ".3gp",
-    ".ogv",
-    ".wmv",
-    ".flv",
-    ".h264",
-    ".hevc",
+    *(".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg"),
+    *(".ts", ".3gp", ".ogv", ".wmv", ".flv", ".h264", ".hevc"),
 )
-
-
-@dataclass
-class RowMedia:
-    """The media of a row's columns that no message shows yet, and the names of the columns that they come from."""
-
-    waiting: dict[MediaKind, list[dict[str, Any]]]
-    columns: set[str] = field(default_factory=set)
-    labels: list[str] = field(default_factory=list)
-    """Names of the cameras, one per media item, images first; empty if the columns have none."""
-
-    def take(self, kind: MediaKind) -> dict[str, Any]:
-        return self.waiting[kind].pop(0)
+VIDEO_MARKS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"FLV"), (0, b"\x00\x00\x01\xba"))
+"""Position and bytes by which the content of a video is recognised."""
 
 
 def collect_media(row: Mapping[str, Any]) -> RowMedia:
     """Collect the media of the row's columns as parts.
 
     A column has a file, a list of files, or an object with one file per camera. A video may also be a list of image files, a
-    folder or a glob of them; the columns `fps` or `timestamps` then have its times.
+    folder or a glob of them; the columns `fps` or `timestamps` then have its times. A file that both columns of a kind have,
+    such as `image` and `images`, counts once.
     """
     media = RowMedia({kind: [] for kind in TOKEN_TYPES})
     for column, kind in find_columns(row).items():
-        items, labels = split_column(row.get(column), kind)
-        if not items:
-            continue
-        media.columns.add(column)
-        media.labels += labels
-        for item in items:
+        items, labels = split_column(parse_list(row.get(column)), kind)
+        repeated = [] if column.endswith("s") else split_column(parse_list(row.get(f"{column}s")), kind)[0]
+        for i, item in enumerate(items):
+            media.columns.add(column)
+            if item in repeated:
+                continue
+            label = labels[i] if labels else None
+            media.labels += labels[i : i + 1]
             part = to_media_part(item, kind)
-            if kind == "video" and has_frames(item):
-                times = {name: row[name] for name in TIME_COLUMNS if row.get(name) is not None}
-                media.columns |= times.keys()
-                part |= {name: pick(times[name], len(media.waiting[kind]), name) for name in times}
+            if kind == "video":
+                add_times(part, row, media, label)
             media.waiting[kind].append(part)
-    if media.labels and len(media.labels) != sum(map(len, media.waiting.values())):
+    num_media = sum(map(len, media.waiting.values()))
+    if media.labels and len(media.labels) != num_media:
         raise DataError("some media have a camera name and others have none; name all of them, or use lists")
+    for column in NAME_COLUMNS:
+        names = parse_list(row.get(column))
+        if is_name_list(names) and not media.labels and len(names) in (num_media, *map(len, media.waiting.values())):
+            raise DataError(
+                f"the column {column!r} lists names ({', '.join(names):.100}) beside a list of media; use an object with a name "
+                f'for each, such as {{"images": {{"{names[0]}": "a.png"}}}}'
+            )
     return media
+
+
+def parse_list(value: Any) -> Any:
+    """Parse the JSON text of a list or an object, as CSV files have it; return other values unchanged."""
+    if not isinstance(value, str) or (value[:1], value[-1:]) not in (("[", "]"), ("{", "}")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value  # a path such as "[1]/[2]"
+
+
+def is_name_list(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(name, str) and not guess_kind(name) for name in value)
+    )
 
 
 def find_columns(row: Mapping[str, Any]) -> dict[str, MediaKind]:
@@ -87,22 +106,11 @@ def find_columns(row: Mapping[str, Any]) -> dict[str, MediaKind]:
     return columns
 
 
-def to_media_part(item: Any, kind: MediaKind) -> dict[str, Any]:
-    """Return an item of a column as a part; an item may be a part itself, such as `{"type": "image", "image": "a.png"}`."""
-    if isinstance(item, dict) and not is_file(item):
-        if kind not in item:
-            raise DataError(
-                f"an item of the column '{kind}s' must have the key {kind!r}, but has {', '.join(map(str, item))}"
-            )
-        return {**item, "type": kind}
-    return {"type": kind, kind: item}
-
-
 def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
     """Split a column into its media items and the names of their cameras."""
     if not value:
         return [], []
-    if isinstance(value, dict) and not is_file(value) and kind not in value:
+    if isinstance(value, dict) and find_file_key(value, kind) is None:
         cameras = {name: item for name, item in value.items() if item}
         return list(cameras.values()), list(cameras)
     if not isinstance(value, list):
@@ -111,13 +119,77 @@ def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
     return ([items] if kind == "video" and is_frame_list(items) else items), []
 
 
-def is_file(value: Mapping[str, Any]) -> bool:
-    """Return whether a value is a Hugging Face image or video: its bytes, its path, or both."""
-    return value.keys() <= {"bytes", "path"}
+def find_file_key(item: Mapping[str, Any], kind: MediaKind) -> str | None:
+    """Return the key under which an object has its file, or the frames of its video; None if it has no such key."""
+    keys = (kind, *(("frames",) if kind == "video" else ()), *FILE_KEYS)
+    return next((key for key in keys if item.get(key)), None)
+
+
+def to_media_part(item: Any, kind: MediaKind) -> dict[str, Any]:
+    """Return an item of a column as a part; an item may be a part itself, such as `{"type": "image", "image": "a.png"}`."""
+    if isinstance(item, list) and kind == "video":
+        return read_frames(item)
+    if not isinstance(item, dict):
+        return {"type": kind, kind: item}
+    key = find_file_key(item, kind)
+    if key is None:
+        raise DataError(
+            f"an item of the column '{kind}s' must have the key {kind!r}, but has {', '.join(map(str, item))}; "
+            f"{', '.join(FILE_KEYS)} are read as well"
+        )
+    names = (
+        item.keys() if key == kind else item.keys() & (PART_SETTINGS | {*TIMES})
+    )  # not the width of a file, for example
+    settings = {name: item[name] for name in names if item[name] is not None}
+    file = get_file(item, key)
+    return {**settings, **(read_frames(file) if isinstance(file, list) else {kind: file}), "type": kind}
+
+
+def get_file(item: Mapping[str, Any], key: str) -> Any:
+    """Return the file under a key of an object: a path or URL, or `{"bytes": …, "path": …}`."""
+    if key in ("bytes", "path"):
+        return {name: item[name] for name in ("bytes", "path") if name in item} if "bytes" in item else item[key]
+    file = item[key]
+    inner = next((name for name in FILE_KEYS if file.get(name)), None) if isinstance(file, dict) else None
+    return file if inner is None else get_file(file, inner)
+
+
+def read_frames(frames: list[Any]) -> dict[str, Any]:
+    """Return the frames of a video as a part, with their seconds if each frame has its own `timestamp` or `time`."""
+    files = [to_media_part(frame, "image")["image"] for frame in frames]
+    seconds = [find_second(frame) for frame in frames]
+    if all(second is None for second in seconds):
+        return {"type": "video", "video": files}
+    if None in seconds:
+        raise DataError(f"the frame {seconds.index(None)} of a video has no timestamp, but others have one; add it")
+    return {"type": "video", "video": files, "timestamps": seconds}
+
+
+def find_second(frame: Any) -> Any:
+    return (
+        next((frame[key] for key in FRAME_TIMES if frame.get(key) is not None), None)
+        if isinstance(frame, dict)
+        else None
+    )
+
+
+def add_times(part: dict[str, Any], row: Mapping[str, Any], media: RowMedia, camera: str | None) -> None:
+    """Add the times of the columns `fps` and `timestamps` to a video that is given as frames and has none."""
+    times = {name: parse_list(row[name]) for name in TIMES if row.get(name) is not None}
+    number = len(media.waiting["video"])
+    if has_frames(part["video"]):
+        if not part.keys() & {*TIMES}:
+            media.columns |= times.keys()
+            part |= {name: pick(value, number, name, camera) for name, value in times.items()}
+    elif is_per_video(times.get("timestamps"), "timestamps") and pick(
+        times["timestamps"], number, "timestamps", camera
+    ):
+        raise DataError(f"video {number + 1} has timestamps, but is not given as frames; set its entry to null")
 
 
 def is_frame_list(items: Sequence[Any]) -> bool:
-    return bool(items) and all(isinstance(item, str) and item.lower().endswith(IMAGE_SUFFIXES) for item in items)
+    """Return whether all items are images, so that they are the frames of one video."""
+    return bool(items) and all(guess_kind(item) == "image" and "*" not in str(item)[:1000] for item in items)
 
 
 def has_frames(item: Any) -> bool:
@@ -130,11 +202,23 @@ def has_frames(item: Any) -> bool:
     return suffix not in VIDEO_SUFFIXES and (suffix not in IMAGE_SUFFIXES or any(mark in item for mark in "*?["))
 
 
-def pick(value: Any, number: int, name: str) -> Any:
-    """Return the times of one video: `value`, or its item if it has one per video."""
-    per_video = isinstance(value, list) and (name == "fps" or (bool(value) and isinstance(value[0], list)))
-    if not per_video:
+def is_per_video(value: Any, name: str) -> bool:
+    """Return whether a column of times has an entry per video: by camera, or in a list."""
+    if isinstance(value, dict):
+        return True
+    return isinstance(value, list) and (name == "fps" or any(item is None or isinstance(item, list) for item in value))
+
+
+def pick(value: Any, number: int, name: str, camera: str | None = None) -> Any:
+    """Return the times of one video: `value`, or its entry if it has one per video."""
+    if not is_per_video(value, name):
         return value
+    if isinstance(value, dict):
+        if camera not in value:
+            raise DataError(
+                f"field {name!r} has times for {', '.join(value)}, but none for {camera or 'an unnamed video'}"
+            )
+        return value[camera]
     if number >= len(value):
         raise DataError(
             f"field {name!r} has {len(value)} entries, but the row has more videos; add one entry per video"
@@ -148,20 +232,33 @@ def pick(value: Any, number: int, name: str) -> Any:
 def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[Message], set[str]]:
     """Put the media of the row's columns into the messages, and return the messages and the columns used.
 
-    Each tag in the text of a user or tool message, and each media part without a file, takes the next item of its kind. If there
-    is neither, all media come before the first text of the user.
+    Each tag in the text of a system, user or tool message, and each media part without a file, takes the next item of its kind.
+    If there is neither, all media come before the first text of the user.
 
     Raises:
-        DataError: the numbers of tags and media differ.
+        DataError: the numbers of tags and media differ, or a column's setting fits no media item.
     """
     media = collect_media(row)
+    check_parts(messages)
+    if any(media.waiting.values()) or list_media(messages):
+        check_replies(messages)
+    messages = insert_media(messages, media)
+    if shown := list_media(messages):
+        media.columns |= apply_settings(shown, row, media.columns)
+    return messages, media.columns
+
+
+def insert_media(messages: list[Message], media: RowMedia) -> list[Message]:
     num_media = {kind: len(items) for kind, items in media.waiting.items()}
-    num_slots = count_slots(messages)
+    if not any(num_media.values()):
+        media.has_system_tags = False  # they are text, as there is nothing to show
+    num_slots = count_slots(messages, media)
+    if num_media["image"] == num_slots["video"] == 0 < num_media["video"] == num_slots["image"]:
+        messages = [to_video_tags(message) for message in messages]  # LLaVA-NeXT writes <image> for videos
+        num_slots = count_slots(messages, media)
     if not any(num_slots.values()):
         messages = [fill_message(message, media, {}) for message in messages]  # tags that name their file
-        if is_shown(messages, media):
-            return messages, media.columns
-        return put_first(messages, label_parts(media)), media.columns
+        return messages if is_shown(messages, media) else put_first(messages, label_parts(media))
     if media.labels:
         raise DataError(
             f"the row has both <image> or <video> tags and camera names ({', '.join(media.labels)}); remove the tags, or put the "
@@ -174,140 +271,97 @@ def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[M
                 f"per {kind}, or no tag at all to show all media first"
             )
     numbered = {kind: list(parts) for kind, parts in media.waiting.items()}
-    return [fill_message(message, media, numbered) for message in messages], media.columns
+    return [fill_message(message, media, numbered) for message in messages]
+
+
+def apply_settings(parts: list[dict[str, Any]], row: Mapping[str, Any], used: set[str]) -> set[str]:
+    """Add the settings in the row's columns to its only video or image, and return the columns.
+
+    Raises:
+        DataError: the row has several media that a setting may be for, or none, or the item has another value.
+    """
+    if row.get("timestamps") is not None and "timestamps" not in used:
+        raise DataError(
+            "the column 'timestamps' is for a video given as frames without own times, which the row lacks; remove it"
+        )
+    columns = {column for column in SETTING_COLUMNS if row.get(column) not in (None, "")}
+    videos = [part for part in parts if part["type"] == "video"]
+    for column in sorted(columns):
+        targets = parts if column in IMAGE_SETTINGS else videos
+        if len(targets) != 1:
+            raise DataError(
+                f"the column {column!r} applies to a row with exactly one video"
+                + (" or image" if column in IMAGE_SETTINGS else "")
+                + f", but this row has {len(videos)} videos and {len(parts) - len(videos)} images; put {column!r} into the parts"
+            )
+        value = to_number(row[column])
+        if targets[0].get(column, value) != value:
+            raise DataError(f"the column {column!r} is {value!r:.100}, but the part has {targets[0][column]!r:.100}")
+        targets[0][column] = value
+    return columns
+
+
+# ---------------------------------------------------------------- media that no message shows
 
 
 def check_shown(unused: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Raise DataError if an unused column has media of a kind that no message shows."""
-    kinds = {part["type"] for message in messages for part in list_parts(message)}
+    """Raise DataError if an unused column has a media file that no message shows."""
+    shown = [name for part in list_media(messages) for name in iter_names(part[part["type"]])]
     for column, value in unused.items():
-        for item in value if isinstance(value, list) else [value]:
-            kind = guess_kind(item)
-            if kind is not None and kind not in kinds:
-                raise DataError(
-                    f"the column {column!r} seems to have a media file, {item!r:.100}, but no message shows an item of its kind; "
-                    f'set data.columns = {{{kind} = "{column}"}}, or remove the column'
-                )
+        for item, kind in iter_files(value):
+            if any(is_same_file(name, other) for name in iter_names(item) for other in shown):
+                continue
+            text = (
+                item
+                if isinstance(item, str)
+                else next((name for name in iter_names(item) if isinstance(name, str)), "bytes")
+            )
+            raise DataError(
+                f"the column {column!r} seems to have a media file, {text!r:.100}, but no message shows it; set data.columns = "
+                f'{{{kind} = "{column}"}}, put all files into one column, or remove the column'
+            )
+
+
+def iter_files(value: Any) -> Iterator[tuple[Any, MediaKind]]:
+    """Yield the media files in a value, also in its objects and lists, with their kinds."""
+    if kind := guess_kind(value):
+        yield value, kind
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from iter_files(inner)
+
+
+def iter_names(file: Any) -> Iterator[str | bytes]:
+    """Yield the paths and contents that identify a file, or the files of a list."""
+    if isinstance(file, str | bytes):
+        yield file
+    elif isinstance(file, dict | list):
+        for inner in (file.get(key) for key in FILE_KEYS) if isinstance(file, dict) else file:
+            yield from iter_names(inner)
+
+
+def is_same_file(one: str | bytes, other: str | bytes) -> bool:
+    """Return whether two names are equal, or one path ends with the other."""
+    if isinstance(one, str) and isinstance(other, str):
+        return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
+    return one == other
 
 
 def guess_kind(value: Any) -> MediaKind | None:
-    """Return the kind of media that a text names by its suffix or as a data URI; None if it names none."""
+    """Return the kind of media that a text names by its suffix or as a data URI, or that an object's or bytes' content has.
+
+    An object of bytes and path whose content is unknown counts as an image. Return None for other values.
+    """
+    if isinstance(value, bytes):
+        if any(value[start : start + len(mark)] == mark for start, mark in VIDEO_MARKS):
+            return "video"
+        return "image" if is_image_content(value) else None
+    if isinstance(value, dict):
+        kind = next((kind for key in FILE_KEYS if (kind := guess_kind(value.get(key)))), None)
+        return kind or ("image" if isinstance(value.get("bytes"), bytes) else None)
     if not isinstance(value, str) or len(value.split()) > 1:
         return None
     if value.startswith(("data:image/", "data:video/")):
         return NAMES[value[5:10]]
     suffix = PurePosixPath(value).suffix.lower()
     return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None
-
-
-def is_shown(messages: Sequence[Message], media: RowMedia) -> bool:
-    """Return whether the messages already name the files of the columns, which then only repeat them.
-
-    Raises:
-        DataError: the messages name other files.
-    """
-    shown = [part for message in messages for part in list_parts(message) if part.get("type") in TOKEN_TYPES]
-    if not shown:
-        return False
-    files = [part[part["type"]] for part in shown]
-    repeated = [part[kind] for kind, parts in media.waiting.items() for part in parts]
-    if unshown := [item for item in repeated if item not in files]:
-        raise DataError(
-            f"the messages name their media, but not all media of the columns {', '.join(sorted(media.columns))}, such as "
-            f"{unshown[0]!r:.200}; add a part for each, or remove the columns"
-        )
-    return True
-
-
-def list_parts(message: Message) -> list[dict[str, Any]]:
-    return message["content"] if isinstance(message["content"], list) else []
-
-
-def count_slots(messages: Sequence[Message]) -> dict[MediaKind, int]:
-    """Count the media that tags and parts without a file show, by kind; tags with the same number show the same item."""
-    counts: dict[MediaKind, int] = dict.fromkeys(TOKEN_TYPES, 0)
-    numbers: dict[MediaKind, set[int]] = {kind: set() for kind in TOKEN_TYPES}
-    for message in messages:
-        for part in list_parts(message):
-            if is_empty(part):
-                counts[part["type"]] += 1
-        for tag in iter_tags(message):
-            if tag["number"]:
-                numbers[NAMES[tag["kind"]]].add(int(tag["number"]))
-            elif tag["kind"]:
-                counts[NAMES[tag["kind"]]] += 1
-    for kind, shown in numbers.items():
-        if shown and (counts[kind] or shown != set(range(1, len(shown) + 1))):
-            raise DataError(f"the <{kind}> tags must either all have numbers, from 1 on, or none; got {sorted(shown)}")
-        counts[kind] += len(shown)
-    return counts
-
-
-def iter_tags(message: Message) -> Iterator[re.Match[str]]:
-    """Yield the tags in the text of a user or tool message. In other messages they are text."""
-    if message["role"] in ("user", "tool"):
-        for part in to_parts(message):
-            if part["type"] == "text":
-                yield from TAG.finditer(part["text"])
-
-
-def to_parts(message: Message) -> list[dict[str, Any]]:
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def fill_message(message: Message, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> Message:
-    """Replace the tags and the parts without a file by media; `numbered` has all media, for tags with a number."""
-    if not any(is_empty(part) for part in list_parts(message)) and not any(iter_tags(message)):
-        return message
-    filled: list[dict[str, Any]] = []
-    for part in to_parts(message):
-        if is_empty(part):
-            filled.append({**part, **media.take(part["type"])})
-        elif part["type"] != "text" or message["role"] not in ("user", "tool"):
-            filled.append(part)
-        else:
-            filled += split_at_tags(part["text"], media, numbered)
-    return {**message, "content": filled}
-
-
-def is_empty(part: Mapping[str, Any]) -> bool:
-    return part["type"] in TOKEN_TYPES and part["type"] not in part
-
-
-def split_at_tags(text: str, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Split a text at its tags, and replace each tag with its media item."""
-    parts: list[dict[str, Any]] = []
-    start = 0
-    for tag in TAG.finditer(text):
-        parts.append({"type": "text", "text": text[start : tag.start()]})
-        start = tag.end()
-        kind = NAMES[tag["kind"] or tag["name"]]
-        if tag["file"]:
-            parts.append({"type": kind, kind: tag["file"]})
-        else:
-            parts.append(numbered[kind][int(tag["number"]) - 1] if tag["number"] else media.take(kind))
-    parts.append({"type": "text", "text": text[start:]})
-    return [part for part in parts if part.get("text") != ""]
-
-
-def label_parts(media: RowMedia) -> list[dict[str, Any]]:
-    """Return the media as parts, each after the name of its camera, if the columns have names."""
-    parts = [part for kind in TOKEN_TYPES for part in media.waiting[kind]]
-    if not media.labels:
-        return parts
-    labelled: list[dict[str, Any]] = []
-    for label, part in zip(media.labels, parts, strict=True):
-        labelled += [{"type": "text", "text": f"{label}: "}, part, {"type": "text", "text": "\n"}]
-    return labelled
-
-
-def put_first(messages: list[Message], media: list[dict[str, Any]]) -> list[Message]:
-    """Insert the media before the text of the first user message."""
-    if not media:
-        return messages
-    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
-    if first is None:
-        raise DataError("the row has media, but no user message that could show them; add one")
-    parts = [part for part in to_parts(messages[first]) if part.get("text") != ""]
-    return [*messages[:first], {**messages[first], "content": [*media, *parts]}, *messages[first + 1 :]]

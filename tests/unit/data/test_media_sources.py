@@ -16,8 +16,10 @@ from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.formats.read import read_row
 from dsreason.data.sources import DataSource, finish_sample, open_datasets, open_source
+from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.questions import iter_row_questions
+from dsreason.media.frames import read_frame_list
 from dsreason.media.images import probe_image
 from dsreason.secrets import hide_payloads, hide_secrets
 from dsreason.tools.datasets.show import iter_json
@@ -205,7 +207,7 @@ def test_payloads_are_hidden_in_texts(text: str, shown: str) -> None:
 
 def test_shown_rows_have_no_payload_in_meta(folder: Path) -> None:
     write(folder, note={"thumbnail": URI})
-    (entry,) = iter_json(open_rows(folder), range(1), "sft")
+    (entry,) = iter_json(open_rows(folder, adapter="jsonl"), range(1), "sft", None)
     assert entry["meta"]["note"] == {"thumbnail": "data:image/png;base64,…"}
 
 
@@ -221,3 +223,21 @@ def test_bad_urls_follow_the_policy_for_rows(folder: Path) -> None:
     for policy in ("error", "skip"):
         config = SFTConfig.model_validate({"data": {**data, "on_bad_row": policy}})
         assert (find_fatal_error([error], config) is None) == (policy == "skip")
+
+
+@pytest.mark.parametrize("raw", ["a.png", "bytes", "uri"])
+def test_image_as_video_is_refused(folder: Path, raw: str) -> None:
+    content = (folder / "a.png").read_bytes()
+    uri = f"data:image/png;base64,{encode(folder)}"
+    video = {"a.png": "a.png", "bytes": {"bytes": content, "path": None}, "uri": uri}[raw]
+    messages = [{"role": "user", "content": [{"type": "video", "video": video}]}]
+    with pytest.raises(DataError, match=r"video: .* is an image; put it into 'image'"):
+        finish_sample(Sample("7", messages), SourceConfig(), folder)
+
+
+def test_embedded_frames_are_one_video(folder: Path) -> None:
+    frames = [{"bytes": (folder / "a.png").read_bytes(), "path": None}, "a.png"]
+    row = {"question": "Up?", "answer": "no", "video": frames, "timestamps": [0, 0.5]}
+    part = finish_sample(read_row(row), SourceConfig(), folder).messages[0]["content"][0]
+    written = read_frame_list(part["video"])
+    assert (len(written.paths), written.paths[1], written.seconds) == (2, str(folder / "a.png"), (0, 0.5))

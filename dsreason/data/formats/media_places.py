@@ -1,0 +1,216 @@
+"""The places of media in messages: at tags, in parts without a file, or before the first question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsreason.data.types import TOKEN_TYPES, MediaKind, Message
+from dsreason.errors import DataError
+from dsreason.media.frames import TIMES
+from dsreason.media.vision import PART_SETTINGS
+
+TAG = re.compile(
+    r"\n?(?:<\|?(?P<kind>image|video)(?:[ _]?(?P<number>\d+))?\|?>|<(?P<name>img|vid)>(?P<file>[^<>\n]+)</(?P=name)>)\n?"
+)
+"""A tag in a text: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`. A line break next to it belongs to the tag."""
+NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image", "vid": "video"}
+
+
+@dataclass
+class RowMedia:
+    """The media of a row's columns that no message shows yet, and the names of the columns that they come from."""
+
+    waiting: dict[MediaKind, list[dict[str, Any]]]
+    columns: set[str] = field(default_factory=set)
+    labels: list[str] = field(default_factory=list)
+    """Names of the cameras, one per media item, images first; empty if the columns have none."""
+
+    has_system_tags: bool = True
+    """Whether tags in a system message show media; they are text if the row has none."""
+
+    def take(self, kind: MediaKind) -> dict[str, Any]:
+        return self.waiting[kind].pop(0)
+
+
+def check_parts(messages: Sequence[Message]) -> None:
+    """Raise DataError if a media part has no file but unknown keys, one of which may name its file."""
+    for number, message in enumerate(messages):
+        for part in list_parts(message):
+            unknown = part.keys() - PART_SETTINGS - {*TIMES, "type", "index"}
+            if is_empty(part) and unknown:
+                kind = part["type"]
+                raise DataError(
+                    f"messages[{number}]: a part of type {kind!r} has the unknown keys {', '.join(sorted(unknown))} and no file; "
+                    f"the file is read from the keys {kind}, {kind}_url, url, path and base64"
+                )
+
+
+def check_replies(messages: Sequence[Message]) -> None:
+    """Raise DataError if a reply has a tag for media, which only other messages can show."""
+    for number, message in enumerate(messages):
+        texts = [part["text"] for part in to_parts(message) if part["type"] == "text"]
+        tag = next((tag for text in texts for tag in TAG.finditer(text) if tag["kind"]), None)
+        if message["role"] == "assistant" and tag is not None:
+            raise DataError(
+                f"messages[{number}]: the assistant's reply has the tag {tag[0].strip()}, but replies cannot have media; remove "
+                "the tag, or move it to a message of the user"
+            )
+
+
+def is_shown(messages: Sequence[Message], media: RowMedia) -> bool:
+    """Return whether the messages already name the files of the columns, which then only repeat them.
+
+    Raises:
+        DataError: the messages name other files.
+    """
+    shown = [part for message in messages for part in list_parts(message) if part.get("type") in TOKEN_TYPES]
+    if not shown:
+        return False
+    files = [part[part["type"]] for part in shown]
+    repeated = [part[kind] for kind, parts in media.waiting.items() for part in parts]
+    if unshown := [item for item in repeated if item not in files]:
+        raise DataError(
+            f"the messages name their media, but not all media of the columns {', '.join(sorted(media.columns))}, such as "
+            f"{unshown[0]!r:.200}; add a part for each, or remove the columns"
+        )
+    return True
+
+
+def list_media(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [part for message in messages for part in list_parts(message) if part["type"] in TOKEN_TYPES]
+
+
+def list_parts(message: Message) -> list[dict[str, Any]]:
+    return message["content"] if isinstance(message["content"], list) else []
+
+
+def count_slots(messages: Sequence[Message], media: RowMedia) -> dict[MediaKind, int]:
+    """Count the media that tags and parts without a file show, by kind; those with the same number show the same item."""
+    counts: dict[MediaKind, int] = dict.fromkeys(TOKEN_TYPES, 0)
+    numbers: dict[MediaKind, set[int]] = {kind: set() for kind in TOKEN_TYPES}
+    for message in messages:
+        for part in list_parts(message):
+            if is_empty(part) and "index" in part:
+                numbers[part["type"]].add(read_index(part) + 1)
+            elif is_empty(part):
+                counts[part["type"]] += 1
+        for tag in iter_tags(message, media):
+            if tag["number"]:
+                numbers[NAMES[tag["kind"]]].add(int(tag["number"]))
+            elif tag["kind"]:
+                counts[NAMES[tag["kind"]]] += 1
+    for kind, shown in numbers.items():
+        if shown and (counts[kind] or shown != set(range(1, len(shown) + 1))):
+            raise DataError(
+                f"the <{kind}> tags must either all have numbers, from 1 on, or none; got {sorted(shown)}"
+                + " (a part's index is one less)" * any("index" in part for part in iter_empty(messages))
+            )
+        counts[kind] += len(shown)
+    return counts
+
+
+def iter_empty(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    yield from (part for message in messages for part in list_parts(message) if is_empty(part))
+
+
+def read_index(part: Mapping[str, Any]) -> int:
+    """Return the index of the item that a part without a file shows."""
+    index = part["index"]
+    if type(index) is not int or index < 0:
+        raise DataError(
+            f"the index of a part of type {part['type']!r} must be a number from 0 on, but is {index!r:.100}"
+        )
+    return index
+
+
+def has_tags(message: Message, media: RowMedia) -> bool:
+    """Return whether tags in this message show media. In replies they are text."""
+    return message["role"] in ("user", "tool") or (message["role"] == "system" and media.has_system_tags)
+
+
+def to_video_tags(message: Message) -> Message:
+    """Replace `<image>` by `<video>` in all messages but the assistant's."""
+    if message["role"] == "assistant":
+        return message
+    parts = [
+        {**part, "text": TAG.sub(lambda tag: tag[0].replace("image", "video"), part["text"])}
+        if part["type"] == "text"
+        else part
+        for part in to_parts(message)
+    ]
+    return {**message, "content": parts}
+
+
+def iter_tags(message: Message, media: RowMedia) -> Iterator[re.Match[str]]:
+    """Yield the tags in the text of a message that show media."""
+    if has_tags(message, media):
+        for part in to_parts(message):
+            if part["type"] == "text":
+                yield from TAG.finditer(part["text"])
+
+
+def to_parts(message: Message) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def fill_message(message: Message, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> Message:
+    """Replace the tags and the parts without a file by media; `numbered` has all media, for tags with a number."""
+    if not any(is_empty(part) for part in list_parts(message)) and not any(iter_tags(message, media)):
+        return message
+    filled: list[dict[str, Any]] = []
+    for part in to_parts(message):
+        if is_empty(part):
+            kind = part["type"]
+            file = numbered[kind][read_index(part)] if "index" in part else media.take(kind)
+            filled.append({**{key: value for key, value in part.items() if key != "index"}, **file})
+        elif part["type"] != "text" or not has_tags(message, media):
+            filled.append(part)
+        else:
+            filled += split_at_tags(part["text"], media, numbered)
+    return {**message, "content": filled}
+
+
+def is_empty(part: Mapping[str, Any]) -> bool:
+    return part["type"] in TOKEN_TYPES and part["type"] not in part
+
+
+def split_at_tags(text: str, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Split a text at its tags, and replace each tag with its media item."""
+    parts: list[dict[str, Any]] = []
+    start = 0
+    for tag in TAG.finditer(text):
+        parts.append({"type": "text", "text": text[start : tag.start()]})
+        start = tag.end()
+        kind = NAMES[tag["kind"] or tag["name"]]
+        if tag["file"]:
+            parts.append({"type": kind, kind: tag["file"]})
+        else:
+            parts.append({**(numbered[kind][int(tag["number"]) - 1] if tag["number"] else media.take(kind))})
+    parts.append({"type": "text", "text": text[start:]})
+    return [part for part in parts if part.get("text") != ""]
+
+
+def label_parts(media: RowMedia) -> list[dict[str, Any]]:
+    """Return the media as parts, each after the name of its camera, if the columns have names."""
+    parts = [part for kind in TOKEN_TYPES for part in media.waiting[kind]]
+    if not media.labels:
+        return parts
+    labelled: list[dict[str, Any]] = []
+    for label, part in zip(media.labels, parts, strict=True):
+        labelled += [{"type": "text", "text": f"{label}: "}, part, {"type": "text", "text": "\n"}]
+    return labelled
+
+
+def put_first(messages: list[Message], media: list[dict[str, Any]]) -> list[Message]:
+    """Insert the media before the text of the first user message."""
+    if not media:
+        return messages
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise DataError("the row has media, but no user message that could show them; add one")
+    parts = [part for part in to_parts(messages[first]) if part.get("text") != ""]
+    return [*messages[:first], {**messages[first], "content": [*media, *parts]}, *messages[first + 1 :]]
