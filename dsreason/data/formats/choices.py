@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsreason.data.formats.answers import parse_json_text
 from dsreason.data.formats.turns import join_parts
 from dsreason.data.options import options_field, parse_listed_options
+from dsreason.data.types import Message
 from dsreason.errors import DataError
 from dsreason.text import normalize_option
-
-if TYPE_CHECKING:
-    from dsreason.data.formats.read import Conversation
 
 COLUMNS = ("options", "choices")
 LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s+")
@@ -53,21 +51,22 @@ def are_listed(options: Mapping[str, str] | None, question: str) -> bool:
     return [normalize_option(text) for text in listed.values()] == [normalize_option(text) for text in options.values()]
 
 
-def add_options(conversation: Conversation, row: Mapping[str, Any]) -> None:
-    """Add the options of a row whose question is in messages or a prompt.
+def read_options_of_prompt(
+    row: Mapping[str, Any], messages: Sequence[Message]
+) -> tuple[dict[str, str] | None, set[str]]:
+    """Return the options of a row whose question is in messages or a prompt, and the columns that have them.
 
     Raises:
         DataError: the question does not contain the options.
     """
     if not any(row.get(column) is not None for column in COLUMNS):
-        return
+        return None, set()
     options, columns = read_options(row)
-    questions = [join_parts(message["content"]) for message in conversation.messages if message["role"] == "user"]
+    questions = [join_parts(message["content"]) for message in messages if message["role"] == "user"]
     for text in (options or {}).values():
         if not questions or text not in questions[-1]:
             raise DataError(
                 f"the column {min(columns)!r} has the option {text!r:.100}, but the question does not; write the options into "
                 "the question, or use the columns question, options and answer"
             )
-    conversation.options = options
-    conversation.columns |= columns
+    return options, columns

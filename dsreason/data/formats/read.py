@@ -270,7 +270,8 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     conversation = form.read(row)
     add_system(conversation, row)
     if conversation.options is None:
-        choices.add_options(conversation, row)
+        conversation.options, columns = choices.read_options_of_prompt(row, conversation.messages)
+        conversation.columns |= columns
     messages, columns = media_columns.place_media(conversation.messages, row)
     rejected = None
     if conversation.rejected is not None:

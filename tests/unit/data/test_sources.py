@@ -17,6 +17,7 @@ from dsreason.config.schema_data import DataConfig
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.errors import ConfigError, DataError
 from dsreason.secrets import hide_payloads
+from tests.unit.media.videos import write_video
 
 
 @pytest.fixture
@@ -121,7 +122,8 @@ def to_sample(row):
 )
 def test_media_part_settings_override_source_settings(folder, own, general, expected):
     (folder / "own.py").write_text(OWN)
-    write(folder, [row(0, settings=own)])
+    write_video(folder / "a.mp4")
+    write(folder, [row(0, image="a.mp4", settings=own)])
     data = DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl"), vision=general)
     part = open_datasets(data)[0][0].messages[0]["content"][0]
     assert {key: value for key, value in part.items() if key not in ("type", "video")} == expected
