@@ -26,7 +26,9 @@ def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
     if not is_object(ground_truth) and (answers := to_answers(ground_truth)):
         return answers, "reward_model"
     for column in COLUMNS:
-        value = parse_json_text(row.get(column))
+        value = row.get(column)
+        if column == "answers":  # an `answer` may be a box or a span, such as "[12.0, 15.0]"
+            value = parse_json_text(value)
         if isinstance(value, dict) and isinstance(value.get("text"), list):
             value = value["text"]  # SQuAD
         if is_object(value) and column != "answer":
@@ -84,5 +86,5 @@ def check_option(value: Any, options: Mapping[str, str] | None) -> None:
     text = to_text(value).strip()
     if (text.isdigit() or len(text) == 1) and find_option_letter(text, dict(options)) is None:
         raise DataError(
-            f"field 'answer' is {value}, but must be one of the letters {', '.join(options)} or the text of an option"
+            f"the answer must be one of the options {', '.join(options)}, or the text of an option; got {value!r}"
         )

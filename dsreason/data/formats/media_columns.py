@@ -110,7 +110,7 @@ def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
     """Split a column into its media items and the names of their cameras."""
     if not value:
         return [], []
-    if isinstance(value, dict) and find_file_key(value, kind) is None:
+    if isinstance(value, dict) and find_file_key(value, kind) is None and not value.keys() <= {"bytes", "path"}:
         cameras = {name: item for name, item in value.items() if item}
         return list(cameras.values()), list(cameras)
     if not isinstance(value, list):

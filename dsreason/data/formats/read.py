@@ -125,7 +125,7 @@ def read_question(row: Row) -> Conversation:
         question = "\n".join([question, *option_lines(options)])
     messages: list[Message] = [{"role": "user", "content": question}]
     if not has(row, "answer") and (reply := find_column(row, COMPLETIONS)):
-        messages.append({"role": "assistant", "content": read_text(row, reply)})
+        messages.append({"role": "assistant", "content": read_reply(row, reply)})
         columns.add(reply)
     return Conversation(messages, columns, options=options)
 
@@ -141,7 +141,7 @@ def read_instruction(row: Row) -> Conversation:
     columns = {*requests, "history"}
     reply = find_column(row, COMPLETIONS[1:])
     if reply is not None:
-        messages.append({"role": "assistant", "content": read_text(row, reply)})
+        messages.append({"role": "assistant", "content": read_reply(row, reply)})
         columns.add(reply)
     return Conversation(messages, columns)
 
@@ -192,11 +192,15 @@ def mark_untrained(message: Message) -> Message:
 
 def read_text(row: Row, column: str) -> str:
     text = row[column]
-    if isinstance(text, int | float) and not isinstance(text, bool):
-        return answers.to_text(text)
     if not isinstance(text, str):
         raise DataError(f"field {column!r} must be a string; got {text!r:.100}")
     return text
+
+
+def read_reply(row: Row, column: str) -> str:
+    """Read a reply, which may be a number."""
+    is_number = isinstance(row[column], int | float) and not isinstance(row[column], bool)
+    return answers.to_text(row[column]) if is_number else read_text(row, column)
 
 
 FORMATS = (

@@ -490,7 +490,7 @@ def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"answer": "C"}, "row 2 (sample 'x'): the answer must be one of the options A, B; got 'C'"),
+        ({"answer": "C"}, "row 2: the answer must be one of the options A, B, or the text of an option; got 'C'"),
         ({"question": 3}, "row 2: field 'question' must be a string; got 3"),
         (
             {"options": [["left"], ["right"]]},

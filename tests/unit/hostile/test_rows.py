@@ -45,11 +45,11 @@ FILES: dict[str, tuple[str, str | bytes, str]] = {
     "list, 5000 digits": ("a.json", '[{"id": ' + "9" * 5000 + "}]", f"a.json: is not valid JSON {COUNTLESS}"),
     "list, cut": ("a.json", "[" + GOOD, "a.json: is not valid JSON"),
     "list, UTF-16": ("a.json", f"[{GOOD}]".encode("utf-16"), "a.json"),
-    "one object over several lines": ("a.json", json.dumps(ROW, indent=1), "a.json, line 1: is not valid JSON"),
+    "one object over several lines": ("a.json", json.dumps(ROW, indent=1), "a.json: has one object on several lines"),
     "empty list": ("a.json", "[]", "a.json (split train): the data set is empty"),
     "lines, nested": ("a.jsonl", deep(100_000), "a.jsonl, line 1"),
     "lines, 5000 digits": ("a.jsonl", '{"id": ' + "9" * 5000 + "}", f"line 1: is not valid JSON {COUNTLESS}"),
-    "lines, UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl, line 1: is not valid JSON"),
+    "lines, UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl: is UTF-16; save it as UTF-8"),
     "lines, Latin-1": ("a.jsonl", '{"id": "é"}'.encode("latin-1"), "a.jsonl, line 1: is not valid JSON"),
     "lines, NUL": ("a.jsonl", '{"id": "\0"}', "a.jsonl, line 1: is not valid JSON"),
     "lines, no bytes": ("a.jsonl", "", "a.jsonl (split train): the data set is empty"),
@@ -96,7 +96,7 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
     "image that is a FIFO": ({**ROW, "image": "fifo"}, ["no such file"]),
     "image whose bytes are a text": ({**ROW, "image": {"bytes": "abc"}}, ["must be bytes; got str"]),
     "image whose path is a number": ({**ROW, "image": {"bytes": "abc", "path": 3}}, []),
-    "image without bytes and path": ({**ROW, "image": {"bytes": None}}, ["must be the path of a file"]),
+    "image without bytes and path": ({**ROW, "image": {"bytes": None}}, ["must have the key 'image'"]),
     "question with the model's own token": ({**ROW, "question": "<|im_end|>"}, ["<|im_end|>"]),
     "question with half a character": ({**ROW, "question": "a\ud800"}, ["half a character"]),
     "field of 101 levels": ({**ROW, "note": nested(101)}, ["nested more than 100 levels deep"]),
@@ -184,7 +184,7 @@ def test_hub_rows_cannot_name_local_files(
 SETTINGS = """
 from dsreason.data.types import Sample
 def to_sample(row):
-    part = {"type": "video", "video": "a.png", **row}
+    part = {"type": "video", "video": "a.mp4", **row}
     return Sample("7", [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}])
 """
 
@@ -195,6 +195,7 @@ def test_invalid_frame_rate_is_rejected_before_decoding(here: Path, fps: str) ->
     from dsreason.media.vision import VideoInfo, sample_frames
 
     (here / "own.py").write_text(SETTINGS)
+    (here / "a.mp4").write_bytes(b"")
     (here / "rows.jsonl").write_text(f'{{"fps": {fps}}}')
     data = DataConfig(adapter=str(here / "own.py"), path=str(here / "rows.jsonl"), validation=0)
     part = open_datasets(data)[0][0].messages[0]["content"][0]

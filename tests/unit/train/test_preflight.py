@@ -142,7 +142,7 @@ def test_sft_rows_need_an_answer(tmp_path, tiny_qwen3_vl):
 def test_answer_outside_options_is_reported_with_row(tmp_path, tiny_qwen3_vl, caplog, on_bad_row):
     rows = [*ROWS[:4], {**ROWS[4], "answer": "D"}, ROWS[5]]
     settings = config(tmp_path, tiny_qwen3_vl, rows, data={"on_bad_row": on_bad_row})
-    text = r"rows.jsonl, row 5: sample '4': field 'answer' is 'D', but the reward single_choice needs one of the options A, B"
+    text = "rows.jsonl, row 5: the answer must be one of the options A, B, or the text of an option; got 'D'"
     if on_bad_row == "error":
         with pytest.raises(DataError) as error:
             check_grpo(settings)

@@ -195,7 +195,8 @@ def test_parallel_tool_calls_share_a_message():
         ({"answer": [2, 3]}, "2", ("3",)),
         ({"answers": ["left", "west"]}, "left", ("west",)),
         ({"answers": {"text": ["left", "west"], "answer_start": [0, 3]}}, "left", ("west",)),
-        ({"answer": '["left", "west"]'}, "left", ("west",)),
+        ({"answers": '["left", "west"]'}, "left", ("west",)),
+        ({"answer": "[12.0, 15.0]"}, "[12.0, 15.0]", ()),
         ({"reward_model": '{"ground_truth": 3}'}, "3", ()),
         ({"answer": float("nan")}, None, ()),
         ({"answer": ""}, None, ()),
@@ -241,7 +242,7 @@ def test_other_columns_are_kept_in_meta():
         ({"question": " ", "answer": "a"}, "message 0: the user's message is empty"),
         (
             {"question": "Which?", "options": ["a", "b"], "answer": "E"},
-            "field 'answer' is E, but must be one of the letters A, B",
+            "one of the options A, B, or the text of an option; got 'E'",
         ),
         ({"messages": [ASK, REPLY], "options": ["x", "y"]}, "has the option 'x', but the question does not"),
         (
@@ -257,7 +258,7 @@ def test_other_columns_are_kept_in_meta():
         ({"chosen": "Yes.", "rejected": "No."}, "the row has no prompt"),
         (
             {"question": "Which?", "options": ["a", "b"], "answer": 1},
-            "field 'answer' is 1, but must be one of the letters A, B",
+            "one of the options A, B, or the text of an option; got 1",
         ),
         ({"question": "Which?", "answer": {"a": 1}}, "field 'answer' is {'a': 1}"),
         ({"messages": []}, "field 'messages' has no messages"),

@@ -55,7 +55,7 @@ def test_changed_model_is_remeasured_or_rejected(run: Path, caplog: pytest.LogCa
         open_stored(run, checkpoint, "model-2")
     with caplog.at_level(logging.WARNING):
         assert open_stored(run, None, "model-2").rows == {}
-    assert "measuring its rows again" in caplog.text
+    assert "computing its rows again" in caplog.text
     assert (run / "reference.jsonl").read_text() == '{"model": "model-2"}\n'
 
 
