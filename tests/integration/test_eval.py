@@ -265,7 +265,7 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
         "a limit of 0": Mistake([*model, *rows, "--set", "evaluation.limit=0"], ["evaluation.limit", "0"]),
         "an answer outside of its options": Mistake(
             [*model, "--data", "outside.jsonl"],
-            ["outside.jsonl, row 2 (sample 'b'): the answer must be one of the options A, B; got 'C'"],
+            ["outside.jsonl, row 2: the answer must be one of the options A, B, or the text of an option; got 'C'"],
         ),
         "the results of somebody else": Mistake(
             [*model, *rows, "--results-dir", "others"], ["others/good/letter: contains results, but no run.json"]
