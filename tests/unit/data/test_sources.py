@@ -339,7 +339,7 @@ QUESTION = '{"question": "Q1", "answer": "007"}\n{"question": "Q2", "answer": "n
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("train.jsonl.gz", gzip.compress(QUESTION.encode())),
+        ("train.jsonl.gz", gzip.compress(QUESTION.encode(), mtime=0)),
         ("train.json.bz2", bz2.compress(QUESTION.encode())),
         ("train.csv.xz", lzma.compress(b"question,answer\nQ1,007\nQ2,none\n")),
         ("train.csv", b"question;answer\nQ1;007\n\nQ2;none\n"),
