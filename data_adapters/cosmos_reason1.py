@@ -23,7 +23,8 @@ from huggingface_hub import snapshot_download
 
 from dsreason.config.schema import SourceConfig
 from dsreason.data.formats.read import get_last_reply
-from dsreason.data.formats.turns import join_parts, read_messages
+from dsreason.data.formats.turns import read_messages
+from dsreason.data.messages import join_text
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -42,7 +43,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         )
     clip = find_clip(text_field(row, "video"), data)
     turns = read_messages(row["conversations"], "conversations")
-    messages: list[Message] = [{**turn, "content": join_parts(turn["content"])} for turn in turns]
+    messages: list[Message] = [{**turn, "content": join_text(turn)} for turn in turns]
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
         raise DataError("field 'conversations' has no user turn to show the video in; add one")

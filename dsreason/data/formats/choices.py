@@ -8,7 +8,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from dsreason.data.formats.answers import parse_json_text
-from dsreason.data.formats.turns import join_parts
+from dsreason.data.messages import join_text
 from dsreason.data.options import options_field, parse_listed_options
 from dsreason.data.types import Message
 from dsreason.errors import DataError
@@ -62,7 +62,7 @@ def read_options_of_prompt(
     if not any(row.get(column) is not None for column in COLUMNS):
         return None, set()
     options, columns = read_options(row)
-    questions = [join_parts(message["content"]) for message in messages if message["role"] == "user"]
+    questions = [join_text(message) for message in messages if message["role"] == "user"]
     for text in (options or {}).values():
         if not questions or text not in questions[-1]:
             raise DataError(

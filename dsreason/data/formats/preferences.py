@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsreason.data.formats.turns import CONTENT_KEYS, ROLE_KEYS, join_parts, read_messages
+from dsreason.data.formats.turns import CONTENT_KEYS, ROLE_KEYS, read_messages
+from dsreason.data.messages import join_text
 from dsreason.data.types import Message
 from dsreason.errors import DataError
 
@@ -109,4 +110,4 @@ def merge_prompt(messages: list[Message], column: str, prompt: list[Message]) ->
 
 def get_role_and_text(message: Message) -> tuple[str, str]:
     """Return a message's role, and its text without tags such as `<image>`."""
-    return message["role"], MARK.sub("", join_parts(message["content"])).strip()
+    return message["role"], MARK.sub("", join_text(message)).strip()

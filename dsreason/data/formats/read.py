@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsreason.data.formats import answers, choices, media_columns, preferences
-from dsreason.data.formats.turns import join_parts, read_messages, read_tools
+from dsreason.data.formats.turns import read_messages, read_tools
+from dsreason.data.messages import join_text
 from dsreason.data.options import option_lines
 from dsreason.data.rows import get_optional_text
 from dsreason.data.types import Message, Sample
@@ -254,23 +255,14 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     if not isinstance(row, dict):
         raise DataError(f"a row must be an object with fields, but is {row!r:.100}")
     row = flatten_openai_preference(row)
-    for column, reason in REFUSED.items():
-        value = row.get(column)
-        if value not in (None, "", [], {}) and not (column == "mask_history" and not value):
-            raise DataError(f"field {column!r}: {reason}")
+    check_refused(row)
     form = find_format(row) if name is None else next(form for form in FORMATS if form.name == name)
     if not form.fits(row):
         raise DataError(
             f"the columns {', '.join(map(str, row))} do not match the format {form.name} ({form.description}); rename "
             'them with data.columns, or set data.adapter = "auto"'
         )
-    for column in ("loss", "train", "weight"):
-        if form.name != "question" and row.get(column) not in (None, 1):
-            raise DataError(
-                f"field {column!r} is {row[column]!r:.100}, but weights per row are not supported; remove the row or the column"
-            )
-    if form.name == "conversation" and isinstance(row.get("label"), bool):
-        raise DataError(UNPAIRED)
+    check_row_weights(row, form)
     conversation = form.read(row)
     add_system(conversation, row)
     if conversation.options is None:
@@ -306,6 +298,25 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         rejected=rejected,
         tools=read_tools(row.get("tools") or row.get("functions")),
     )
+
+
+def check_refused(row: Row) -> None:
+    """Raise DataError if the row has a column that changes its meaning for other tools and that no format reads."""
+    for column, reason in REFUSED.items():
+        value = row.get(column)
+        if value not in (None, "", [], {}) and not (column == "mask_history" and not value):
+            raise DataError(f"field {column!r}: {reason}")
+
+
+def check_row_weights(row: Row, form: Format) -> None:
+    """Raise DataError if a column gives the row a weight, or marks its reply as good or bad."""
+    for column in ("loss", "train", "weight"):
+        if form.name != "question" and row.get(column) not in (None, 1):
+            raise DataError(
+                f"field {column!r} is {row[column]!r:.100}, but weights per row are not supported; remove the row or the column"
+            )
+    if form.name == "conversation" and isinstance(row.get("label"), bool):
+        raise DataError(UNPAIRED)
 
 
 def flatten_openai_preference(row: dict[str, Any]) -> dict[str, Any]:
@@ -344,7 +355,7 @@ def add_system(conversation: Conversation, row: Row) -> None:
             continue
         if not messages or messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": text})
-        elif join_parts(messages[0]["content"]).strip() != text.strip():
+        elif join_text(messages[0]).strip() != text.strip():
             raise DataError(
                 f"the column {column!r} ({text!r:.100}) and the system message of the conversation differ; remove one of them"
             )
@@ -352,9 +363,7 @@ def add_system(conversation: Conversation, row: Row) -> None:
 
 def check_unused(meta: Mapping[str, Any], conversation: Conversation) -> None:
     """Raise DataError if a column that other formats would read is unused and says something that the conversation does not."""
-    texts = {
-        join_parts(message["content"]).strip() for message in conversation.messages + (conversation.rejected or [])
-    }
+    texts = {join_text(message).strip() for message in conversation.messages + (conversation.rejected or [])}
     for column in CONVERSATION_COLUMNS & meta.keys():
         value = meta[column]
         if not value or (isinstance(value, str) and value.strip() in texts):
@@ -372,10 +381,10 @@ def is_repeated(value: Any, column: str, texts: set[str]) -> bool:
         messages = read_messages(value, column)
     except DataError:
         return False
-    return all(join_parts(message["content"]).strip() in texts for message in messages)
+    return all(join_text(message).strip() in texts for message in messages)
 
 
 def get_last_reply(messages: Sequence[Message]) -> str | None:
     """Return the text of the last message, which is the reference answer; None if the last message is not the assistant's."""
     last = messages[-1] if messages else None
-    return join_parts(last["content"]) if last is not None and last["role"] == "assistant" else None
+    return join_text(last) if last is not None and last["role"] == "assistant" else None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from dsreason.data.messages import join_text
 from dsreason.data.types import Message
 from dsreason.errors import DataError
 from dsreason.problems import describe_parse_error, find_nearest
@@ -138,7 +139,7 @@ def add_reasoning(
     reasoning = first_value(turn, "reasoning_content", "reasoning", "thinking")
     if not reasoning:
         return content
-    text = join_parts(content)
+    text = join_text({"content": content})
     if "<think>" in text:
         raise DataError(f"{location} has reasoning both in its content and in a separate key; remove one of them")
     return f"<think>\n{reasoning}\n</think>\n\n{text}"
@@ -168,13 +169,6 @@ def read_trained(turn: Mapping[str, Any], location: str) -> bool:
         if not value:
             return False
     return True
-
-
-def join_parts(content: str | list[dict[str, Any]]) -> str:
-    """Return a message's text; several text parts are joined without a separator."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part.get("type") == "text")
 
 
 # ---------------------------------------------------------------- content

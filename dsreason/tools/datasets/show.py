@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from dsreason.data.chat import Encoder
+from dsreason.data.formats.media_places import to_parts
 from dsreason.data.messages import join_text, list_media_parts, prompt_messages
 from dsreason.data.sources import DataSource
 from dsreason.data.types import TOKEN_TYPES, Message, Sample
@@ -139,10 +140,7 @@ def read_id(source: DataSource, index: int) -> str | None:
 
 
 def to_json(message: Message, source: DataSource) -> dict[str, Any]:
-    content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    shown = [to_json_part(part, source) for part in parts if part.get("text") != ""]
-    shown += [{"type": "text", "text": text} for text in format_calls(message)]
+    shown = [to_json_part(part, source) for part in list_parts(message) if part.get("text") != ""]
     known: dict[str, Any] = {key: message[key] for key in ("name", "tool_calls", "tool_call_id") if key in message}
     return {"role": message["role"], "trained": is_trained(message), "parts": shown, **known}
 
@@ -220,9 +218,8 @@ def describe_medium(part: dict[str, Any], source: DataSource) -> str:
 
 
 def list_parts(message: Message) -> list[dict[str, Any]]:
-    content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [*parts, *({"type": "text", "text": text} for text in format_calls(message))]
+    """Return the parts of a message, and its tool calls as text parts."""
+    return [*to_parts(message), *({"type": "text", "text": text} for text in format_calls(message))]
 
 
 def render_part(part: dict[str, Any], trained: bool, describe: Callable[[dict[str, Any]], str]) -> Text:
