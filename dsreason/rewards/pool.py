@@ -28,6 +28,8 @@ GRACE = 1.0
 TICK = 0.5
 """Maximum number of seconds between two checks of the workers; a worker may die without closing its pipe."""
 
+WITHOUT_RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+"""Environment of a worker outside of training ranks, such as that of `dsreason reward try`; functions may read it."""
 
 CAUSES: dict[int, str] = {
     signal.SIGKILL: ", often because memory is exhausted; see the kernel log, or lower reward.workers",
@@ -60,6 +62,7 @@ class RewardWorker:
                 pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env=WITHOUT_RANKS | os.environ,
             )
         self.connection: Connection[Any, Any] = Connection(trainer_end.detach())
         self.traits: list[messages.Trait] | None = None

@@ -41,8 +41,8 @@ ROWS: dict[str, dict[str, Any]] = {
         "conversations": [{"from": "human", "value": "<image>\nWhich way?"}, {"from": "gpt", "value": "left"}],
     },
     "conversations": {"id": "7", "conversations": TURNS},
-    "cosmos_reason1": {"video": "a.png", "conversations": [{"role": "user", "content": "Which?"}, TURNS[2]]},
-    "cosmos_reason1_rl": {"video": "a.png", "qa_pairs": [QUESTION, QUESTION]},
+    "cosmos_reason1": {"video": "a.mp4", "conversations": [{"role": "user", "content": "Which?"}, TURNS[2]]},
+    "cosmos_reason1_rl": {"video": "a.mp4", "qa_pairs": [QUESTION, QUESTION]},
     "preferences": {
         "id": "7",
         "prompt": TURNS[:2],
@@ -54,6 +54,7 @@ ROWS: dict[str, dict[str, Any]] = {
 NAMES = [
     *(
         "a.png",
+        "a.mp4",
         "../outside/flag",
         "/etc/passwd",
         "~/x",
@@ -124,6 +125,7 @@ def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "outside" / "flag").write_text("untouched")
     (here / "data" / "folder").mkdir(parents=True)
     Image.new("RGB", (28, 28)).save(here / "data" / "a.png")
+    (here / "data" / "a.mp4").touch()  # media are not decoded here
     monkeypatch.chdir(here / "data")
     return here / "data"
 

@@ -51,7 +51,7 @@ def test_missing_wandb_key_fails_without_prompt(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
     command = [sys.executable, "-c", NO_KEY]
     output = subprocess.check_output(command, text=True, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)})
-    assert "no key for Weights & Biases is set" in output
+    assert "no API key for Weights & Biases is set" in output
     assert "WANDB_MODE=offline" in output
 
 
