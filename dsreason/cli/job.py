@@ -63,7 +63,7 @@ class Trainer(Generic[C]):
     """A training command.
 
     Its package has `preflight.py` with `check(config)` and, if it trains a vision-language model,
-    `row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. Both modules need torch and are
+    `build_row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. Both modules need torch and are
     imported only when they are used.
     """
 
@@ -79,9 +79,9 @@ class Trainer(Generic[C]):
         """Check data and model before any rank starts."""
         self._import_module("preflight").check(config)
 
-    def row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
+    def build_row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
         """Return the function that encodes a training row; it raises DataError for an unusable row."""
-        return cast("Callable[[Sample], object]", self._import_module("preflight").row_encoder(config, encoder))
+        return cast("Callable[[Sample], object]", self._import_module("preflight").build_row_encoder(config, encoder))
 
     def run(self, config: C, output_dir: Path | None, resume: str | None) -> None:
         """Run the training loop of one rank; if `output_dir` is None, the ranks agree on a folder."""

@@ -90,7 +90,7 @@ def ask_teacher(url: str) -> None:
     settings = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": SECONDS}
     prompt: Any = SimpleNamespace(prompt_ids=[1], sample=SAMPLE)
     rollout = Rollout(prompt, make_single_turn([2], "A", [-0.5], "stop", version=0), reward=0.0, rewards={})
-    [logprob] = teacher_server.Client(DistillConfig.model_validate(settings)).ask(rollout)
+    [logprob] = teacher_server.Client(DistillConfig.model_validate(settings)).request_logprobs(rollout)
     assert math.isfinite(logprob) and logprob <= 0
 
 

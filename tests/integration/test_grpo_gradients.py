@@ -108,7 +108,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
     from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.grpo.update import accumulate_gradients, cut
+    from dsreason.train.grpo.update import accumulate_gradients, split_into_micro_batches
     from tests.engines import full_gradients
 
     world, result = init_world(), {}
@@ -124,7 +124,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
                 set_learning_rate(engines[config.lora.rank], 0.0)
                 rollouts = made_up_rollouts(config, encoder, world.rank, world.size)
             engine = engines[config.lora.rank]
-            micro_batches = cut(rollouts, config, encoder)
+            micro_batches = split_into_micro_batches(rollouts, config, encoder)
             micro_batches = [
                 replace(micro_batch, old_logprobs=other_logprobs(micro_batch, 0.1)) for micro_batch in micro_batches
             ]

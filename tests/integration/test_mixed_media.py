@@ -30,7 +30,7 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.rollouts import RolloutMicroBatch, build_training_sample
-    from dsreason.train.grpo.update import accumulate_gradients, cut
+    from dsreason.train.grpo.update import accumulate_gradients, split_into_micro_batches
     from tests.engines import full_gradients
 
     world = init_world()
@@ -42,7 +42,7 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     everyone = made_up_rollouts(config, encoder, 0, 1)
     rollouts = [everyone[3 * number] for number in custom]  # the first of the three of each prompt
     if with_remedy:
-        micro_batches = cut(rollouts, config, encoder)
+        micro_batches = split_into_micro_batches(rollouts, config, encoder)
     else:
         groups = cut_by_count([build_training_sample(rollout) for rollout in rollouts], 2)
         micro_batches = [

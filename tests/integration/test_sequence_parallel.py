@@ -198,7 +198,7 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
     from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.grpo.update import accumulate_gradients, cut
+    from dsreason.train.grpo.update import accumulate_gradients, split_into_micro_batches
     from tests.engines import full_gradients
 
     world, result = build_row_groups(init_world(), ranks_per_row), []
@@ -213,7 +213,7 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
                 engines[config.lora.rank] = build_policy_engine(config, deepspeed, Path(model), world.group)
             set_learning_rate(engines[config.lora.rank], 0.0)
         engine = engines[config.lora.rank]
-        micro_batches = cut(made_up_rollouts(config, encoder), config, encoder, world.row_part)
+        micro_batches = split_into_micro_batches(made_up_rollouts(config, encoder), config, encoder, world.row_part)
         micro_batches = [
             replace(micro_batch, old_logprobs=grpo.other_logprobs(micro_batch, 0.1)) for micro_batch in micro_batches
         ]

@@ -197,7 +197,7 @@ def test_teacher_logprobs_match_local_forward(server: Server, tiny_qwen2_5_vl: P
     prompt = encoder.encode_prompt(Sample("1", [{"role": "user", "content": "What colour is it?"}]))
     ids = (17, 301, 44, 9, 120)
     completion = make_single_turn(ids, "", (0.0,) * len(ids), "stop", version=0)
-    result = Client(config).ask(Rollout(prompt, completion, 0.0, {}))
+    result = Client(config).request_logprobs(Rollout(prompt, completion, 0.0, {}))
 
     model = load_model(tiny_qwen2_5_vl, dtype=torch.float32, attention="sdpa")
     tensor = torch.tensor([[*prompt.prompt_ids, *ids]])

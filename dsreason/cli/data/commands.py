@@ -271,7 +271,7 @@ def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDat
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)
     print_column_use(training)
-    as_trained = trainer.row_encoder(run, encoder)
+    as_trained = trainer.build_row_encoder(run, encoder)
     held_out = as_trained if run.held_out_as_trained else encoder.encode
     return [("training", training, as_trained), ("validation", validation, held_out)]
 

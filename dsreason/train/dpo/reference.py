@@ -27,7 +27,8 @@ from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 log = logging.getLogger(__name__)
 
 FILE = "reference.jsonl"
-"""Name of a file in the run folder: its first line identifies the model, and each further line contains a measured row."""
+"""Name of the file of measured rows in the run folder. Its first line identifies the model; each of the other lines
+contains one row."""
 START = b'{"model"'
 VALUES = ("chosen", "rejected")
 REMOVE = "remove the file to measure its rows again"
@@ -78,9 +79,9 @@ class RowReference:
     """A reference that reads the log-probabilities from the rows."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
+        return to_tensor([self.get_logprobs(pair) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts) -> tuple[float, float]:
+    def get_logprobs(self, pair: PairFacts) -> tuple[float, float]:
         if pair.ref_logprobs is None:
             raise DataError(f"{pair.where} (sample {pair.id!r}): {NOTHING_GIVEN}")
         return pair.ref_logprobs
@@ -105,9 +106,9 @@ class FileReference:
     """Fingerprints of the models that computed the file's log-probabilities; empty if the file names no model."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
+        return to_tensor([self.get_logprobs(pair) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts) -> tuple[float, float]:
+    def get_logprobs(self, pair: PairFacts) -> tuple[float, float]:
         if problem := self.problem(pair.id, pair.fingerprint):
             raise DataError(f"{pair.where} (sample {pair.id!r}): {problem}")
         line = self.by_id[pair.id]
@@ -126,7 +127,7 @@ class FileReference:
             )
         return None
 
-    def warn_of_other_model(self, model: str) -> None:
+    def warn_if_model_differs(self, model: str) -> None:
         """Warn if the file was computed by a different model than the initial one, whose fingerprint is `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
@@ -140,7 +141,7 @@ class FileReference:
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """A measured row, and its line in `FILE`.
+    """A row's measured log-probabilities; each row is one line of `FILE`.
 
     Example: `{"part": "training", "row": 3, "id": "7", "fingerprint": "…", "chosen": -10.5, "rejected": -9.8}`.
     """
@@ -162,9 +163,9 @@ class StoredReference:
     """(part, row index) → measured row; the same on all ranks."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair, part) for pair in micro_batch.pairs], engine)
+        return to_tensor([self.get_logprobs(pair, part) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts, part: str) -> tuple[float, float]:
+    def get_logprobs(self, pair: PairFacts, part: str) -> tuple[float, float]:
         row = self.rows.get((part, pair.row))
         if row is None or row.fingerprint != pair.fingerprint:
             raise DataError(
