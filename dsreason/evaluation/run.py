@@ -1,4 +1,4 @@
-"""The evaluation of `dsreason eval`: it asks all questions, grades the answers, and stores each as soon as it arrives."""
+"""The evaluation behind `dsreason eval`: it asks all questions, grades the answers, and stores each as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsreason.evaluation.report.results import (
     read_file,
     write_results,
 )
-from dsreason.evaluation.settings import open_run_folder, run_folder
+from dsreason.evaluation.settings import get_run_folder, open_run_folder
 from dsreason.evaluation.types import Question, Result
 from dsreason.files.disk import make_folder
 from dsreason.files.lock import FolderLock
@@ -41,7 +41,7 @@ MIN_FAILURES = 16
 NOT_ASKED = "not asked yet"
 """Error of questions that the evaluation has not reached yet."""
 VISIBILITY_TIMEOUT_S = 60.0
-"""Seconds to wait for a new file of another host, because network file systems may show it late."""
+"""Seconds to wait for a file that another host has written, because network file systems may show new files late."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def evaluate(config: EvalConfig, vision: Mapping[str, Any] = MappingProxyType({}
         FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock, vision)) as answering,
     ):
-        folder = run_folder(config, answering.model["name"])
+        folder = get_run_folder(config, answering.model["name"])
         evaluation = Evaluation(config, folder, grader, answering)
         own_questions = select_for_rank(questions, answering.rank, answering.size)
         with answering.progress(len(questions)) as advance:
@@ -114,7 +114,7 @@ def open_results(
     vision: Mapping[str, Any],
 ) -> None:
     """Lock and prepare the folder of the results; see `open_run_folder` and `check_asked`."""
-    folder = run_folder(config, model["name"])
+    folder = get_run_folder(config, model["name"])
     make_folder(folder, "results_dir")
     lock.take(folder)
     open_run_folder(folder, config, model, vision)
@@ -147,7 +147,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
 
 
 def check_stored(folder: Path, questions: Sequence[Question]) -> None:
-    """Raise DataError if a question is missing from the folder after all ranks have stored theirs."""
+    """Raise DataError if a question is missing from the folder after all ranks have stored their results."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while missing := {question.id for question in questions} - read_stored_ids(folder, clips):

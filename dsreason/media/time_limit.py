@@ -37,7 +37,8 @@ TICK = 0.5
 """Seconds between two checks."""
 
 LAST_WORDS = mmap(-1, 4096)
-"""Memory shared with processes forked from this one, which holds the pid and the reason of the last one that ended itself."""
+"""Memory shared with processes that are forked from this one. It holds the pid of the last process that ended itself, and the
+reason."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
     seconds = factor * compute_seconds(min(size, most))
     _limits[thread] = Limit(file, size, seconds, clock, time.clock_gettime(clock), read_resident_bytes())
     if not _watch:
-        _watch.append(threading.Thread(target=_end_what_is_endless, name="media", daemon=True))
+        _watch.append(threading.Thread(target=_end_if_stuck, name="media", daemon=True))
         _watch[0].start()
     try:
         yield
-        check_time()  # a decoder may do everything in one call
+        check_time()  # a decoder may do all its work in one call, without a check in between
     finally:
         if outer is None:
             del _limits[thread]
@@ -120,7 +121,7 @@ def check_time() -> None:
         raise limit.error()
 
 
-def _end_what_is_endless() -> None:
+def _end_if_stuck() -> None:
     while True:
         time.sleep(TICK)
         if not (limits := list(_limits.values())):

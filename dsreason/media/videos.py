@@ -40,7 +40,7 @@ MAX_UNUSABLE_PACKETS = 10_000
 RAW_STREAMS = ("h264", "hevc")
 """FFmpeg's names of the formats without a container that it cannot seek in."""
 SEEK_FROM_FRAME = 128
-"""Smallest index of a first requested frame for which the reader seeks the preceding key frame instead of decoding from the
+"""Minimum index of the first requested frame for which the reader seeks the preceding key frame instead of decoding from the
 start."""
 MAX_REORDERING = 32
 """Number of packets to read beyond a frame: codecs reorder by at most 16; this is twice that, to be safe."""
@@ -117,7 +117,7 @@ def _load_frames(
     if decoder == "torchcodec":
         with _bound_video_time(file):
             return _load_torchcodec_frames(file, wanted_indices, size)
-    with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them, too
+    with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB also raises FFmpeg's errors
         try:
             return [_to_array(frame, size) for frame in iter_frames_by_time(file, wanted_indices)]
         except UnusableTimes:

@@ -21,9 +21,9 @@ MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
 """Maximum pixels of an image or video frame, read or resized: a small file can claim any size (a decompression bomb)."""
 TICKS = 1000
-"""Time unit of unevenly spaced frames: their metadata has them at multiples of 1/1000 s."""
+"""Time unit of unevenly spaced frames, whose metadata contains multiples of 1/1000 s."""
 SHORTEST_GAP = 1 / TICKS
-"""Seconds between two frames, at least."""
+"""Minimum number of seconds between two frames."""
 MAX_SETTING = 10**15
 """Largest value of the other settings: a float represents all whole numbers up to this one, and no product below overflows."""
 

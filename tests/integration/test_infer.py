@@ -12,7 +12,7 @@ import typer
 
 from dsreason.cli.infer import infer as command
 from dsreason.evaluation.ask.engine import VERSION
-from dsreason.evaluation.infer import InferSettings, draw_batch, infer, prompt_encoder, sample_of
+from dsreason.evaluation.infer import InferSettings, build_prompt_encoder, build_sample, draw_batch, infer
 from dsreason.models.processors.loading import load_processor
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
@@ -65,8 +65,8 @@ def test_answers_are_those_of_the_rollout_engine(
         device=torch.device("cpu"),
     )
     engine.load(VERSION)
-    encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
-    encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
+    encoder, _ = build_prompt_encoder(settings, tiny, torch_dtype)
+    encoded = [encoder.encode_prompt(build_sample(settings, i, prompt)) for i, prompt in enumerate(prompts)]
     expected = engine.generate(encoded, sampling, version=VERSION)
     with mock.patch.object(engine, "iter_completions", wraps=engine.iter_completions) as requested:
         together = [tuple(ids) for _, ids in draw_batch(engine, zip(encoded, [sampling] * 2, strict=True))]

@@ -24,12 +24,12 @@ GROUP_SIZE = 16
 
 @dataclass
 class EngineAnswerer:
-    """An `Answerer` over an engine that is awake and has its weights."""
+    """An `Answerer` that uses an engine, which must be awake and have its weights loaded."""
 
     engine: RolloutEngine
     encoder: Encoder
     max_length: int
-    """Maximum length of prompt and answer together, in tokens; the answer of a retry that requests more is truncated."""
+    """Maximum length of prompt and answer together, in tokens; a retry that requests more tokens gets a truncated answer."""
     media_memory_gib: float
     """Maximum size of decoded media that wait for the engine, in GiB; batches that need more are split."""
     workers: int = 2

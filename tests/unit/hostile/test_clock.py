@@ -9,7 +9,7 @@ import pytest
 
 from dsreason.checkpoints.model_card import build_model_card
 from dsreason.cli.job import _list_checkpoints, _resume_at
-from dsreason.evaluation.ask.models import run_weights
+from dsreason.evaluation.ask.models import find_run_weights
 from dsreason.train.common.saving import is_outdated
 
 PAST, FUTURE = 1.0, 4e9
@@ -61,14 +61,14 @@ def test_continued_run_is_exported_again(here: Path, time: float) -> None:
 def test_evaluation_uses_the_last_step(here: Path, time: float) -> None:
     final = write_export(here, 4, time)
     write_checkpoint(here, 4, 1e9)
-    assert run_weights(str(here)) == final  # the checkpoint is the same
+    assert find_run_weights(str(here)) == final  # the checkpoint is the same
     write_checkpoint(here, 6, 1e9)
-    assert run_weights(str(here)) == here / "checkpoints" / "step_6"
+    assert find_run_weights(str(here)) == here / "checkpoints" / "step_6"
 
 
 def test_timestamp_decides_between_old_export_and_run(here: Path) -> None:
     final = write_export(here, 4, 100)
     write_checkpoint(here, 2, 200)
-    assert run_weights(str(here)) == here / "checkpoints" / "step_2"
+    assert find_run_weights(str(here)) == here / "checkpoints" / "step_2"
     write_checkpoint(here, 2, 50)
-    assert run_weights(str(here)) == final
+    assert find_run_weights(str(here)) == final
