@@ -118,7 +118,7 @@ class Trainer(Generic[C]):
 def find_trainers() -> dict[str, Trainer[Any]]:
     """Find all trainers, by name.
 
-    For each folder of `dsreason.train`, and for `world`, `dsreason.cli` has a module of the same name with its `TRAINER`.
+    For each folder of `dsreason.train`, and for `world`, `dsreason.cli` has a module of the same name that defines `TRAINER`.
     """
     names = [module.name for module in iter_modules(train.__path__) if module.ispkg and module.name != "common"]
     return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in [*names, "world"]}
@@ -143,7 +143,7 @@ class TrainingCommand(Generic[C]):
         return str(self.config or f"{self.trainer.recipe} (shipped)")
 
     def arguments(self, output_dir: Path, resume: str | None) -> list[str]:
-        """Build the arguments with which Python is started in a rank.
+        """Build the command-line arguments with which each rank starts Python.
 
         Relative paths are kept, because ranks start in the same working folder.
         """
@@ -252,7 +252,7 @@ def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
 
 
 def _list_checkpoints(output_dir: Path) -> dict[str, str]:
-    """List the complete checkpoints of a run, each with a value that identifies this version of it."""
+    """List the complete checkpoints of a run, each with a value that identifies its current version."""
     from dsreason.checkpoints.checkpoint_folder import MARKER, find_complete_checkpoints
 
     markers = {path.name: (path / MARKER).stat() for path in find_complete_checkpoints(output_dir / "checkpoints")}

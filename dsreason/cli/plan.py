@@ -68,7 +68,7 @@ def plan(
         ),
     ] = None,
     media_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of these tokens that are media tokens.")
+        float, typer.Option(min=0, max=1, help="Share of media tokens in the tokens of a sample or prompt.")
     ] = 0.5,
     rows: Annotated[
         int | None,

@@ -97,7 +97,7 @@ def inspect(
         str | None, typer.Option(help="Without --config: adapter that reads the rows; default: auto.")
     ] = None,
     path: Annotated[str | None, typer.Option(help="Without --config: file, folder or Hub name.")] = None,
-    media_path: Annotated[str, typer.Option(help="Folder that relative media paths start from.")] = "",
+    media_path: Annotated[str, typer.Option(help="Folder against which relative media paths are resolved.")] = "",
     subset: Annotated[str | None, typer.Option(help="Subset of the data set, such as robovqa.")] = None,
     split: Annotated[str, typer.Option(help="Split of the data set, such as train or train[:100].")] = "train",
     model: Annotated[str | None, typer.Option(help="Model folder or tiny:qwen2_5_vl, to also count tokens.")] = None,
@@ -105,8 +105,10 @@ def inspect(
         str | None,
         typer.Option(help="Without --config: value of data.balance, such as answer, whose labels are counted."),
     ] = None,
-    test: Annotated[str | None, typer.Option(help="Test rows in the same format, to search for duplicates.")] = None,
-    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder to search for duplicates.")] = None,
+    test: Annotated[
+        str | None, typer.Option(help="Test rows in the same format, to search for duplicates of rows.")
+    ] = None,
+    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder to search for duplicates of rows.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write to; default: outputs/inspect-<time>.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of rows to inspect per part, evenly spaced.")
@@ -142,7 +144,7 @@ def inspect(
     training, validation = open_datasets(run.data)
     columns = print_column_use(training)
     datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
-    datasets |= test_sets(run.data, test, benchmark)
+    datasets |= collect_test_sets(run.data, test, benchmark)
     encoder = None
     if model is not None:
         with make_imports_fast():
@@ -173,7 +175,7 @@ def add_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> 
         return replace(found, problems=[problem, *found.problems])
 
 
-def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
+def collect_test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
     from dsreason.data.sources import SampleDataset, open_source
 
     sources: dict[str, SourceConfig] = {}
@@ -223,7 +225,10 @@ def validate(
         ),
     ] = None,
     list_all: Annotated[
-        bool, typer.Option("--all", help="Write all unusable rows to a file; otherwise, at most a screen is printed.")
+        bool,
+        typer.Option(
+            "--all", help="Write all unusable rows to a file; otherwise, at most one screen of them is printed."
+        ),
     ] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of rows to validate per part, evenly spaced.")

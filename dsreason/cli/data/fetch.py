@@ -138,10 +138,10 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
         f"{name}: {len(plan.videos)} raw videos to fetch from {plan.place} → {plan.folder}, for {clips} of {plan.clips} clips"
     )
     if dry_run:
-        print_message(f"  manual download: {plan.by_hand}")
+        print_message(f"  manual download: {plan.manual_steps}")
         return []
     missing = fetch_raw(plan)
-    print_message(f"{name}: next, cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
+    print_message(f"{name}: next, cut its clips: dsreason data clip {format_clip_options(name, task, data_dir)}")
     return missing
 
 
@@ -164,7 +164,7 @@ def show_plan(plan: FetchPlan, with_files: bool) -> None:
 def advise_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:
     if name not in get_args(CutDataset):
         return "the repository does not contain its clips"
-    options = clip_options(name, task, data_dir)
+    options = format_clip_options(name, task, data_dir)
     given = {"--repo": repo, "--revision": revision}
     source = "".join(f" {key} {shlex.quote(value)}" for key, value in given.items() if value)
     return (
@@ -173,5 +173,5 @@ def advise_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, rev
     )
 
 
-def clip_options(name: str, task: Task, data_dir: Path) -> str:
+def format_clip_options(name: str, task: Task, data_dir: Path) -> str:
     return f"--dataset {name} --task {task} --data-dir {shlex.quote(str(data_dir))}"

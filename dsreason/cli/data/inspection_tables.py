@@ -12,7 +12,7 @@ from dsreason.problems import summarise_problems
 from dsreason.tools.datasets.inspection import Inspection, PartReport, Spread
 
 SHOWN_PIXELS = 3
-"""Maximum number of media items to print whose pixels would differ in cosmos-rl; inspection.json lists more."""
+"""Maximum number of printed media items whose pixels differ from cosmos-rl's; inspection.json lists more of them."""
 
 
 def show_inspection(found: Inspection) -> None:
@@ -26,7 +26,7 @@ def show_inspection(found: Inspection) -> None:
         if part.system_prompts:
             console.print(build_counts_table(f"{name}: system prompts", "prompt", part.system_prompts, part.inspected))
     if found.balance:
-        console.print(balance_table(found))
+        console.print(build_balance_table(found))
     if found.overlaps:
         console.print(build_overlaps_table(found))
     for name, part in found.parts.items():
@@ -112,7 +112,7 @@ def build_counts_table(title: str, what: str, counts: dict[str, int], total: int
     return table
 
 
-def balance_table(found: Inspection) -> Table:
+def build_balance_table(found: Inspection) -> Table:
     table = Table("label", "rows", "rows per epoch", "each row is used", title="training: data.balance")
     for name, label in found.balance.items():
         table.add_row(

@@ -79,7 +79,10 @@ def describe_grading(summary: RunSummary, settings: Mapping[str, str]) -> str:
     scorer, threshold = settings.get("config.evaluation.scorer"), settings.get("config.evaluation.scorer_threshold")
     if scorer is None:
         return ""
-    without = f"The scorer {scorer} does not decide which answers are correct; its mean is listed with the scores. Answers are graded"
+    without = (
+        f"The scorer {scorer} does not decide which answers are correct; its mean is listed with the scores. "
+        "Answers are graded"
+    )
     if settings.get("config.evaluation.parser") == "compat":
         return f"{without} by their letters only, as in cosmos-reason1 (evaluation.parser is compat)."
     if threshold is None:

@@ -32,7 +32,7 @@ def run_tasks(
     """
     if workers == 0:
         for number, task in enumerate(tasks):
-            yield number, attempt(work, task, place)
+            yield number, run_task(work, task, place)
         return
     numbers = iter(range(len(tasks)))
     running: dict[Connection, TaskWorker[T, R]] = {}
@@ -68,7 +68,7 @@ def run_tracked(
     return [results[number] for number in range(len(tasks))]
 
 
-def attempt(work: Callable[[T], R], task: T, place: Callable[[T], str]) -> R | DataError:
+def run_task(work: Callable[[T], R], task: T, place: Callable[[T], str]) -> R | DataError:
     try:
         return work(task)
     except DataError as error:
@@ -107,7 +107,7 @@ class TaskWorker(Generic[T, R]):
         return result
 
     def end(self) -> None:
-        self.process.kill()  # closing the connection would not end it: workers forked later hold this end, too
+        self.process.kill()  # closing the connection would not end the worker: workers forked later hold this end, too
         self.process.join()
 
 
@@ -128,4 +128,4 @@ def serve(work: Callable[[Any], Any], place: Callable[[Any], str], connection: C
             task = connection.recv()
         except EOFError:
             return
-        connection.send(attempt(work, task, place))
+        connection.send(run_task(work, task, place))

@@ -127,8 +127,9 @@ def fetch_part(source: ServedFile, start: int, size: int, partial: Path, advance
 class RangedFile(io.RawIOBase):
     """Seekable file on a server. Reading forward uses a single stream as long as the gaps are small.
 
-    A tar of small files therefore takes few requests. The files of fsspec and `HfFileSystem` make one request per block; those
-    for plain servers also raise other errors, do not retry, and silently continue if the content ends too early.
+    A tar of small files therefore takes few requests. The files of fsspec and `HfFileSystem` make one request per block.
+    fsspec's files for plain servers also raise other errors, do not retry, and silently continue if the content ends too
+    early.
     """
 
     def __init__(self, source: ServedFile) -> None:
