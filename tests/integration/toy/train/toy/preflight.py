@@ -1,4 +1,4 @@
-"""Checks before any rank starts, and the encoding of a row."""
+"""Checks that run before any rank starts, and the encoding of a row."""
 
 from __future__ import annotations
 
