@@ -46,7 +46,7 @@ from sides import (
 GOALS = {"spread": 1.8, "even": 1.1}
 SHORTEST, LONGEST = 50, 1500
 AROUND = 50
-"""Mean number of tokens that picture and chat format add to the question of a prompt."""
+"""Mean number of tokens that the picture and the chat format add to the question of a prompt."""
 TRL, AS_IT_COMES, OURS = "TRL", "TRL as it comes", "dsreason"
 
 
