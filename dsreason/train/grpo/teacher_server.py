@@ -74,7 +74,7 @@ class TeacherServer:
         rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
         part = self.world.row_part
         with share_errors(), ThreadPoolExecutor(self.concurrency) as threads:
-            local_logprobs = list(threads.map(self.client.ask, rollouts[part.number :: part.total]))
+            local_logprobs = list(threads.map(self.client.request_logprobs, rollouts[part.number :: part.total]))
         all_logprobs: list[list[float]] = [[]] * len(rollouts)
         for number, rank_logprobs in enumerate(gather_in_group(local_logprobs, self.world)):
             all_logprobs[number :: part.total] = rank_logprobs
