@@ -134,7 +134,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
             "solver": lambda: maker.codec.decode(solve_ode(maker, batch)),
             "rollout": run_rollout,
         }
-        pixels = {name: side() for name, side in sides.items()}  # this also warms up
+        pixels = {name: side() for name, side in sides.items()}  # this also warms up both sides
         difference = (pixels["pipeline"] - pixels["solver"]).abs().max().item()
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(arguments.rounds):

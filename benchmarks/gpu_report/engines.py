@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from dsreason.train.common.sampler import Sampler
 
 HOST_GIB_7B = 100
-"""GiB of host memory for the weights, gradients and master weights of 7 billion parameters, rounded up by pinning."""
+"""GiB of host memory for the weights, gradients and master weights of 7 billion parameters, including the rounding of pinned
+blocks."""
 ROUNDS = 3
 PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload")
 

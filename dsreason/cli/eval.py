@@ -160,7 +160,8 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
 
 
 def list_possible_runs(path: Path) -> list[Path]:
-    """List candidates for the run's folder for `RUN`, `RUN/export/…` or `RUN/checkpoints/…`; empty if `path` does not exist."""
+    """List possible folders of the run that `RUN`, `RUN/export/…` or `RUN/checkpoints/…` belongs to; empty if `path` does not
+    exist."""
     path = path.absolute()
     if not path.exists():
         return []

@@ -124,7 +124,7 @@ def open_results(
 def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question]) -> None:
     """Raise DataError if there are stored answers to questions that a data set no longer has, since they would be scored.
 
-    With `evaluation.limit`, they may be answers to questions beyond the limit, so this only logs a warning.
+    With `evaluation.limit`, such answers may belong to questions beyond the limit, so the function only logs a warning.
     """
     question_ids = {question.id for question in questions}
     files = [file for name in config.names for file in list_dataset_files(folder / make_safe_name(name))]

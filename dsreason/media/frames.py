@@ -33,7 +33,7 @@ TIMES = ("fps", "timestamps")
 MAX_FRAME_FILES = 100_000
 """Maximum number of frames: all headers are read before the first frame is shown."""
 MAX_SECONDS = 1_000_000.0
-"""Latest accepted timestamp, which is 11 days: larger numbers are times of day, or not in seconds."""
+"""Maximum accepted timestamp in seconds (11 days); larger numbers are times of day, or are not in seconds."""
 EVEN = 1e-6
 """Deviation, in seconds, up to which timestamps count as evenly spaced."""
 

@@ -38,7 +38,7 @@ H.264; in newer codecs, a megabyte may take hours to decode."""
 MAX_UNUSABLE_PACKETS = 10_000
 """Maximum number of packets at the start of a video that cannot be decoded on their own."""
 RAW_STREAMS = ("h264", "hevc")
-"""FFmpeg's names of the formats without a container that it cannot seek in."""
+"""FFmpeg's names of raw formats, which have no container and cannot be seeked in."""
 SEEK_FROM_FRAME = 128
 """Minimum index of the first requested frame for which the reader seeks the preceding key frame instead of decoding from the
 start."""

@@ -217,7 +217,7 @@ def choose_engine(config: EvalConfig, world: World) -> str:
         )
     if engine == "transformers" and tensor_parallel_size > 1:
         raise ConfigError(
-            f'model.tensor_parallel_size ({tensor_parallel_size}) requires model.engine = "vllm"; set that, or set '
+            f'model.tensor_parallel_size ({tensor_parallel_size}) requires model.engine = "vllm"; set it, or set '
             "tensor_parallel_size = 1 and use --nproc 1, which spreads a model larger than one GPU over all GPUs"
         )
     if engine != "auto":

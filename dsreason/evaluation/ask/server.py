@@ -278,7 +278,8 @@ class ServerAnswerer:
             ) from None
 
     def _quote(self, answer: http.HttpResponse) -> str:
-        """Format status and message. The key is masked before the message is truncated, because half a key is also secret."""
+        """Format the response's status and message. The key is masked before the message is truncated, because a partial key
+        is secret, too."""
         text = http.REDIRECTED if 300 <= answer.status < 400 else answer.text or answer.reason
         return f"{answer.status}: {to_one_line(self._mask_key(text)):.500}"
 

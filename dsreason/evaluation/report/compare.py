@@ -55,7 +55,8 @@ class RunComparison:
     datasets: dict[str, Paired]
     only_in_this: int
     only_in_baseline: int
-    """Number of questions that only the baseline has (`only_in_this`: only this run); these questions are not compared."""
+    """Number of questions that only the baseline has; like those that only this run has (`only_in_this`), they are not
+    compared."""
     gained: tuple[str, ...]
     """Ids of the questions that only this run answers correctly."""
     lost: tuple[str, ...]

@@ -51,9 +51,9 @@ class Letters:
     confusion: dict[str, dict[str, int]]
     """Reference letter → answered letter → count; "none" stands for unparsed and missing answers."""
     references: dict[str, Proportion]
-    """Correct letter → number of questions."""
+    """Correct letter → proportion of the questions with this correct letter."""
     answers: dict[str, Proportion]
-    """Answered letter → number of answers."""
+    """Answered letter → proportion of the answers with this letter."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def judge_result(result: Result) -> Verdict:
 
 
 def group_results(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
-    """Group the results by key, sorted by key."""
+    """Group the results by `key`; the groups are sorted by key."""
     return {name: list(part) for name, part in groupby(sorted(results, key=key), key)}
 
 

@@ -18,7 +18,8 @@ from dsreason.monitor.progress import track
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Fork, like the DataLoader: workers share everything that is open or loaded, and nothing is imported again.
+# Workers are forked, like those of the DataLoader, so they share everything that is open or loaded, and import nothing
+# again.
 FORK = multiprocessing.get_context("fork")
 
 

@@ -92,7 +92,7 @@ class Patience:
         self.failures = 0
 
     def wait(self, error: HTTPError) -> None:
-        """Wait before the next attempt; raise the error if it is permanent or the attempts are used up."""
+        """Wait before the next attempt; raise the error if it is permanent or no attempts remain."""
         self.failures += 1
         if self.failures == ATTEMPTS or not is_transient(error):
             raise error

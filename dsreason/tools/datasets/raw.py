@@ -361,7 +361,8 @@ def fetch_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str],
 
 
 def name_bridge_video(path: bytes | int, episode: bytes | int) -> str:
-    """Name an episode as in the names of clips: `/…/bridge_data_all/a/b/train/out.npy` and 12 → `a-b-train.12`."""
+    """Return the name of an episode as it appears in clip names: `/…/bridge_data_all/a/b/train/out.npy` and 12 →
+    `a-b-train.12`."""
     text, number = (
         str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value) for value in (path, episode)
     )

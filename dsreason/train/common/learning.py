@@ -1,4 +1,4 @@
-"""Warnings about a run that cannot learn, with the numbers of its recent steps and the likely causes."""
+"""Warnings about a run that cannot learn, with statistics of its recent steps and the likely causes."""
 
 from __future__ import annotations
 
