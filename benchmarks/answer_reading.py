@@ -72,7 +72,7 @@ def load_others(file: Path = OTHERS) -> dict[str, str]:
 
 
 def count_outcomes(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
-    """Count the outcomes. If a person reads B, `B` is read, `-` unread and `A` misread; if a person reads none, `B` is misread."""
+    """Count outcomes: if a person reads B, `B` is read, `-` unread, and `A` misread; if a person reads none, `B` is misread."""
     outcomes: Counter[str] = Counter()
     for row, reading in zip(rows, readings, strict=True):
         if part is not None and row.part != part:

@@ -213,7 +213,7 @@ def run_job(job: TrainingCommand[C], *, ranks_on_cpu: int = 1) -> Path | None:
     print_message(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
     with signals.add_stop_message("no step was in progress, saved checkpoints are kept, and --resume auto continues"):
         launch.start_ranks(
-            lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, before)),
+            lambda attempt: job.arguments(output_dir, _choose_resume(attempt, job.resume, output_dir, before)),
             ranks=ranks,
             log_dir=output_dir / "logs",
             max_restarts=job.max_restarts,
@@ -246,7 +246,7 @@ def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
                 launch.share_value("output_dir", str(build_default_output_dir(job.trainer.name)))
             )
             before = json.loads(launch.share_value("checkpoints", json.dumps(_list_checkpoints(output_dir))))
-            resume = _resume_at(launch.get_attempt(), resume, output_dir, before)
+            resume = _choose_resume(launch.get_attempt(), resume, output_dir, before)
         job.trainer.run(config, output_dir, resume)
     return output_dir
 
@@ -259,7 +259,7 @@ def _list_checkpoints(output_dir: Path) -> dict[str, str]:
     return {name: f"{marker.st_ino} {marker.st_mtime_ns}" for name, marker in markers.items()}
 
 
-def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
+def _choose_resume(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
     """Return the value of `--resume` for an attempt: "auto" if this job has written a checkpoint, else the requested value.
 
     Checkpoints of an earlier job, listed in `before`, must not replace a requested path. They are compared by identity,

@@ -218,8 +218,8 @@ def open_engine(
     )
     stop_ids = torch.tensor(read_stop_token_ids(folder), device=device)
 
-    def draw_ids(asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
-        for number, (prompt, sampling) in enumerate(asked):
+    def draw_ids(requests: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
+        for number, (prompt, sampling) in enumerate(requests):
             tokens = draw_tokens(model, [prompt.encoded], [number], sampling, banned_ids=banned_ids, stop_ids=stop_ids)
             yield prompt, (int(token) for token, _ in tokens)
 
@@ -241,11 +241,11 @@ def open_vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, m
         yield partial(draw_batch, stack.enter_context(engine))
 
 
-def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
+def draw_batch(engine: RolloutEngine, requests: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
     """Sample the answers to all prompts in one call; the prompts share one copy of the media."""
     prompts: list[EncodedPrompt] = []
     samplings: list[Sampling] = []
-    for prompt, sampling in asked:
+    for prompt, sampling in requests:
         media = prompts[0].media if prompts else prompt.media
         prompts.append(replace(prompt if engine.reads_pixels else prompt.drop_pixels(), media=media))
         samplings.append(sampling)
@@ -327,7 +327,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
             prompts = [str(prompt)]
         elif file.suffix == ".jsonl":
             rows = JsonLinesRows(file)
-            prompts = [_prompt_of(rows[i], rows.describe_location(i)) for i in range(len(rows))]
+            prompts = [_parse_prompt(rows[i], rows.describe_location(i)) for i in range(len(rows))]
         else:
             prompts = [read_prompt(file)]
     except (OSError, UnicodeDecodeError) as error:
@@ -348,7 +348,7 @@ def read_prompt(file: Path) -> str:
     return content.decode("utf-8-sig").strip()
 
 
-def _prompt_of(row: Any, where: str) -> str:
+def _parse_prompt(row: Any, where: str) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
         raise ConfigError(f'{where}: must be {{"prompt": "…"}}; got {row!r:.80}')

@@ -195,7 +195,9 @@ class Evaluation:
                 question for question in clip_questions if question.id in stored and stored[question.id].error is None
             ]
             for question in done:
-                check_same(question, stored[question.id], locate_result_file(self.folder, dataset, video_id))
+                check_question_unchanged(
+                    question, stored[question.id], locate_result_file(self.folder, dataset, video_id)
+                )
             answered |= {question.id for question in done}
             if missing := [question for question in clip_questions if question.id not in answered]:
                 unasked = {
@@ -252,7 +254,9 @@ class Evaluation:
                 replies = check_server_answers(replies, len(requests), self.config.server.url)
             for request, reply in replies:
                 question = request.question
-                is_read = reply.error is not None or read(question, reply.text, settings.answer_type, settings.parser)
+                is_read = reply.error is not None or is_readable(
+                    question, reply.text, settings.answer_type, settings.parser
+                )
                 if is_read or attempt == last:
                     yield question, reply, attempt + (reply.error is None)
                 else:
@@ -323,12 +327,12 @@ def check_server_answers(
             )
 
 
-def read(question: Question, text: str, answer_type: AnswerType, parser: Parser) -> bool:
+def is_readable(question: Question, text: str, answer_type: AnswerType, parser: Parser) -> bool:
     """Return whether the parser finds an answer in a response."""
     return parse(text, answer_type, parser, kind=question.kind, options=question.options).answer != ""
 
 
-def check_same(question: Question, stored: Result, file: Path) -> None:
+def check_question_unchanged(question: Question, stored: Result, file: Path) -> None:
     """Raise DataError if a stored answer belongs to a different version of the question."""
     texts = [get_text(message) for message in question.sample.messages]
     for fact, old, new in (

@@ -53,12 +53,13 @@ class Limit:
     resident: int
     """Resident memory of this process, in bytes, when reading started."""
 
-    def left(self) -> float:
+    def compute_remaining_seconds(self) -> float:
         return self.seconds - (time.clock_gettime(self.clock) - self.started)
 
-    def error(self) -> DataError:
+    def build_error(self) -> DataError:
+        used_seconds = self.seconds - self.compute_remaining_seconds()
         return DataError(
-            f"{self.file}: reading it took {self.seconds - self.left():.3g} s of CPU time, but the limit for a file of "
+            f"{self.file}: reading it took {used_seconds:.3g} s of CPU time, but the limit for a file of "
             f"{self.size} bytes is {self.seconds:.3g} s; save it in a common format, or raise {TIME_VARIABLE}"
         )
 
@@ -117,8 +118,8 @@ def compute_seconds(size: float) -> float:
 def check_time() -> None:
     """Raise DataError if this thread's file has exceeded its time limit. Call this whenever a decoder returns to Python."""
     limit = _limits.get(threading.get_ident())
-    if limit and limit.left() < 0:
-        raise limit.error()
+    if limit and limit.compute_remaining_seconds() < 0:
+        raise limit.build_error()
 
 
 def _end_if_stuck() -> None:
@@ -131,8 +132,8 @@ def _end_if_stuck() -> None:
             if now - limit.resident > most:
                 end_process(limit.build_memory_error(most))
             with suppress(OSError):  # the thread may have ended
-                if limit.left() < -ENDLESS:
-                    end_process(limit.error())
+                if limit.compute_remaining_seconds() < -ENDLESS:
+                    end_process(limit.build_error())
 
 
 def read_resident_bytes() -> int:

@@ -164,15 +164,17 @@ def inspect(
         raise typer.Exit(1)
 
 
-def add_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
+def add_labels(inspection: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
     """Add the effect of `data.balance` to the inspection; if no row has a label, add a problem instead."""
     from dsreason.data.labels import count_labels_per_epoch
 
     try:
-        return replace(found, balance=count_labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"})))
+        return replace(
+            inspection, balance=count_labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"}))
+        )
     except DataError as error:
         problem = {"part": "training", "where": "all rows", "kind": "no labels", "reason": str(error)}
-        return replace(found, problems=[problem, *found.problems])
+        return replace(inspection, problems=[problem, *inspection.problems])
 
 
 def collect_test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
@@ -194,7 +196,7 @@ def collect_test_sets(data: DataConfig, test: str | None, benchmark: Path | None
     return {name: SampleDataset([open_source(source)]) for name, source in sources.items()}
 
 
-def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
+def write_inspection(inspection: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
     """Write `inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png` to the folder."""
     from dsreason.data.loader import read_row
     from dsreason.data.order import pick_evenly
@@ -202,7 +204,7 @@ def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], fold
     from dsreason.train.common.contact_sheet import draw_sample_sheets
 
     make_folder(folder, "--output")
-    document = asdict(found)
+    document = asdict(inspection)
     for name in ("problems", "duplicates"):
         lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in document.pop(name)]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

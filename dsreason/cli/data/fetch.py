@@ -93,9 +93,9 @@ def fetch(
 
 
 def fetch_all_raw_videos(
-    wanted: list[tuple[str, Task]], data_dir: Path, raw_from: str | None, dry_run: bool
+    requested: list[tuple[str, Task]], data_dir: Path, raw_from: str | None, dry_run: bool
 ) -> list[str]:
-    """Fetch the raw videos of the `wanted` data sets and tasks.
+    """Fetch the raw videos of the `requested` data sets and tasks.
 
     Returns:
         A message for each clip whose raw video is not available; these are also printed.
@@ -105,7 +105,7 @@ def fetch_all_raw_videos(
     """
     missing: list[str] = []
     failed: list[str] = []
-    for name, task in wanted:
+    for name, task in requested:
         try:
             missing += fetch_raw_videos(name, task, data_dir, raw_from, dry_run)
         except DataError as error:

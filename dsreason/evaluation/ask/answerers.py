@@ -154,10 +154,10 @@ def check_folder(config: EvalConfig, path: Path) -> None:
     build_checked_model(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
 
-def resolve_model_folder(config: EvalConfig, own: Path | None) -> Path:
-    """Return the folder of a model that is not a checkpoint; `own` is the export of a dsreason run, or None."""
+def resolve_model_folder(config: EvalConfig, export: Path | None) -> Path:
+    """Return the folder of a model that is not a checkpoint; `export` is the export of a dsreason run, or None."""
     model = config.model
-    path = str(own or model.path)
+    path = str(export or model.path)
     settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
     return resolve_model(settings, get_cache_dir() / "models")
 

@@ -58,11 +58,11 @@ class EngineAnswerer:
                 yield [question for question, _ in prompts]
 
     def _iter_groups(
-        self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
+        self, batch: Sequence[Question], prompts: Iterator[EncodedPrompt | str]
     ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
         """Yield groups of questions with their prompts; ranks that share the model get the same number of groups."""
         for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
-            yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
+            yield [(question, next(prompts)) for question in batch[i : i + GROUP_SIZE]]
 
     def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
         prompts: list[tuple[QuestionRequest, EncodedPrompt]] = []

@@ -24,7 +24,7 @@ GENERIC_NAME = re.compile(
 EXPORT, MAKING, LOCK = ".export-", ".making-", "lock"
 
 
-def find_run_weights(given: str) -> Path | None:
+def find_run_weights(model: str) -> Path | None:
     """Return the weights that a path to a dsreason run or checkpoint refers to; None if it is neither.
 
     For a run, or its `checkpoints` folder, these are the newest weights: the final export, unless a checkpoint was completed
@@ -33,7 +33,7 @@ def find_run_weights(given: str) -> Path | None:
     Raises:
         CheckpointError: the run has neither an export nor a complete checkpoint yet.
     """
-    path = Path(given).expanduser()
+    path = Path(model).expanduser()
     if is_checkpoint(path):
         return path
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
@@ -43,7 +43,7 @@ def find_run_weights(given: str) -> Path | None:
     newest = find_checkpoint(folder)
     if newest is None and find_run_record(path) is not None:
         raise CheckpointError(
-            f"model.path {given}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or specify a "
+            f"model.path {model}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or specify a "
             "model"
         )
     return newest

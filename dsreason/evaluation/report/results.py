@@ -162,11 +162,11 @@ def list_json_files(results_dir: Path) -> list[Path]:
     return sorted(files_found)
 
 
-def _build_run(folder: Path, files: list[Path], wanted: Iterable[str] | None) -> Run:
-    if wanted is None:
+def _build_run(folder: Path, files: list[Path], requested: Iterable[str] | None) -> Run:
+    if requested is None:
         return Run(folder, tuple(files))
-    chosen_files = tuple(file for file in files if _get_dataset_folder(file) in wanted)
-    return Run(folder, chosen_files, tuple(sorted({_get_dataset_folder(file) for file in files} - set(wanted))))
+    chosen_files = tuple(file for file in files if _get_dataset_folder(file) in requested)
+    return Run(folder, chosen_files, tuple(sorted({_get_dataset_folder(file) for file in files} - set(requested))))
 
 
 def _get_dataset_folder(file: Path) -> str:

@@ -138,9 +138,9 @@ def check_total(cut: Cut, count: int) -> None:
 # ---------------------------------------------------------------- decoding
 
 
-def iter_counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[VideoFrame]:
+def iter_counted_frames(source: Path, indices: range, video: Timing) -> Iterator[VideoFrame]:
     """Yield the frames, with evenly spaced times if the file has no usable ones."""
-    for number, frame in enumerate(iter_frames_by_count(source, wanted)):
+    for number, frame in enumerate(iter_frames_by_count(source, indices)):
         if not video.times:
             frame.pts, frame.time_base = number, 1 / video.fps
         yield frame

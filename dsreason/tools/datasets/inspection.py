@@ -358,11 +358,11 @@ def find_overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, st
 
 
 def find_repeated(
-    found: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]
+    facts_by_part: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     first: dict[Key, tuple[str, RowFacts]] = {}
     listed = []
-    for name, facts in found.items():
+    for name, facts in facts_by_part.items():
         for row in select_usable(facts):
             other, same = first.setdefault(make_row_key(row, keys), (name, row))
             if same is not row:
@@ -370,9 +370,9 @@ def find_repeated(
     return listed
 
 
-def list_problems(found: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media) -> list[dict[str, Any]]:
+def list_problems(facts_by_part: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media) -> list[dict[str, Any]]:
     listed = []
-    for name, facts in found.items():
+    for name, facts in facts_by_part.items():
         for row in facts:
             if isinstance(row, UnusableRow):
                 found_here = [("missing media" if row.is_missing_media else "unusable row", row.reason)]

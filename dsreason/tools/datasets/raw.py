@@ -334,11 +334,11 @@ def list_shards(plan: RawPlan, split: str) -> list[str]:
     return [f"bridge_dataset-{split}.tfrecord-{number:05d}-of-{count:05d}" for number in range(count)]
 
 
-def fetch_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], set[str]]:
-    """Download a shard and extract the wanted episodes; the shard is not kept.
+def fetch_shard(plan: RawPlan, shard: str, requested: set[str]) -> tuple[list[str], set[str]]:
+    """Download a shard and extract the requested episodes; the shard is not kept.
 
     Returns:
-        All episodes in the shard, and the wanted ones, whose frames are now on the disk.
+        All episodes in the shard, and the requested ones, whose frames are now on the disk.
     """
     source, file = ServedFile(f"{plan.origin}/{shard}"), plan.folder / shard
     fetch_file(plan, source, file)
@@ -348,7 +348,7 @@ def fetch_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str],
         for example in read_examples(file, (BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES)):
             video = name_bridge_video(example[BRIDGE_PATH][0], example[BRIDGE_ID][0])
             inside.append(video)
-            if video in wanted:
+            if video in requested:
                 write_frames(example[BRIDGE_IMAGES], plan.folder / Path(*video.rsplit(".", 1)) / "images0")
                 fetched.add(video)
     except (KeyError, IndexError) as error:

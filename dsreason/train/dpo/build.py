@@ -135,7 +135,7 @@ def open_reference(
         ("training", rows.training, training_rows),
         ("validation", rows.validation, validation_rows),
     ):
-        missing = stored.missing(part, indices)
+        missing = stored.list_missing(part, indices)
         batches = iter_pair_batches(
             dataset, rows.encoder, missing, config, job.world, batch_size=config.train.global_batch_size
         )

@@ -51,7 +51,7 @@ def check_reference_logprobs(
     config: DPOConfig, file: FileReference | None, sample: Sample, fingerprint: str | None = None
 ) -> None:
     """Raise DataError if a row lacks required reference log-probabilities or has changed since they were measured."""
-    if file is not None and (problem := file.problem(sample.id, fingerprint)):
+    if file is not None and (problem := file.find_problem(sample.id, fingerprint)):
         raise DataError(f"sample {sample.id!r}: {problem}")
     if config.dpo.reference == "precomputed" and file is None and read_reference_logprobs(sample) is None:
         raise DataError(f"sample {sample.id!r}: {NOTHING_GIVEN}")

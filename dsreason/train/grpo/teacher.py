@@ -40,7 +40,7 @@ class Teacher(Protocol):
     fingerprint: str
     """Fingerprint of the teacher; a run can only be resumed with the same teacher."""
 
-    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
+    def compute_logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the sampled tokens at temperature 1, `[N]` per micro-batch. Collective."""
 
 
@@ -65,7 +65,7 @@ class TeacherModel:
         self.fingerprint: str = run_on_rank_zero(lambda: compute_fingerprint(path))
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
+    def compute_logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         return [
             self.engine(micro_batch.batch.to(self.engine.device), 1.0, self.banned_ids) for micro_batch in micro_batches
         ]

@@ -66,7 +66,7 @@ class TeacherServer:
         self.client, self.world, self.concurrency = Client(config), world, config.concurrency
         self.fingerprint = str(config.server_model)
 
-    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
+    def compute_logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the sampled tokens, `[N]` per micro-batch. Collective.
 
         Ranks that compute rows together have the same rollouts, so each rank queries the server only for its part of them.

@@ -88,7 +88,7 @@ def add_fixed_logprobs(
             steps = [
                 [
                     replace(micro_batch, teacher_logprobs=values)
-                    for micro_batch, values in zip(step, teacher.logprobs(step), strict=True)
+                    for micro_batch, values in zip(step, teacher.compute_logprobs(step), strict=True)
                 ]
                 for step in steps
             ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsreason.checkpoints.model_card import build_model_card
-from dsreason.cli.job import _list_checkpoints, _resume_at
+from dsreason.cli.job import _choose_resume, _list_checkpoints
 from dsreason.evaluation.ask.models import find_run_weights
 from dsreason.train.common.saving import is_outdated
 
@@ -29,15 +29,15 @@ def write_checkpoint(run: Path, step: int, time: float) -> None:
 def test_restart_resumes_from_checkpoint_of_same_job(here: Path, time: float, step: int) -> None:
     write_checkpoint(here, 2, FUTURE)
     before = _list_checkpoints(here)
-    assert _resume_at(1, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
+    assert _choose_resume(1, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
     write_checkpoint(here, step, time)
-    assert _resume_at(1, "other/checkpoints/step_1", here, before) == "auto"
-    assert _resume_at(0, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
+    assert _choose_resume(1, "other/checkpoints/step_1", here, before) == "auto"
+    assert _choose_resume(0, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
 
 
 def test_fresh_run_restart_resumes_from_newest(here: Path) -> None:
-    assert _resume_at(0, None, here, {}) is None
-    assert _resume_at(1, None, here, {}) == "auto"
+    assert _choose_resume(0, None, here, {}) is None
+    assert _choose_resume(1, None, here, {}) == "auto"
 
 
 def write_export(run: Path, step: int, time: float) -> Path:

@@ -164,7 +164,7 @@ def test_micro_batches_get_their_logprobs_in_order(server: StandIn, monkeypatch:
         SimpleNamespace(rollouts=[]),
         SimpleNamespace(rollouts=[rollout([3], (40,))]),
     ]
-    assert [logprob.tolist() for logprob in teacher.logprobs(batches)] == [[-1.0, -2.0, -3.0], [], [-4.0]]
+    assert [logprob.tolist() for logprob in teacher.compute_logprobs(batches)] == [[-1.0, -2.0, -3.0], [], [-4.0]]
 
 
 def test_busy_server_is_retried_and_then_named(server: StandIn) -> None:

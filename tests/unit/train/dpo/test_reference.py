@@ -40,7 +40,7 @@ def test_measurements_are_found_by_part_and_row(run: Path) -> None:
     stored = open_stored(run, None, "model-1")
     assert stored.get_logprobs(facts(), "training") == (-10.5, -9.25)
     assert stored.get_logprobs(facts(fingerprint="cd"), "validation") == (-1.0, -2.0)
-    assert stored.missing("training", [5, 3, 4, 5]) == [4, 5]
+    assert stored.list_missing("training", [5, 3, 4, 5]) == [4, 5]
 
 
 @pytest.mark.parametrize("pair", [facts(fingerprint="xx"), facts(row=4)])
