@@ -236,7 +236,8 @@ def time_patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) ->
 
 
 def head(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Time forward and backward of log-probabilities with entropy by chunk size; `own choice` is that of a training run."""
+    """Time the forward and backward pass of log-probabilities with entropy by chunk size; `own choice` is a training run's
+    chunk size."""
     import torch
 
     from dsreason.models.logprobs import compute_token_logprobs

@@ -86,7 +86,7 @@ def list_frames(path: str) -> list[str] | None:
         return [os.path.join(path, name) for name in sorted(names, key=make_natural_key)]
     if os.path.isfile(path) or not any(mark in path for mark in "*?["):
         return None
-    base = next(folder for folder in Path(path).parents if os.path.isdir(folder))  # its name may contain "["
+    base = next(folder for folder in Path(path).parents if os.path.isdir(folder))  # the folder's name may contain "["
     matches = glob.glob(os.path.relpath(path, base), root_dir=base)
     files = [file for name in sorted(matches, key=make_natural_key) if os.path.isfile(file := os.path.join(base, name))]
     return files or None

@@ -48,7 +48,7 @@ SHORT = (
     "generation.max_retries=1",
     "--set",
     "generation.max_tokens=16",
-)  # a random model never generates a stop token, so its answers must be short
+)  # a random model never generates a stop token, so its answers must be kept short
 NUM_CLIPS = 6
 
 
