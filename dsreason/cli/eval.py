@@ -103,7 +103,7 @@ def evaluate(
             from dsreason.job import lifeline  # imports torch
 
         with lifeline.join_with_lifeline("in the evaluation"):
-            loaded = load(config, changes)  # only now, because TP_SIZE may come from the first host
+            loaded = load(config, changes)  # must not happen earlier, because TP_SIZE may come from the first host
             if loaded.server.url is not None and int(os.environ["WORLD_SIZE"]) > 1:
                 raise ConfigError(
                     f"server.url ({loaded.server.url}): a server is queried by a single process, but "

@@ -29,8 +29,8 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint to a Hugging Face folder for transformers and vLLM, or for diffusers if it is a world model."""
-    check_writable(Path(os.path.realpath(output)).parent, "--output")  # for a link, check its target
-    launch.prepare_environment()  # before the imports below load torch and DeepSpeed
+    check_writable(Path(os.path.realpath(output)).parent, "--output")  # if --output is a link, this checks its target
+    launch.prepare_environment()  # must precede the imports below, which load torch and DeepSpeed
     with make_imports_fast():
         from dsreason.checkpoints.export import export_checkpoint
     from dsreason.checkpoints.checkpoint_folder import find_checkpoint

@@ -105,7 +105,7 @@ def write_frame_list(paths: Sequence[str], part: Mapping[str, Any]) -> Path:
         DataError: there are no frames or too many, or their times are missing or wrong.
     """
     if not 0 < len(paths) <= MAX_FRAME_FILES:
-        raise DataError(f"video: {len(paths)} frames; between 1 and {MAX_FRAME_FILES} are accepted")
+        raise DataError(f"video: has {len(paths)} frames; the number must be between 1 and {MAX_FRAME_FILES}")
     seconds, fps = read_times(part, len(paths))
     content = json.dumps({"frames": list(paths), "seconds": seconds, "fps": fps})
     return write_cached(content.encode("utf-8", "surrogateescape"), SUFFIX)

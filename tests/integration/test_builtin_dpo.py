@@ -23,7 +23,9 @@ def train(warm_start: Path, folder: Path, *options: str) -> list[dict[str, float
 def test_preference_training_raises_accuracy(warm_start: Path, tmp_path: Path) -> None:
     first, *_, last = train(warm_start, tmp_path)
     assert 0.4 <= first["val/accuracy"] <= 0.65
-    assert last["val/accuracy"] >= first["val/accuracy"] + 0.2  # accuracy of the answers generated for held-out rows
+    assert (
+        last["val/accuracy"] >= first["val/accuracy"] + 0.2
+    )  # the accuracy is that of answers generated for held-out rows
     assert last["val/ranking_accuracy"] >= first["val/ranking_accuracy"] + 0.2
     assert last["val/preference_accuracy"] >= 0.9
 

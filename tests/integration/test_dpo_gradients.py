@@ -153,7 +153,9 @@ def backward_by_hand(engine: Any, encoder: Any, training: Any) -> float:
         keep, flip = -(1 - smoothing) * log_sigma(h), -smoothing * log_sigma(-h)
         losses = {
             0.5: keep + flip,
-            0.3: torch.relu(1 - h) - log_sigma(beta * c - baseline) - log_sigma(baseline - beta * r),  # hinge and BCO
+            0.3: torch.relu(1 - h)
+            - log_sigma(beta * c - baseline)
+            - log_sigma(baseline - beta * r),  # hinge loss plus BCO loss
             0.01: (c / len(answers[0]) - r / len(answers[1]) - 1 / (2 * beta)) ** 2,
             0.2: (keep - flip) / (1 - 2 * smoothing),
         }

@@ -152,7 +152,7 @@ def test_unreadable_clips_fail_only_their_questions(
         item["full_response"] for item in other_items
     ]
     [row] = [line.split() for line in text.splitlines() if line.split()[:1] == ["all"]]
-    # The number of answered questions, and of all questions.
+    # The last column counts answered questions; the fourth column from the right counts all questions.
     assert (row[-1], row[-4]) == (f"{NUM_CLIPS - 1}", f"{NUM_CLIPS + 1}")
 
     shutil.copy(benchmark / "benchmark/robots/clips/clip.0.mp4", clips)

@@ -19,7 +19,7 @@ from dsreason.monitor.memory import read_status_bytes
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 TENSORS, ELEMENTS = 6, 9_000_000
-# Bytes per tensor; the allocator returns blocks of more than 32 MiB to the kernel when they are freed.
+# Each tensor has this size in bytes; the allocator returns blocks of more than 32 MiB to the kernel when they are freed.
 SIZE = 4 * ELEMENTS
 
 

@@ -206,7 +206,7 @@ def test_torchrun_error_is_reported_by_one_rank(tmp_path: Path, environment: dic
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1  # exit code of torchrun itself
+    assert done.returncode == 1  # this is torchrun's own exit code
     text = "rows.jsonl, row 3: video is missing; correct the path"
     assert done.stderr.count(f"error: {text}") == 1
     assert f"traceback : {text}" in done.stderr.rpartition("Root Cause")[2]

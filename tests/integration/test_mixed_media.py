@@ -41,7 +41,7 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     engine = build_policy_engine(config, deepspeed, Path(model))
     custom = (0, 4) if world.rank == 0 else (1, 2)
     everyone = made_up_rollouts(config, encoder, 0, 1)
-    rollouts = [everyone[3 * number] for number in custom]  # the first of the three rollouts of each prompt
+    rollouts = [everyone[3 * number] for number in custom]  # keeps only the first of the three rollouts of each prompt
     if with_remedy:
         micro_batches = split_into_micro_batches(rollouts, config, encoder)
     else:

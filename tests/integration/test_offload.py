@@ -142,7 +142,7 @@ def explore() -> dict[tuple[str, bool], dict[str, Any]]:
             trips.append(there_and_back(engine))
             norms += train(engine, world, 2)
         expected = train(other, world, 6)
-        moments = [  # moments as DeepSpeed's functions return them
+        moments = [  # DeepSpeed's functions return the moments in this form
             [bits([safe_get_full_optimizer_state(e.module.up.weight, name)])[0] for name in ("exp_avg", "exp_avg_sq")]
             for e in (engine, other)
         ]

@@ -32,7 +32,7 @@ GREEDY = Sampling(temperature=0, max_completion_length=12)
 class Case:
     model: nn.Module
     engine: TransformersEngine
-    prompts: list[EncodedPrompt]  # text, one image, a video and two images, each twice
+    prompts: list[EncodedPrompt]  # prompts with text, one image, a video and two images, each of which occurs twice
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ import os, signal, time
 from pathlib import Path
 
 def on_rank(rank, do):
-    if (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (rank, "2"):  # not when the function is tried before training
+    if (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (rank, "2"):  # false when the reward is tried before training
         mark = Path(f"since_{os.getpid()}")  # several workers come here, and one may be killed while it writes
         mark.write_text(str(time.time()))
         mark.replace("since")
@@ -203,7 +203,7 @@ DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_por
 @pytest.mark.nightly
 def test_phase_timeout_logs_all_stacks_under_torchrun(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, [*TORCHRUN, "ranks.py", "collective"])
-    assert done.returncode == 1  # exit code of torchrun itself
+    assert done.returncode == 1  # this is torchrun's own exit code
     assert f"exitcode  : {TIME_LIMIT_EXIT_CODE}" in done.stderr
     assert_both_ranks_said_where_they_were(done.stderr)
 

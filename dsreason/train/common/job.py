@@ -96,7 +96,8 @@ def open_job(
     seed_everything(config.train.seed, world.rank)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
-    if world.folder_ranks:  # at stages 1 and 2, every host must save the weights
+    # Without a shared folder, every host must save the weights, also at ZeRO stages 1 and 2.
+    if world.folder_ranks:
         deepspeed["checkpoint"] = {**deepspeed.get("checkpoint", {}), "use_node_local_storage": True}
     return TrainingJob(
         config=config,

@@ -60,7 +60,7 @@ def check_engine(
     micro_batches = split_into_micro_batches(rollouts, config, encoder)
     logprobs = compute_current_logprobs(
         sampler.policy, micro_batches, 1.0, banned_ids
-    )  # at temperature 1, because engines report the log-probabilities of greedy tokens at 1
+    )  # the temperature is 1, because engines report log-probabilities of greedy tokens at 1
     local_differences = [
         difference
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
