@@ -43,7 +43,8 @@ HARMLESS = {
 }
 """Words before the last one that make a name harmless: `eos_token`, `score_key`. A `key` with no word before it is harmless."""
 QUALIFIERS = read_words(
-    "value val plain base prod production dev staging test read write ro rw primary secondary backup old new default hash header headers"
+    "value val plain base prod production dev staging test read write ro rw primary secondary backup old new default hash "
+    "header headers"
 )
 """Words after the one that makes a name secret: `HF_TOKEN_READ`, `API_KEY_2`, `password_base64`."""
 VARIABLE_WORDS = read_words("env environment variable var")
@@ -70,7 +71,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def names_secret_variable(key: str) -> bool:
-    """Return whether a key's value is the name of an environment variable with a secret: `token_env`, `key_from_env_var`."""
+    """Return whether a key's value names an environment variable with a secret: `token_env`, `key_from_env`."""
     words = split_words(key)
     ends = [number for number, word in enumerate(words) if word in VARIABLE_WORDS]
     return bool(ends) and is_secret_name("_".join(["named", *words[: ends[0]]]).removesuffix("_from"))
