@@ -105,7 +105,8 @@ SECRETS = """
 api_key apikey API-Key apiKey APIKey X-Api-Key x.api.key Ocp-Apim-Subscription-Key api_key_2 API_KEY_PROD AZURE_STORAGE_KEY
 access_key accessKey AWSAccessKeyId AWS_ACCESS_KEY_ID private_key ssh-key AccountKey SharedAccessKey openai_key kms.key
 token hf_token HF_TOKEN_READ authToken authtoken sas_token X-Amz-Security-Token per_user_token
-api_keys access_tokens passwords auth_header password db_passwd PGPASSWORD passphrase pwd userPwd DB_PWD pw db.pw smtp_pass pass password_base64
+api_keys access_tokens passwords auth_header
+password db_passwd PGPASSWORD passphrase pwd userPwd DB_PWD pw db.pw smtp_pass pass password_base64
 secret client.secret clientsecret secrets credential credentials X-Amz-Credential creds
 auth basic_auth OAuth oauth2 Authorization Proxy-Authorization bearer cookie Set-Cookie cookies session PHPSESSIONID
 session_id session.key sas sig signature X-Amz-Signature SharedAccessSignature dsn SENTRY_DSN jwt otp
