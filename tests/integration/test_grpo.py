@@ -55,10 +55,6 @@ max_completion_length = 6
 temperature = 0.9
 [reward.functions]
 "rewards.py:vowels" = 1.0
-[reward.options."rewards.py:vowels"]
-pwd = "planted-one"
-headers = {{Ocp-Apim-Subscription-Key = "planted-two"}}
-url = "https://h/score?pw=planted-three"
 [validation]
 before_training = false
 generate = false
@@ -67,12 +63,18 @@ every = 2
 keep = -1
 """
 REWARDS = """
-def vowels(completion, sample, *, pwd, headers, url):
+def vowels(completion, sample, *, pwd="", headers=None, url=""):
     return sum(letter in 'aeiou' for letter in completion), {'seen': 1}
 
 def same(completion, sample):
     return 0
 """
+
+
+OPTIONS = (
+    '{pwd="planted-one", headers={Ocp-Apim-Subscription-Key="planted-two"}, url="https://h/score?pw=planted-three"}'
+)
+WITH_SECRETS = ("--set", f'reward.options={{"rewards.py:vowels"={OPTIONS}}}')
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
         file.write('{"id": "bad", "question": "What colour?", "image": "missing.png", "answer": "red"}\n')
     (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen3_vl, rows=rows))
     (folder / "rewards.py").write_text(REWARDS)
-    train(folder, "whole", "--set", 'reward.options."rewards.py:vowels".pwd="planted-one"')
+    train(folder, "whole", *WITH_SECRETS)
     return folder
 
 
@@ -116,7 +118,7 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_resumed_run_matches_uninterrupted_run(folder: Path) -> None:
-    resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2")
+    resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2", *WITH_SECRETS)
     assert rollouts(resumed, 2) == rollouts(folder / "whole", 2)
     names = ("train/loss", "train/grad_norm", "reward/mean", "mismatch/kl", "policy/clip_fraction", "policy/kl")
     before, after = (
