@@ -86,7 +86,7 @@ def open_pipeline(folder: Path) -> Any:
         def check_video_safety(self, frames: Any) -> Any:
             return frames
 
-    pipeline = Cosmos2_5_PredictBasePipeline.from_pretrained(folder, safety_checker=NoSafety())
+    pipeline = Cosmos2_5_PredictBasePipeline.from_pretrained(folder, safety_checker=NoSafety(), trust_remote_code=False)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -63,12 +63,18 @@ every = 2
 keep = -1
 """
 REWARDS = """
-def vowels(completion, sample):
+def vowels(completion, sample, *, pwd="", headers=None, url=""):
     return sum(letter in 'aeiou' for letter in completion), {'seen': 1}
 
 def same(completion, sample):
     return 0
 """
+
+
+OPTIONS = (
+    '{pwd="planted-one", headers={Ocp-Apim-Subscription-Key="planted-two"}, url="https://h/score?pw=planted-three"}'
+)
+WITH_SECRETS = ("--set", f'reward.options={{"rewards.py:vowels"={OPTIONS}}}')
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +89,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
         file.write('{"id": "bad", "question": "What colour?", "image": "missing.png", "answer": "red"}\n')
     (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen3_vl, rows=rows))
     (folder / "rewards.py").write_text(REWARDS)
-    train(folder, "whole")
+    train(folder, "whole", *WITH_SECRETS)
     return folder
 
 
 def train(folder: Path, name: str, *options: str) -> Path:
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", name, "--nproc", 2, *options, cwd=folder)
     assert ended.returncode == 0, ended.stderr
+    (folder / f"{name}.out").write_text(ended.stdout + ended.stderr)
     return folder / name
+
+
+def test_no_file_of_a_run_contains_a_secret(folder: Path) -> None:
+    files = [folder / "whole.out", *(file for file in (folder / "whole").rglob("*") if file.is_file())]
+    assert {file.name for file in files} >= {"config.json", "metrics.jsonl"}
+    assert [file for file in files if b"planted" in file.read_bytes()] == []
+    options = json.loads((folder / "whole/config.json").read_text())["config"]["reward"]["options"]["rewards.py:vowels"]
+    assert options == {
+        "pwd": "…",
+        "headers": {"Ocp-Apim-Subscription-Key": "…"},
+        "url": "https://h/score?…",
+    }
 
 
 def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
@@ -99,7 +118,7 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_resumed_run_matches_uninterrupted_run(folder: Path) -> None:
-    resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2")
+    resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2", *WITH_SECRETS)
     assert rollouts(resumed, 2) == rollouts(folder / "whole", 2)
     names = ("train/loss", "train/grad_norm", "reward/mean", "mismatch/kl", "policy/clip_fraction", "policy/kl")
     before, after = (

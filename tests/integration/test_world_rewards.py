@@ -30,13 +30,15 @@ from tests.unit.world.data.test_clips import SIZE, levels, pack, video
 pytestmark = pytest.mark.integration
 
 REWARDS = """
+import os
+
 from dsreason.world.rewards.pixels import brightness, follow
 
 def length(clips, samples):
     return {"words": [len(s.prompt.split()) for s in samples], "fps": [s.meta["fps"] for s in samples]}
 
 def broken(clips, samples):
-    raise ValueError("no weights")
+    raise ValueError(f"no weights for {os.environ['SERVED_WITH']}: {{'Ocp-Apim-Subscription-Key': 'planted'}} pwd=planted")
 """
 ROWS = [WorldRow("0", "a red square"), WorldRow("1", "a blue square moves")]
 CLIPS = torch.stack(
@@ -51,11 +53,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Line
     (folder / "rewards.py").write_text(REWARDS)
     codec = LinearCodec.fit(CLIPS.float() / 127.5 - 1, channels=16)
     codec.save(folder / "model" / "vae")
-    options = ("--port", "0", "--token-env", "SERVED_TOKEN", "--vae", "model")
+    options = ("--port", "0", "--token-env", "SERVED_WITH", "--vae", "model")
     process = subprocess.Popen(
         [*COMMAND, "reward-serve", "rewards.py", *options],
         cwd=folder,
-        env=os.environ | {"SERVED_TOKEN": "right-token"},
+        env=os.environ | {"SERVED_WITH": "right-token"},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -100,8 +102,10 @@ def test_reward_file_scores_remote_pixels_and_latents(served: tuple[str, LinearC
 
 
 def test_failing_function_error_includes_its_message(served: tuple[str, LinearCodec]) -> None:
-    with pytest.raises(RewardError, match=r'"broken"(.|\n)*failed: ValueError: no weights'):
+    with pytest.raises(RewardError, match=r'"broken"(.|\n)*failed: ValueError: no weights') as error:
         score(served[0], {"name": "broken", "score_key": "broken"}, time_limit=2)
+    assert "<SERVED_WITH>: {'Ocp-Apim-Subscription-Key': '…'} pwd=…" in str(error.value)
+    assert "right-token" not in str(error.value)
 
 
 def test_wrong_token_is_rejected_without_being_shown(

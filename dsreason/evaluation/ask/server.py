@@ -31,7 +31,7 @@ from dsreason.models.processors.loading import open_encoder
 from dsreason.problems import describe_first_problem, find_nearest, join_first
 from dsreason.rollout.protocol import Sampling
 from dsreason.screen import to_one_line
-from dsreason.secrets import is_header_safe
+from dsreason.secrets import add_secret_variable, is_header_safe
 
 CHECK_SECONDS = 20.0
 """Time limit, in seconds, for the request that lists the server's models."""
@@ -316,6 +316,7 @@ def is_name(model: str) -> bool:
 
 
 def read_key(variable: str) -> str | None:
+    add_secret_variable(variable)
     key = os.environ.get(variable, "").strip()
     if not is_header_safe(key):
         raise ConfigError(
