@@ -1,4 +1,4 @@
-"""Adapter that finds the format of each row by its columns. It is the default.
+"""Default adapter, which determines the format of each row from the row's columns.
 
     {"messages": [{"role": "user", "content": "<image>Which tool is nearest?"}, {"role": "assistant", "content": "The ruler."}],
      "images": ["bench.png"]}
@@ -6,9 +6,9 @@
     {"prompt": "Wet floor ahead. What now?", "chosen": "Slow down.", "rejected": "Speed up."}
     {"instruction": "Rank these by weight.", "input": "anvil, feather", "output": "feather, anvil"}
 
-The formats are in docs/data.md. `auto:conversation`, `auto:preference`, `auto:prompt`, `auto:instruction` and `auto:question`
-read every row in one format, and keep the columns of other formats in `sample.meta`. Without `data.path`, the rows are those of
-the built-in task.
+docs/data.md describes the formats. `auto:conversation`, `auto:preference`, `auto:prompt`, `auto:instruction` and `auto:question`
+read every row in the named format, and keep the columns of other formats in `sample.meta`. If `data.path` is not set, the adapter
+reads the built-in task.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def to_sample(row: Any, data: SourceConfig) -> Sample:
 
 
 def read_cosmos3_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Read the conversation file that a row of Cosmos 3 names, and put the row's media into its parts, in order."""
+    """Read the conversation file that a Cosmos 3 row names, and insert the row's media into the file's media parts, in order."""
     folder = folder if folder.is_dir() else folder.parent
     file = folder / row["conversation"]
     if not is_inside(file, folder):
-        raise DataError(f"field 'conversation': {row['conversation']} leads out of {folder}")
+        raise DataError(f"field 'conversation': {row['conversation']} points outside {folder}; use a path inside the folder")
     try:
         conversation = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -57,7 +57,7 @@ def read_cosmos3_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
     slots = [part for part in parts if part["type"] in ("image", "video")]
     if len(slots) != len(media):
-        raise DataError(f"{file} shows {len(slots)} media items, but the row's field 'media' has {len(media)}")
+        raise DataError(f"{file} has {len(slots)} media parts, but the row's field 'media' has {len(media)} media items")
     for part, item in zip(slots, media, strict=True):
         part[part["type"]] = item
     rest = {column: value for column, value in row.items() if column not in ("media", "conversation")}
@@ -66,7 +66,7 @@ def read_cosmos3_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OneFormat:
-    """Adapter that reads every row in one format."""
+    """Adapter that reads every row in the same, named format."""
 
     name: str
 

@@ -1,11 +1,11 @@
-"""The built-in task: generated clips and pictures of shapes, in the formats LLaVA, plain JSONL and Cosmos-Reason1-RL.
+"""Adapter for the built-in task: generated clips and pictures of shapes, in the formats LLaVA, JSONL and Cosmos-Reason1-RL.
 
-`data.path` is a folder written by `dsreason.builtin_task.clips.write_builtin`. If it is empty, a folder in the cache is used;
-its clips and pictures are generated on first use.
+`data.path` is a folder that `dsreason.builtin_task.clips.write_builtin` has written. If `data.path` is empty, the adapter uses a
+folder in the cache, whose clips and pictures are generated on first use.
 
 `data.split` is `train` or `validation`. With `data.subset = "mislabelled"`, most answers to two of the questions are wrong
-(see `mislabelled`), so a model that learns them is right on only about half of the held-out rows. With
-`data.subset = "preferences"`, each row has both a correct and a wrong answer.
+(see `make_mislabelled`), so that a model that learns these answers is right on only about half of the held-out rows. With
+`data.subset = "preferences"`, each row has a correct and a wrong answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rows(data: Any) -> list[Row]:
             'rows, set another adapter, such as data.adapter = "jsonl"'
         )
     if not (folder / "conversations.json").is_file():
-        raise DataError(f"{folder}: is not a split of the built-in task; set data.split to train or validation")
+        raise DataError(f"{folder} is not a split of the built-in task; set data.split to train or validation")
     rows_of_split = json.loads((folder / "conversations.json").read_text())
     for name in ("questions.jsonl", "choices.jsonl"):
         rows_of_split += [json.loads(line) for line in (folder / name).read_text().splitlines()]

@@ -6,9 +6,10 @@
 `data.path` is `nvidia/Cosmos-Reason1-SFT-Dataset`, a folder with the same layout, or an annotation file. `data.subset` is
 robovqa, av, agibot, bridgev2 or holoassist; `data.split` is understanding or reasoning.
 
-Clips are searched in `<subset>/` and in `data.media_path`, in folders and in archives (.tar.gz, .tgz, .tar, .zip). A clip is the
-file at the row's path or, if there is none, the only file with the same name; in `av`, only the part of the name before the
-first dot is compared. The video is shown in the first user turn only. Rows with `qa_pairs` need the adapter `cosmos_reason1_rl`.
+The adapter looks for clips in `<subset>/` and in `data.media_path`, in folders and in archives (.tar.gz, .tgz, .tar, .zip). A
+row's clip is the file at the row's path or, if that does not exist, the only file with the same name; in `av`, only the part of
+the name before the first dot must match. Only the first user turn contains the video. For rows with `qa_pairs`, use the adapter
+`cosmos_reason1_rl`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     messages: list[Message] = [{**turn, "content": join_text(turn)} for turn in turns]
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
-        raise DataError("field 'conversations' has no user turn to show the video in; add one")
+        raise DataError("field 'conversations' has no user turn to which the video could be added; add a user turn")
     answer = get_last_reply(messages)
     first["content"] = [{"type": "video", "video": str(clip)}, {"type": "text", "text": first["content"]}]
     return Sample(str(row.get("id", row["video"])), messages, answer=answer)
@@ -55,7 +56,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
 def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
     """Return the path of a clip or image: the file at the row's path, or else the only file with the same name.
 
-    Folders are searched before archives. If no file matches, return the path at which the file is expected.
+    Folders are searched before archives. If no file matches, the function returns the path at which the file should be.
     """
     subset = data.subset or ""
     indexes = index_clips(data.path, subset, data.revision, data.media_path)
@@ -84,7 +85,7 @@ def get_clip_name(video: str, subset: str) -> str:
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips and images in `folders`; `by_name` maps their kind and name to paths."""
+    """Index of the clips and images in `folders`; `by_name` maps (kind, name) to the paths of the files."""
 
     folders: list[Path]
     by_name: dict[tuple[str, str], list[Path]]
@@ -92,12 +93,12 @@ class Clips:
 
 @cache
 def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> tuple[Clips, Clips]:
-    """Return the clips in the folders, and the clips unpacked from the archives in those folders."""
+    """Unpack the archives in the folders; return an index of the clips in the folders, and an index of the unpacked clips."""
     source = Path(path).expanduser()
     folder = source if source.is_dir() else source.parent if source.is_file() else download(path, subset, revision)
     folders = [folder / subset, folder] if subset else [folder]
     folders += [Path(media_path).expanduser()] if media_path else []
-    # Clips of other subsets may have the same names.
+    # If a subset is set, the folder above it is not searched, because clips of other subsets may have the same names.
     searched = [root for root in folders if root != folder or not subset]
     files = sorted({file.absolute() for root in searched for file in root.rglob("*")})
     unpacked = [unpack(file) for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]

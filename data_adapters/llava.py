@@ -4,8 +4,8 @@
         {"from": "human", "value": "<video>\\nWhich way does it move?"}, {"from": "gpt", "value": "left"},
         {"from": "human", "value": "And its colour?"}, {"from": "gpt", "value": "red"}]}
 
-Media keys are `image`, `images`, `video` and `videos`; each holds a path or a list of paths. Each `<image>` or `<video>` tag in a
-human turn is replaced with the next image or video, so the number of tags must equal the number of media items.
+Media keys are `image`, `images`, `video` and `videos`; each contains a path or a list of paths. Each `<image>` or `<video>` tag
+in a human turn is replaced with the next image or video, so the number of tags must equal the number of media items.
 """
 
 from __future__ import annotations

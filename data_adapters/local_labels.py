@@ -1,11 +1,11 @@
 """Adapter for driving clips with one label file each: `videos/<id>.<camera>.mp4` and `metas/<id>.label.json` below `data.path`.
 
 A label is a JSON object, such as `{"weather": "Light rain", "driving_difficulty": 3, …}`. The model learns to answer
-`data.question` with this object as JSON text, so that programs can parse the answer; `sample.meta["label"]` is the object itself.
+`data.question` with this object as JSON text, which programs can parse; `sample.meta["label"]` contains the object itself.
 
 An id may contain dots. `data.video_pattern = "*.camera_front_wide_120fov.mp4"` selects the videos of one camera; the id is the
-part of the file name that matches `*`. Without a pattern, the id of a video is its file name without the suffix if a label with
-that id exists; otherwise, the part after the last remaining dot, which is the camera, is removed as well.
+part of the file name that matches `*`. Without a pattern, the id of a video is its file name without the suffix, provided that a
+label with this id exists; otherwise, the part after the last remaining dot, which names the camera, is removed as well.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dsreason.errors import DataError
 LABEL = ".label.json"
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 CAMERA = re.compile(r"\.[A-Za-z_][^.]*\.\w+")
-"""Camera and suffix, such as `.left.mp4`. In `run.4.mp4`, the `.4` is more likely to be part of the id."""
+"""Pattern of a camera and suffix, such as `.left.mp4`. A number, as in `run.4.mp4`, is more likely to be part of the id."""
 
 
 def rows(data: SourceConfig) -> list[dict[str, Any]]:
-    """Return one row per id that has a video or a label; if either is missing, an error is raised when the row is used."""
+    """Return one row per id that has a video or a label; if one of the two is missing, `to_sample` raises an error."""
     folder = Path(data.path).expanduser()
     only_train(data, f"{folder}: a folder of videos/ and metas/")
     for name in ("videos", "metas"):
         if not (folder / name).is_dir():
             raise DataError(
-                f"{folder / name}: no such folder; the adapter local_labels needs the folders videos/ and metas/ in "
+                f"{folder / name} does not exist, but the adapter local_labels needs the folders videos/ and metas/ in "
                 "data.path"
             )
     labels = {label.name.removesuffix(LABEL): label for label in (folder / "metas").glob(f"*{LABEL}")}
@@ -53,14 +53,14 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
     matches = [video for video in videos if extract_id(video.name, pattern)]
     if videos and not matches:
         raise DataError(
-            f"{folder}: data.video_pattern ({pattern!r}) matches none of the {len(videos)} videos in this folder, such "
-            f"as {videos[0].name}; correct the pattern"
+            f"{folder}: data.video_pattern ({pattern!r}) matches none of the {len(videos)} videos (for example, "
+            f"{videos[0].name}); correct the pattern"
         )
     return matches
 
 
 def extract_id(name: str, pattern: str) -> str:
-    """Return the part of the name that matches `*`; "" if the name does not match the pattern."""
+    """Return the part of a file name that matches the `*` in the pattern; "" if the name does not match the pattern."""
     before, after = pattern.split("*")
     is_match = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
     return name[len(before) : len(name) - len(after)] if is_match else ""
@@ -69,8 +69,8 @@ def extract_id(name: str, pattern: str) -> str:
 def get_video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
     """Return the id of a video: `2023.05.01_a` for `2023.05.01_a.camera_front.mp4`.
 
-    The id of `2023.05.01_a.mp4` is also `2023.05.01_a` if a label with this id exists. At most one part is removed:
-    `run.4.camera_left.mp4` does not belong to `run`, even if the label of `run.4` is missing.
+    `2023.05.01_a.mp4` also has the id `2023.05.01_a` if a label with this id exists. At most one part is removed before the
+    suffix: `run.4.camera_left.mp4` does not belong to `run`, even if `run.4` has no label.
     """
     if pattern is not None:
         return extract_id(name, pattern)
@@ -94,11 +94,11 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         endings = [name.removeprefix(row["id"]) for name in names]
         example = next((f', such as "*{ending}"' for ending in endings if CAMERA.fullmatch(ending)), "")
         raise DataError(
-            f"{label.name} has {len(videos)} videos ({', '.join(names)}), but a sample uses only one; select a camera "
+            f"{label.name} has {len(videos)} videos ({', '.join(names)}), but a sample can use only one; select a camera "
             f"with data.video_pattern{example}"
         )
     label_object = read_label(label)
-    # JSON rather than Python syntax, so that any program can parse the model's answers
+    # The answer is JSON rather than Python syntax, so that any program can parse the model's answers.
     answer = json.dumps(label_object, ensure_ascii=False)
     content = [{"type": "video", "video": videos[0]}, {"type": "text", "text": data.question}]
     messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
@@ -109,4 +109,4 @@ def read_label(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}") from error
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error

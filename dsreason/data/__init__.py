@@ -1,1 +1,1 @@
-"""The data pipeline, from rows to the batches of a step: sources, chat template, row order, collation and worker processes."""
+"""Data pipeline that turns rows into the batches of a step: sources, chat template, row order, collation, worker processes."""

@@ -1,8 +1,9 @@
 """Lookup of adapters, which convert the raw rows of a data set to `Sample` objects.
 
 An adapter is a module, or an object in a module, with a function `to_sample(row, data) -> Sample`, which may omit the parameter
-`data`. If the default reader (`dsreason.data.rows.read_rows`) does not fit, the adapter also has `rows(data) -> Sequence`. It is
-called once per split, with a plain name as `data.split`; ranges such as `train[:100]` and `data.limit` are applied to the result.
+`data`. An adapter may also have a function `rows(data) -> Sequence`, which replaces the default reader,
+`dsreason.data.rows.read_rows`. This function is called once per split, with a plain name as `data.split`; ranges such as
+`train[:100]` and `data.limit` are applied to the rows that it returns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dsreason.user_code import find_code
 
 @dataclass(frozen=True)
 class Adapter:
-    """A data adapter and the name that it was looked up by."""
+    """Functions of a data adapter, and the name by which it was looked up."""
 
     name: str
     to_sample: Callable[[Any, SourceConfig], Sample]
@@ -45,7 +46,7 @@ class Adapter:
             raise
         except Exception as error:
             raise DataError(
-                f"adapter {self.name}: rows(data) failed for {data.path}: {type(error).__name__}: {error}"
+                f"adapter {self.name}: rows(data) failed on {data.path}: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(rows, Sized):
             raise DataError(
@@ -55,12 +56,12 @@ class Adapter:
         return rows
 
     def __reduce__(self) -> tuple[Callable[[str], Adapter], tuple[str]]:
-        # A worker process that is not forked looks the adapter up again: functions of a file loaded by path cannot be unpickled.
+        # Functions from a file loaded by path cannot be unpickled, so a spawned worker process looks up the adapter by name.
         return find_adapter, (self.name,)
 
 
 def list_shipped_adapters() -> list[str]:
-    """Return the short names of the adapters that are shipped with dsreason."""
+    """Return the short names of the adapters that dsreason ships."""
     import data_adapters
 
     return sorted(module.name for module in pkgutil.iter_modules(data_adapters.__path__))
@@ -79,8 +80,8 @@ def find_adapter(name: str) -> Adapter:
     )
     if "to_sample" not in dir(adapter):
         raise ConfigError(
-            f'data.adapter "{name}": has no function to_sample(row, data); add it, or append :attr to choose an object '
-            "that has it"
+            f'data.adapter "{name}": has no function to_sample(row, data); add the function, or append :attr to select an '
+            "object that has one"
         )
     return Adapter(name, _accept_data(adapter.to_sample), adapter.rows if "rows" in dir(adapter) else read_rows)
 
@@ -103,7 +104,7 @@ class Split:
     stop: str | None = None
 
     def span(self, length: int) -> range:
-        """Return the row positions in a split of `length` rows; bounds beyond the end are clipped, as in a Python slice."""
+        """Return the selected positions in `length` rows; bounds beyond the end are clipped, as in a Python slice."""
         return range(length)[_parse_bound(self.start, length) : _parse_bound(self.stop, length)]
 
 
@@ -141,19 +142,19 @@ def select(parts: Iterable[tuple[NamedRows, Split]], limit: int | None) -> Named
 
 
 def rename_columns(row: Any, columns: dict[str, str]) -> Any:
-    """Rename the columns of a row to the fields that the adapter reads, replacing existing columns with the same names.
+    """Rename the columns of a row to the fields that the adapter reads; a renamed column replaces a column that has the new name.
 
     Raises:
-        DataError: the row lacks one of the columns.
+        DataError: the row lacks a column that `columns` names.
     """
     if not columns:
         return row
     if not isinstance(row, dict):
         raise DataError(
-            f"data.columns names {', '.join(columns.values())}, but the row has no columns: {row!r:.100}; use rows "
-            "that are objects"
+            f"data.columns names {', '.join(columns.values())}, but the row has no columns: {row!r:.100}; write each row as "
+            "a JSON object"
         )
     if missing := [column for column in columns.values() if column not in row]:
-        raise DataError(f"data.columns names {missing[0]!r}, but the row has only {', '.join(map(str, row))}")
+        raise DataError(f"data.columns names {missing[0]!r}, but the row has only the columns {', '.join(map(str, row))}")
     unmapped = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
     return unmapped | {field: row[column] for field, column in columns.items()}

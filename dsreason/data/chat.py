@@ -1,8 +1,8 @@
-"""Encoder of messages and media files as token ids, loss mask, positions and pixels.
+"""Encoder that converts messages and media files to token ids, a loss mask, positions and pixels.
 
 A plan, made only from media headers and the chat template, determines the token count (`measure`) and the exact size of every
-media item. `encode` then decodes each file once, resizes its image or frames once to this size, and calls the Hugging Face
-processor with resizing and frame sampling disabled, so that another engine can get the same decoded media and the same ids.
+media item. `encode` then decodes each file once, resizes its image or frames once to the planned size, and calls the Hugging Face
+processor with resizing and frame sampling disabled, so that a rollout engine can receive the same decoded media and the same ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsreason.media import images, videos, vision
 from dsreason.media.frames import describe_video_path
 
 MAX_MEDIA_TOKENS = 1_000_000
-"""Maximum number of media tokens per sample, more than any model accepts; larger samples are rejected before encoding."""
+"""Maximum number of media tokens per sample, which exceeds every model's limit; longer samples are rejected before encoding."""
 
 
 class SampleTooLong(DataError):
@@ -38,7 +38,7 @@ class SampleTooLong(DataError):
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt for generation. `prompt_ids` has one placeholder per media item, `encoded.input_ids` one per vision token."""
+    """Prompt for generation. `prompt_ids` has one placeholder per media item; `encoded.input_ids` has one per vision token."""
 
     sample: Sample
     encoded: EncodedSample
@@ -47,7 +47,7 @@ class EncodedPrompt:
 
     @property
     def media_bytes(self) -> int:
-        """Memory of the decoded media and of their pixel values, in bytes."""
+        """Bytes of memory that the decoded media and their pixel values occupy."""
         decoded = [
             m.width * m.height * len(m.getbands()) if isinstance(m, Image.Image) else m[0].nbytes for m in self.media
         ]
@@ -60,9 +60,9 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A picklable encoder that converts samples to tensors.
+    """Picklable encoder that converts samples to tensors.
 
-    `position_ids` maps (mm_token_type_ids [T], mm_kwargs) to [3, T].
+    `position_ids` is a function that maps (mm_token_type_ids [T], mm_kwargs) to positions [3, T].
     """
 
     processor: ProcessorMixin
@@ -70,9 +70,9 @@ class Encoder:
     position_ids: Callable[[Tensor, dict[str, Tensor]], Tensor]
     max_length: int
     max_length_key: str = "model.max_length"
-    """Name of the setting that defines `max_length`, for error messages."""
+    """Name of the setting that determines `max_length`, for error messages."""
     needs_reply: bool = True
-    """Whether a sample without an assistant turn is an error; if False, it is encoded as a prompt without trained tokens."""
+    """Whether to reject samples without an assistant turn; otherwise, such a sample is a prompt without trained tokens."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
 
     @property
@@ -95,7 +95,7 @@ class Encoder:
         return encoded
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
-        """Encode all messages before a final assistant turn, and the generation prompt; `encode` returns ids with this prefix."""
+        """Encode the generation prompt, with all messages except a final assistant turn; ids from `encode` start with its ids."""
         prompt, segments = self._render_prompt(sample)
         encoded, loaded = self._encode(prompt, segments)
         return EncodedPrompt(sample, encoded, [token for segment in segments for token in segment.ids], loaded)
@@ -127,8 +127,8 @@ class Encoder:
         start, end = len(prompt_ids), max(i for i, trained in enumerate(mask) if trained) + 1
         if ids[:start] != prompt_ids or end <= start:
             raise DataError(
-                f"sample {conversation.id!r}: the chat template renders a conversation that does not start with its "
-                "prompt; change the template"
+                f"sample {conversation.id!r}: the chat template renders the conversation differently from its prompt, so that "
+                "the conversation does not start with the prompt; change the template"
             )
         return ids[start:end], mask[start:end]
 
@@ -142,7 +142,7 @@ class Encoder:
         return prompt, render_prompt(self.processor, self.family.tokens, self._join_text_parts(prompt))
 
     def _join_text_parts(self, sample: Sample) -> Sample:
-        """Join the parts of each message into one text if the model is text-only, as its chat template expects.
+        """If the model is text-only, join the parts of each message into a string, which is what its chat template expects.
 
         Raises:
             DataError: the model is text-only and the sample has an image or a video.
@@ -168,7 +168,7 @@ class Encoder:
         return len(ids)
 
     def build_dummy(self, kind: MediaKind) -> EncodedSample:
-        """Build an untrained sample of the smallest (black) media item that the model accepts, with its start and end tokens."""
+        """Build an untrained sample: the smallest media item that the model accepts, in black, with its start and end tokens."""
         side, frames = self._get_pixel_limits(kind).factor, self._temporal_patch
         size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
         info = vision.VideoInfo(frames, 1.0, side, side, float(frames))
@@ -186,7 +186,7 @@ class Encoder:
     # ------------------------------------------------------------ planning
 
     def plan_media(self, sample: Sample) -> list[PlannedMedium]:
-        """Plan the sample's images and videos, in order, from their headers. Raise DataError if one cannot be used."""
+        """Plan the sample's images and videos, in order, from their headers. Raise DataError if a file cannot be used."""
         planned = []
         for number, message in enumerate(sample.messages):
             for part in list_media_parts([message]):
@@ -196,8 +196,8 @@ class Encoder:
                     raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
         if (tokens := sum(medium.grid[0] * self._count_group_tokens(medium) for medium in planned)) > MAX_MEDIA_TOKENS:
             raise SampleTooLong(
-                f"sample {sample.id!r} has {tokens} tokens of images and videos, but the maximum is "
-                f"{MAX_MEDIA_TOKENS}; use fewer frames or pixels"
+                f"sample {sample.id!r} has {tokens} media tokens, but a sample may have only {MAX_MEDIA_TOKENS}; "
+                "use fewer frames or pixels"
             )
         return planned
 
@@ -290,11 +290,11 @@ class Encoder:
         return ids, mask
 
     def _expand_placeholder(self, medium: PlannedMedium) -> list[int]:
-        """Return the ids that replace a placeholder; for Qwen3-VL videos they include a timestamp before each frame group."""
+        """Return the ids that replace a placeholder; for a Qwen3-VL video, each frame group is preceded by its timestamp."""
         per_group = self._count_group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
-        # Let the processor write one token per group, and repeat the id afterwards: cheaper than tokenizing repeated text.
+        # The processor writes one token per group, whose id is repeated below: this is cheaper than tokenizing repeated text.
         merge = self.processor.image_processor.merge_size
         inputs = {
             "video_grid_thw": torch.tensor([[medium.grid[0], merge, merge]]),
@@ -348,11 +348,11 @@ class Encoder:
         )
 
     def _build_mm_kwargs(self, loaded: list[Medium]) -> dict[str, Tensor]:
-        """Run the processor on media that already have their final size; return the model's keyword arguments."""
+        """Run the processor on media that already have their final size; return keyword arguments for the model's forward."""
         pictures = [medium for medium in loaded if isinstance(medium, Image.Image)]
         clips = [medium for medium in loaded if not isinstance(medium, Image.Image)]
         inputs: dict[str, Any] = {}
-        if pictures:  # the complete processor would check and merge all settings again for every row
+        if pictures:  # the image processor is called directly: the full processor would merge all settings for every row
             inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
         if clips:
             inputs |= self.processor(
@@ -362,7 +362,7 @@ class Encoder:
                 do_resize=False,
                 do_rescale=False,
                 do_normalize=False,
-                cap_pixels_per_frame=False,  # affects only resizing, but the processor warns if this is unset
+                cap_pixels_per_frame=False,  # has no effect without resizing, but the processor warns if it is unset
                 return_tensors="pt",
             )
             inputs["pixel_values_videos"] = self._normalise_patches(inputs["pixel_values_videos"])
@@ -371,7 +371,7 @@ class Encoder:
     def _normalise_patches(self, patches: Tensor) -> Tensor:
         """Rescale and normalise uint8 patches [N, 3 * temporal patch * patch * patch] in the same way as the processor.
 
-        This happens after the frames are cut into patches, because cutting is four times as fast for uint8 as for float32.
+        Frames are cut into patches before they are normalised, because cutting uint8 is four times as fast as cutting float32.
         """
         video = self.processor.video_processor
         channel_patches = patches.view(len(patches), 3, -1, video.patch_size)

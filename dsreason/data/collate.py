@@ -24,9 +24,9 @@ padded = partial(pad_sequence, batch_first=True)
 
 
 def pack(samples: Sequence[EncodedSample]) -> Batch:
-    """Pack one or more samples into a row without padding; a parent appears once, before the first of its samples.
+    """Pack one or more samples into a row without padding; a parent appears only once, before the first sample that continues it.
 
-    `targets` are in the order of the samples, except that samples with the same parent are moved together.
+    `targets` follow the order of the samples, except that samples with the same parent are moved together.
     """
     row: list[EncodedSample] = []
     segments: list[Segment] = []
@@ -71,7 +71,7 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
 
 
 def group_by_parent(samples: Sequence[S]) -> list[S]:
-    """Move the samples of each parent directly after the first one, and otherwise keep the order."""
+    """Move samples with the same parent next to each other, after the first of them; otherwise, keep the order."""
     firsts: dict[int, int] = {}
     order = [
         firsts.setdefault(i if sample.parent is None else id(sample.parent), i) for i, sample in enumerate(samples)
@@ -80,7 +80,7 @@ def group_by_parent(samples: Sequence[S]) -> list[S]:
 
 
 def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """Collate one or more samples into right-padded rows, each with the parent's tokens first; media are in row order."""
+    """Collate one or more samples into right-padded rows; a row starts with the parent's tokens, and media are in row order."""
     rows = [join_parent(sample) for sample in samples]
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
     input_ids = padded([row.input_ids for row in rows], padding_value=pad_id)
@@ -119,8 +119,8 @@ def join_parent(sample: S) -> S:
 def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: int) -> Batch:
     """Append untrained media whose only purpose is to keep the vision towers of all ranks in step.
 
-    In a packed row, each one becomes a separate sample at the end. In padded rows, they follow the tokens of the last row, with
-    positions that continue after the row's largest: attention is causal, so earlier tokens do not change.
+    In a packed row, each dummy becomes a separate sample at the end. In padded rows, the dummies follow the tokens of the last
+    row, and their positions continue after the row's largest position; attention is causal, so earlier tokens do not change.
     """
     if not dummies:
         return batch
@@ -133,7 +133,7 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
 
 
 def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
-    """Append untrained samples to a packed row. The caller joins their media with those of the batch."""
+    """Append untrained samples to a packed row. The caller joins the samples' media with the media of the batch."""
     segments = list(batch.segments)
     for sample in samples:
         segments.append(Segment(segments[-1].end, len(sample)))
@@ -149,7 +149,7 @@ def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
 
 
 def make_padding_sample(pad_id: int, length: int = 2) -> EncodedSample:
-    """Return a sample of untrained padding: an empty batch for a rank with fewer batches than others, or the end of a row."""
+    """Return an untrained sample of padding tokens, which fills the end of a row, or a batch that a rank has no samples for."""
     return EncodedSample(
         id="",
         input_ids=torch.full((length,), pad_id),
@@ -170,31 +170,31 @@ def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: 
     end = start + sum(map(len, samples))
     more = max(0, end - width)
 
-    def appended(rows: Tensor, values: Tensor, value: int = 0) -> Tensor:
-        """Write `values` […, N] after the tokens of the last of the `rows` […, B, T], which are widened if necessary."""
+    def append_values(rows: Tensor, values: Tensor, value: int = 0) -> Tensor:
+        """Widen `rows` […, B, T] if necessary, and write `values` […, N] after the tokens of the last row."""
         rows = pad(rows, (0, more), value=value)
         rows[..., -1, start:end] = values
         return rows
 
-    def moved(indices: Tensor) -> Tensor:
-        """Convert indices into the flattened rows to indices into the flattened wider rows."""
+    def convert_indices(indices: Tensor) -> Tensor:
+        """Convert indices into the flattened rows to indices into the flattened, wider rows."""
         return indices + indices // width * more
 
     ids = torch.cat([sample.input_ids for sample in samples])
     types = torch.cat([sample.mm_token_type_ids for sample in samples])
     return replace(
         batch,
-        input_ids=appended(batch.input_ids, ids, pad_id),
-        attention_mask=appended(mask, torch.ones_like(ids)),
-        targets=moved(batch.targets),
-        predictors=moved(batch.predictors),
-        position_ids=appended(batch.position_ids, torch.cat(positions[1:], dim=1)),
-        mm_token_type_ids=appended(batch.mm_token_type_ids, types),
+        input_ids=append_values(batch.input_ids, ids, pad_id),
+        attention_mask=append_values(mask, torch.ones_like(ids)),
+        targets=convert_indices(batch.targets),
+        predictors=convert_indices(batch.predictors),
+        position_ids=append_values(batch.position_ids, torch.cat(positions[1:], dim=1)),
+        mm_token_type_ids=append_values(batch.mm_token_type_ids, types),
     )
 
 
 def find_media_tokens(batch: Batch) -> MediaTokens | None:
-    """Return the layout of a batch's media, or None if it shows no media. Grids and token types must be on the host."""
+    """Return the layout of a batch's media, or None if the batch has no media. Grids and token types must be on the host."""
     grids: list[Tensor] = []
     numbers: list[int] = []
     indices: list[Tensor] = []
@@ -216,7 +216,7 @@ def join_pixels(batch: Batch) -> Tensor:
 
 
 def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """Return the `mm_kwargs` and `media_numbers` of a batch from the `mm_kwargs` of its rows; identical tensors are kept once."""
+    """Join the rows' `mm_kwargs`, without repeating identical tensors; return the batch's `mm_kwargs` and `media_numbers`."""
     firsts: dict[int, int] = {}
     totals = dict.fromkeys(PIXELS, 0)
     numbers: dict[str, tuple[int, ...]] = {}
@@ -238,7 +238,7 @@ def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
 
 
 def join_media(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate several `mm_kwargs` by key; a tensor that is the only one of its key is not copied."""
+    """Concatenate the tensors of several `mm_kwargs`, key by key; if only one of them has a key, its tensor is not copied."""
     by_key: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():

@@ -1,4 +1,4 @@
-"""Labels of rows, and weights with which an epoch shows all labels equally often."""
+"""Labels of rows, and row weights that make all labels equally frequent in an epoch."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ log = logging.getLogger(__name__)
 SHORT_ANSWER = 40
 """Maximum length of an answer that counts as a label, in characters."""
 MANY_TIMES = 10
-"""Number of times that an epoch may show a row without a warning."""
+"""Number of times that a row may appear in an epoch before a warning is logged."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """Row counts of a label. Example: if 8 of 10 rows are "no" and 2 are "yes", "yes" is `Label(rows=2, per_epoch=5)`."""
+    """Row counts of a label. Example: for 8 rows with "no" and 2 with "yes", the label "yes" is `Label(rows=2, per_epoch=5)`."""
 
     rows: int
     per_epoch: int
-    """Number of rows with this label that an epoch shows, including repeated rows."""
+    """Number of rows with this label in an epoch; a row that is repeated counts each time."""
 
 
 def get_answer_label(sample: Sample) -> str | None:
-    """Return the option letter that the sample's answer gives, or else a short answer; None if it is too long or missing.
+    """Return the option letter that the sample's answer selects, or else the answer itself; None if it is missing or too long.
 
-    The answer is `sample.answer`, or else the final assistant message.
+    The answer is `sample.answer` or, if that is not set, the final assistant message.
     """
     last = sample.messages[-1] if sample.messages else {}
     reply = get_text(last) if last.get("role") == "assistant" else ""
@@ -51,13 +51,13 @@ def get_answer_label(sample: Sample) -> str | None:
 
 
 def extract_short_answer(text: str) -> str | None:
-    """Return the text in the `<answer>` tags, or else after the reasoning; None if it is empty, too long or multi-line."""
+    """Return the text inside the `<answer>` tags, or else after the reasoning; None if it is empty, too long or multi-line."""
     answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
 def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[WeightedRows]:
-    """Return the parts for `StepOrder`: the weighted sources, or, if `data.balance` is set, their rows grouped by label.
+    """Return the parts for `StepOrder`: one per source or, if `data.balance` is set, one per label and source.
 
     Raises:
         DataError: a row has no label and `data.on_bad_row` is "error", or no row has a label.
@@ -82,7 +82,7 @@ def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[Weighted
 
 
 def count_labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Label]:
-    """Return the row counts of each label; {} if `data.balance` is unset. Raise the same errors as `build_order_parts`."""
+    """Return label → row counts; {} if `data.balance` is unset. Raise the same errors as `build_order_parts`."""
     if data.balance is None:
         return {}
     return count_labels(balance_labels(dataset.weighted_parts, read_labels(dataset, data)))
@@ -91,8 +91,8 @@ def count_labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str
 def balance_labels(parts: Sequence[WeightedRows], labels: Sequence[str | None]) -> dict[str, list[WeightedRows]]:
     """Group the rows of each part by label, with weights that give every label the same number of rows per epoch.
 
-    Rows whose label is None are skipped. An epoch is as long as one of the labelled rows would be without balancing, rounded up
-    to a multiple of the number of labels. Within a label, the parts keep the ratio of their weights.
+    Rows whose label is None are skipped. An epoch has as many rows as an unbalanced epoch of the labelled rows, rounded up to a
+    multiple of the number of labels. Within a label, the parts keep the ratio of their weights.
 
     Args:
         labels: label of every row, by row index.
@@ -106,7 +106,7 @@ def balance_labels(parts: Sequence[WeightedRows], labels: Sequence[str | None]) 
 
 
 def reweight_rows(parts: Sequence[WeightedRows], chosen: NDArray[np.bool_], count: int) -> list[WeightedRows]:
-    """Return the chosen rows of each part, with weights for which an epoch shows `count` of them in total."""
+    """Return the rows of each part that the mask `chosen` selects, with weights that make an epoch contain `count` of them."""
     rows = [part.rows[chosen[part.rows]] for part in parts]
     cumulative = np.cumsum([part.weight * len(indices) for part, indices in zip(parts, rows, strict=True)])
     counts = np.diff(np.rint(cumulative / cumulative[-1] * count), prepend=0.0)
@@ -125,10 +125,10 @@ def count_labels(by_label: dict[str, list[WeightedRows]]) -> dict[str, Label]:
 
 
 def read_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
-    """Return the label of every row; None for rows without a label, if `data.on_bad_row` allows skipping them.
+    """Return the label of every row; None for a row without a label, if `data.on_bad_row` allows skipping such rows.
 
-    Labels that differ only in case or in a final full stop are merged; the spelling of the first row is kept. Media are not
-    checked.
+    Labels that differ only in case or in a final full stop are merged, and keep the spelling of their first row. Media files are
+    not opened.
 
     Raises:
         DataError: a row has no label and `data.on_bad_row` is "error", or no row has a label.
@@ -164,12 +164,12 @@ def read_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
 
 
 def normalise_label(label: str) -> str:
-    """Return a key that is the same for labels that differ only in case or in a final full stop."""
+    """Return the label in lower case without final full stops, so that labels that differ only in these compare equal."""
     return label.rstrip(".").casefold()
 
 
 def get_label(sample: Sample, field: str) -> str:
-    """Return a sample's label: a value of `sample.meta`, such as `label.weather`, or `get_answer_label` for `answer`.
+    """Return a sample's label: for the field `answer`, the result of `get_answer_label`; otherwise, a value in `sample.meta`.
 
     Raises:
         DataError: the sample has no such label.
@@ -179,20 +179,20 @@ def get_label(sample: Sample, field: str) -> str:
         if answer is None:
             raise DataError(
                 f"the row has no one-line answer of at most {SHORT_ANSWER} characters to use as a label; "
-                "choose another field of the rows"
+                "choose another field"
             )
         return answer
     value = get_value(sample.meta, field)
     if not isinstance(value, str | int | float) or value == "":
         raise DataError(
-            f"sample.meta has no string or number named {field}; choose answer, or a field that has one "
-            f"(available: {', '.join(list_fields(sample.meta)) or 'none'})"
+            f"sample.meta has no string or number named {field}; choose answer or one of the available fields "
+            f"({', '.join(list_fields(sample.meta)) or 'none'})"
         )
     return str(value)
 
 
 def list_fields(values: dict[str, Any]) -> list[str]:
-    """Return the names of all text and number fields: `id` and `label.weather` for `{"id": 1, "label": {"weather": "rain"}}`."""
+    """List the fields with strings or numbers: `{"id": 1, "label": {"weather": "rain"}}` → `["id", "label.weather"]`."""
     names: list[str] = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -203,7 +203,7 @@ def list_fields(values: dict[str, Any]) -> list[str]:
 
 
 def get_value(values: Any, field: str) -> Any:
-    """Return the value of the key `a.b`, or else of the key `b` inside the value of `a`; None if neither exists."""
+    """Return the value of the key `a.b` or, if there is no such key, of the key `b` inside the value of `a`; else None."""
     if not isinstance(values, dict):
         return None
     if field in values:

@@ -1,7 +1,7 @@
-"""Loader of each step's micro-batches, which worker processes decode ahead of training.
+"""Loader that provides the micro-batches of each step, while worker processes decode the rows of later steps.
 
 For every step, the ranks first measure the token counts of the rows (from media headers, once per row), divide the rows among
-themselves, and decode their shares. Then all ranks have the same number of micro-batches with the same kinds of media.
+themselves, and decode their shares. Then the micro-batches are completed so that all ranks have the same number of them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from dsreason.screen import print_message
 T = TypeVar("T")
 
 START_SECONDS = 120.0
-"""Maximum number of seconds that a data worker may take to start; normally it takes milliseconds."""
+"""Seconds within which a data worker must start; normally, starting takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """This rank's micro-batches for one step, and totals over all ranks."""
+    """This rank's micro-batches for one step, and statistics of the step over all ranks."""
 
     step: int
     micro_batches: list[Batch]
@@ -56,13 +56,16 @@ class StepBatches:
     num_samples: int
     """Number of samples over all ranks."""
     skipped: list[str]
-    """Rows skipped on any rank, each with the reason."""
+    """Messages about the rows that any rank skipped; each names the row and the reason."""
     data_seconds: float
-    """Number of seconds that the slowest rank waited for its data workers."""
+    """Seconds that the slowest rank waited for its data workers."""
 
 
 def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | DataError:
-    """Return `use(sample)`, or an error that names the row. It is not raised: torch would add the worker's traceback to it."""
+    """Return `use(sample)`, or an error that names the row.
+
+    The error is returned instead of raised, because torch would add the worker's traceback to its message.
+    """
     try:
         sample = dataset[row]
     except DataError as error:  # the message already names the row
@@ -78,13 +81,13 @@ def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence
 
 
 def find_fatal_error(bad: Iterable[DataError], config: RunConfig) -> str | None:
-    """Return the message of the first error that `data.on_bad_row` or `model.on_too_long` does not allow to skip, or None."""
+    """Return the first error message whose row must not be skipped (`data.on_bad_row`, `model.on_too_long`), or None."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
     return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
 
 
 class Steps(Protocol):
-    """The row indices of each step."""
+    """Interface of an order of rows: it provides the row indices of each step."""
 
     @property
     def num_steps(self) -> int: ...
@@ -95,7 +98,7 @@ class Steps(Protocol):
 
 @dataclass
 class StepLoader:
-    """An iterable over the steps from `start_step` to the last one. Their rows depend only on the seed and the step."""
+    """Iterable over each step's batches, from `start_step` on. The rows of a step depend only on the seed and the step."""
 
     dataset: SampleDataset
     encoder: Encoder
@@ -105,12 +108,12 @@ class StepLoader:
     rank: int = 0
     world_size: int = 1
     ranks_per_row: int = 1
-    """Number of consecutive ranks that have the same rows and compute a part of each."""
+    """Number of consecutive ranks that have the same rows; each of these ranks computes a part of every row."""
     start_step: int = 0
     lengths: dict[int, int] = field(default_factory=dict, init=False)
-    """Token count of every row measured so far, by row index; equal on all ranks."""
+    """Row index → token count, for all rows measured so far; equal on all ranks."""
     exchange_seconds: float = field(default=0.0, init=False)
-    """Number of seconds spent in collectives during the current step."""
+    """Seconds spent in collective operations during the current step."""
 
     def __iter__(self) -> Iterator[StepBatches]:
         shares = decode_ahead(self._encode_share(), self._assign_rows(), self.config.data)
@@ -121,11 +124,11 @@ class StepLoader:
             yield self._step_batches(step, share, waited)
 
     def _encode_share(self) -> Callable[[Sequence[int]], RankShare]:
-        """Return the picklable function with which workers encode a rank's rows of a step."""
+        """Return the picklable function that workers call to encode this rank's rows of a step."""
         return partial(encode_share, self.dataset, self.encoder, self.config)
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Exchange a value, and time this separately: a collective waits for other ranks, not for this rank's data."""
+        """Exchange a value among the ranks; the time is counted separately, because it is not spent waiting for data."""
         started = time.perf_counter()
         values = self.exchange(value)
         self.exchange_seconds += time.perf_counter() - started
@@ -147,7 +150,7 @@ class StepLoader:
             yield [rows[i] for i in shares[self.rank // self.ranks_per_row]]
 
     def _find_unmeasured_rows(self) -> Iterator[list[int]]:
-        """Yield this rank's share of each step's rows that no earlier step has measured."""
+        """Yield, for each step, this rank's share of the rows that no earlier step has measured."""
         requested: set[int] = set()
         for step in range(self.start_step, self.order.num_steps):
             new = [row for row in dict.fromkeys(self.order.indices(step)) if row not in requested]
@@ -156,7 +159,7 @@ class StepLoader:
 
     def _step_batches(self, step: int, share: RankShare, waited: float) -> StepBatches:
         ranks = self._exchange((replace(share, batches=[]), len(share.batches), waited))
-        for other, _, _ in ranks:  # every rank raises, so that no rank keeps waiting
+        for other, _, _ in ranks:  # every rank raises the error, so that no rank keeps waiting for another
             if other.error is not None:
                 raise DataError(other.error)
         shares = [other for other, _, _ in ranks]
@@ -181,7 +184,10 @@ class StepLoader:
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's share of a step, made by a worker; its tensors are few but large, because sending each one takes time."""
+    """One rank's share of a step, made by a worker.
+
+    The share consists of few but large tensors, because sending a tensor from a worker takes time regardless of its size.
+    """
 
     batches: list[Batch]
     work: Work = field(default_factory=Work)
@@ -196,11 +202,11 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
     """Return one value per group of ranks that read the same rows.
 
     Args:
-        values: values of all ranks, by rank.
-        skipped: the rows that each rank skips, by rank.
+        values: one value per rank.
+        skipped: for each rank, messages about the rows that it skips.
 
     Raises:
-        DataError: the ranks of a group have different values.
+        DataError: two ranks of a group have different values.
     """
     for rank, value in enumerate(values):
         first = rank - rank % ranks_per_row
@@ -215,13 +221,13 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
 
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return each row with its token count; 0 for an unusable row, whose error is reported when the row is encoded."""
+    """Return (row, token count) pairs; the count of an unusable row is 0, and its error is reported when the row is encoded."""
     lengths = read_rows(dataset, encoder.measure, rows)
     return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, lengths, strict=True)]
 
 
 def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, rows: Sequence[int]) -> RankShare:
-    """Encode the rows as micro-batches. Errors are returned in the share, so that all ranks get the complete message."""
+    """Encode the rows as micro-batches. Errors are returned in the share, so that all ranks receive the complete message."""
     items = read_rows(dataset, encoder.encode, rows)
     samples = [item for item in items if isinstance(item, EncodedSample)]
     bad = [item for item in items if isinstance(item, DataError)]
@@ -246,7 +252,7 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, ro
 def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[list[int]]:
     """Assign samples to ranks, longest first, each to the rank with the smallest total length; return the indices per rank.
 
-    With `same_count`, the numbers of samples differ by at most one between ranks. Ties go to the lower rank.
+    With `same_count`, the numbers of samples per rank differ by at most one. If totals are equal, the lower rank gets the sample.
 
     Example: lengths [8, 7, 6, 5, 4] over 2 ranks → totals 17 and 13 without `same_count`.
     """
@@ -331,9 +337,9 @@ def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> 
 def start_worker(started: Sequence[int], number: int) -> None:
     """Prepare a worker before its first task, and mark it as started in `started`.
 
-    Two defaults are changed. If a queue cannot send an item, Python only prints the error, and the trainer would wait forever;
-    now the worker exits. Also, torchrun sends stop signals to the process group of a rank; a worker killed by such a signal
-    would end the rank before it saves a checkpoint, so the worker gets a separate process group.
+    The function changes two defaults. If a queue cannot send an item, Python only prints the error, and the trainer would wait
+    forever; with the change, the worker exits. Also, torchrun sends stop signals to the process group of a rank, and a worker
+    killed by such a signal would end the rank before it saves a checkpoint; therefore, the worker gets its own process group.
     """
     started[number] = 1  # type: ignore[index]  # shared with the trainer
     os.setpgid(0, 0)
@@ -347,7 +353,10 @@ def end_worker(error: Exception, item: object) -> None:
 
 
 class WorkDataset(Dataset[Any]):
-    """A function as a dataset for torch's loader. It returns user-fixable errors, because torch would add a traceback to them."""
+    """Dataset for torch's loader that calls a function for each task.
+
+    Errors that users can fix are returned instead of raised, because torch would add a traceback to their messages.
+    """
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.work = work

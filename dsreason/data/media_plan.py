@@ -1,4 +1,4 @@
-"""Media items, planned from their headers and later decoded and resized for the processor."""
+"""Plans of media items, which are made from the files' headers, and the decoding and resizing that follow a plan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dsreason.data.types import MediaKind
 from dsreason.media import images, videos, vision
 
 Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
-"""A decoded and resized media item: an image, or (frames uint8 [N, H, W, 3], metadata in vLLM's format) for a video."""
+"""Decoded and resized media item: an image or, for a video, (uint8 frames [N, H, W, 3], metadata in vLLM's format)."""
 
 
 @dataclass(frozen=True)
 class PlannedMedium:
-    """The final layout of a media item, derived from its header. `size` is (height, width) after resizing."""
+    """Final size and patch grid of a media item, computed from its header. `size` is (height, width) after resizing."""
 
     kind: MediaKind
     path: str
@@ -43,11 +43,11 @@ def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -
 def describe_video(info: vision.VideoInfo, chosen: vision.FrameChoice) -> dict[str, Any]:
     """Return a video's metadata in vLLM's format.
 
-    `total_num_frames` counts the frames in the range that is sampled. The processors derive the seconds per frame group from it:
-    sampled fps = frames / total_num_frames x fps.
+    `total_num_frames` counts the frames in the range from which frames are sampled. The processors compute the seconds per frame
+    group from this number: sampled fps = sampled frames / total_num_frames x fps.
 
-    Unevenly spaced frames are described as frames of a video with 1000 frames per second, so that the seconds of each frame are
-    exact; `total_num_frames` is chosen so that the sampled fps is that of the mean spacing of the shown frames.
+    Unevenly spaced frames are described as frames of a video with 1000 frames per second, so that their timestamps are exact;
+    `total_num_frames` is chosen so that the sampled fps corresponds to the mean interval between the sampled frames.
     """
     fps, indices, total = info.fps, list(chosen.indices), chosen.range_frames
     if info.timestamps:
@@ -65,6 +65,6 @@ def describe_video(info: vision.VideoInfo, chosen: vision.FrameChoice) -> dict[s
 
 
 def convert_video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
-    """Convert metadata in vLLM's format to that of the processors in transformers."""
+    """Convert a video's metadata from vLLM's format to the type that the processors in transformers expect."""
     fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
     return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})

@@ -1,4 +1,4 @@
-"""Functions that check the messages of a sample and access their text and media."""
+"""Functions that check the messages of a sample and return their text and media."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsreason.media.urls import fetch_url, is_data_uri, is_url, mask_url
 
 ROLES = ("system", "user", "assistant", "tool")
 SURROGATE = re.compile("[\\ud800-\\udfff]")
-"""Pattern of a lone surrogate (half a character), which is valid in JSON but rejected by tokenizers."""
+"""Pattern of a lone surrogate (half a character): JSON allows lone surrogates, but tokenizers reject them."""
 
 
 def check_characters(text: str) -> None:
@@ -25,7 +25,7 @@ def check_characters(text: str) -> None:
 def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
     """Raise DataError if the messages do not form a conversation. Media files are not opened."""
     if not messages:
-        raise DataError(f"{name}: the list is empty")
+        raise DataError(f"{name}: the list is empty, but a conversation needs at least one message")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise DataError(f"{name}[{i}]: role must be one of {', '.join(ROLES)}; got {message!r:.200}")
@@ -34,13 +34,13 @@ def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
                 f"{name}[{i}].content must be a string or a list of parts; got {message.get('content')!r:.200}"
             )
         if message["role"] == "system" and i > 0:
-            raise DataError(f"{name}[{i}]: a system message must come first")
+            raise DataError(f"{name}[{i}]: only the first message may be a system message")
         for part in message["content"] if isinstance(message["content"], list) else ():
             check_part(part)
 
 
 def check_part(part: Any) -> None:
-    """Raise DataError if a part is not text, an image or a video."""
+    """Raise DataError if a message part is not valid text, an image or a video."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", *TOKEN_TYPES):
         raise DataError(f"the type of a part must be text, image or video; got {kind!r} in {part!r:.200}")
@@ -49,7 +49,7 @@ def check_part(part: Any) -> None:
 
 
 def check_text(text: Any) -> None:
-    """Raise DataError if a text cannot be tokenized or contains the model's control tokens."""
+    """Raise DataError if the text of a message part cannot be tokenized or contains one of the model's control tokens."""
     if not isinstance(text, str):
         raise DataError(f"the text of a part must be a string; got {text!r:.200}")
     check_characters(text)
@@ -62,7 +62,7 @@ def check_text(text: Any) -> None:
 
 
 def get_text(message: Message) -> str:
-    """Return the message's text, with its text parts on separate lines."""
+    """Return the message's text; several text parts are joined with line breaks."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -70,7 +70,7 @@ def get_text(message: Message) -> str:
 
 
 def join_text(message: Message) -> str:
-    """Return the message's text as chat templates write it, with its text parts joined without a separator."""
+    """Return the message's text as chat templates write it: several text parts are joined without a separator."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -78,7 +78,7 @@ def join_text(message: Message) -> str:
 
 
 def list_media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return the image and video parts in the order in which they are shown."""
+    """Return the image and video parts of the messages, in order."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     return [part for content in contents for part in content if part["type"] in TOKEN_TYPES]
 
@@ -90,7 +90,7 @@ def list_media_paths(messages: Iterable[Message]) -> list[str]:
 def get_first_path(messages: Sequence[Message]) -> str:
     """Return the path of the first media file as written in the row; "" if the row has no media or embeds the file.
 
-    A URL has no credentials and no query.
+    Credentials and the query are removed from a URL.
     """
     files = [part[part["type"]] for part in list_media_parts(messages)]
     paths = files[0] if files and isinstance(files[0], list) else files
@@ -100,7 +100,7 @@ def get_first_path(messages: Sequence[Message]) -> str:
 
 
 def fetch_urls(message: Message, *, allow_private: bool) -> Message:
-    """Return the message with the local copies of its media in place of their URLs."""
+    """Download the message's media that are at URLs, and return the message with the paths of the local copies."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -114,7 +114,7 @@ def fetch_urls(message: Message, *, allow_private: bool) -> Message:
 
 
 def fetch_medium(path: str, *, allow_private: bool) -> str:
-    """Return the local copy of a media item at a URL, or, if some of a video's frames are at URLs, a list of local frames."""
+    """Download a media item, or the frames of a video, from URLs; return the path of the local copy, or of the list of frames."""
     files = list_files(path)
     if not any(map(is_url, files)):
         return path
@@ -123,12 +123,12 @@ def fetch_medium(path: str, *, allow_private: bool) -> str:
 
 
 def format_shown_seconds(part: dict[str, Any]) -> str:
-    """Return the range of a video that is shown, in seconds, such as `2.5-4`; "" if all of it is shown."""
+    """Format the range of a video that a part selects, in seconds, such as `2.5-4`; "" if the part selects the whole video."""
     start, end = part.get("video_start") or 0, part.get("video_end")
     return f"{start}-{'' if end is None else end}" if start or end is not None else ""
 
 
 def prompt_messages(sample: Sample) -> list[Message]:
-    """Return the messages that a completion follows: all except a final assistant message."""
+    """Return the messages that form the prompt of a completion: all messages except a final assistant message."""
     last = sample.messages[-1] if sample.messages else {}
     return sample.messages[:-1] if last.get("role") == "assistant" else sample.messages

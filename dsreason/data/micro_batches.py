@@ -18,25 +18,25 @@ S = TypeVar("S", bound=EncodedSample)
 T = TypeVar("T")
 
 Exchange = Callable[[Any], list[Any]]
-"""A collective that takes this rank's value and returns the values of all ranks, by rank."""
+"""Collective operation that takes this rank's value and returns a list with the values of all ranks."""
 
 
 def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
-    """Group samples into micro-batches: by tokens if the configuration sets a token budget, or else by number of samples."""
+    """Group samples into micro-batches, by token count if the configuration sets a token budget, or else by number of samples."""
     budget, key = config.token_budget
     if budget is None:
         return cut_by_count(samples, config.train.micro_batch_size or 1)
     for sample in samples:
         if count_with_parent(sample) > budget:
             raise DataError(
-                f"sample {sample.id!r} has {count_with_parent(sample)} tokens, but the maximum is {budget} ({key}); "
+                f"sample {sample.id!r} has {count_with_parent(sample)} tokens, but a micro-batch may have only {budget} ({key}); "
                 f"raise {key}, or lower model.max_length and set model.on_too_long"
             )
     return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)
 
 
 def describe_forward_size(config: RunConfig) -> str:
-    """Describe the input of one forward pass for the log: `one packed row of up to 4096 tokens (model.max_length)`."""
+    """Describe the size of one forward pass for the log: `one packed row of up to 4096 tokens (model.max_length)`."""
     rows = "one packed row" if config.train.packing else "padded rows"
     budget, key = config.token_budget
     size = f"{budget} tokens" if budget is not None else f"{config.train.micro_batch_size or 1} samples"
@@ -44,7 +44,7 @@ def describe_forward_size(config: RunConfig) -> str:
 
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
-    """Group at most `size` samples each; those with the same parent or similar lengths stay together, which saves work."""
+    """Cut samples into groups of at most `size`; samples with the same parent or similar lengths share a group, to save work."""
     ordered = group_by_parent(sorted(samples, key=count_with_parent, reverse=True))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
@@ -98,7 +98,7 @@ def count_with_parent(sample: EncodedSample) -> int:
 
 
 def compute_work(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work:
-    """Compute the work of micro-batches. Media that a micro-batch shows more than once are encoded once.
+    """Compute the work of micro-batches. A media item that occurs several times in a micro-batch is encoded once.
 
     Example: a prompt of 100 tokens with completions of 10 and 20 → spans (100, 0), (10, 100), (20, 100) if packed, and
     (110, 0), (120, 0) otherwise.
@@ -133,9 +133,10 @@ def align_micro_batches(
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """Make batches of the groups; all ranks get the same number of batches, and media in each one if the model accepts media.
+    """Make a batch of each group, so that all ranks have the same number of batches.
 
-    `part` is this rank's part of each row; ranks that compute a row together have the same `groups`.
+    If the model accepts media, every batch contains media. `part` is this rank's part of each row; ranks that compute a row
+    together have the same `groups`.
     """
     batches = [make_batch(group, packing=packing, pad_id=encoder.pad_id) for group in groups]
     return align_batches(batches, exchange(len(batches)), encoder, packing=packing, part=part)
@@ -149,15 +150,15 @@ def align_batches(
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """Complete this rank's micro-batches, given the number of micro-batches on each rank.
+    """Add empty micro-batches and dummy images where this rank needs them, given the number of micro-batches on each rank.
 
-    Under ZeRO-3, a forward pass is a collective: a rank without media would skip the vision tower, and the job would hang.
-    Therefore, an untrained black image, which no earlier token attends to, is appended to a batch without media. This is done
-    even if no rank has media: if a parameter has no gradient in the first micro-batch of a step, DeepSpeed (0.19.8) keeps
-    adding to the gradient of the previous step, and if a forward pass skips modules, it traces the modules again.
+    Under ZeRO-3, a forward pass is a collective operation: if a rank without media skipped the vision tower, the job would hang.
+    Therefore, an untrained black image, which no earlier token attends to, is appended to a batch without media. The image is
+    appended even if no rank has media, because DeepSpeed (0.19.8) keeps adding to the gradient of the previous step if a
+    parameter has no gradient in the first micro-batch of a step, and traces the modules again if a forward pass skips some.
     """
     aligned = []
-    for i in range(max(1, *counts)):  # at least one, even if all rows of a step are skipped
+    for i in range(max(1, *counts)):  # each rank needs at least one batch, even if all rows of a step are skipped
         batch = batches[i] if i < len(batches) else make_empty_batch(encoder.pad_id, packing=packing)
         if encoder.sees and not any(key in batch.mm_kwargs for key in GRIDS.values()):
             batch = append_dummies(batch, [encoder.build_dummy("image")], pad_id=encoder.pad_id)

@@ -1,4 +1,4 @@
-"""Functions that parse the options of a question, from a field of the row or from the question's text, and format them."""
+"""Functions that parse the options of a multiple-choice question from a field or from the question's text, and format them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dsreason.text import normalize_option, split_response
 WIDE = str.maketrans(
     {wide: wide - 0xFEE0 for wide in (*range(0xFF21, 0xFF3B), *range(0xFF41, 0xFF5B), *map(ord, "（）［］"))}
 )
-"""Full-width letters and brackets, used in East Asian texts → ASCII."""
+"""Full-width letters and brackets, which East Asian texts use → ASCII characters."""
 BOLD = re.compile(r"(?<!\w)\*\*(?!\s)|(?<!\s)\*\*(?!\w)")
-"""Markdown's marker of bold text; does not match the power operator between numbers."""
+"""Pattern of Markdown's marker for bold text; the power operator `**` between numbers does not match."""
 SEPARATORS = " ,;*"
 BEFORE = r"(?:[-•*][ \t]+)?(?:[Oo]ption[ \t]+)?"
 STYLES = [
@@ -65,9 +65,10 @@ LONGEST = 1000
 
 
 def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Return the options by letter, with numbers converted to strings; None if it has none. Raise DataError otherwise.
+    """Return the options of a row's field as letter → text, with numbers converted to strings; None if there are no options.
 
-    None values are dropped: Arrow adds them so that all rows have the same letters.
+    Values that are None are dropped, because Arrow adds them to give all rows the same letters. Raise DataError if the field is
+    not a mapping of letters to texts.
     """
     if given is None:
         return None
@@ -77,24 +78,24 @@ def options_field(given: Any, field: str) -> dict[str, str] | None:
 
 
 def format_options(options: Mapping[str, str] | None) -> list[str]:
-    """Format the options as a question shows them, one per line: `(A) left`."""
+    """Format each option as a line of the question: `(A) left`."""
     return [f"({letter}) {text}" for letter, text in (options or {}).items()]
 
 
 option_lines = format_options
-"""Earlier name of `format_options`, which users' adapters may import."""
+"""Former name of `format_options`, kept because users' adapters may import it."""
 
 
 def own_letter(answer: str, options: Iterable[str]) -> str | None:
-    """Return the option letter that equals the answer, ignoring case; None if no letter does."""
+    """Return the option letter that equals the answer, ignoring case; None if no letter matches."""
     return next((letter for letter in options if letter.lower() == answer.lower()), None)
 
 
 def with_options(sample: Sample) -> Sample:
-    """Add the options that the question's text lists, if the row has no options and its answer is one of those listed.
+    """Set the sample's options to those listed in the question's text, if the sample has none and its answer is one of them.
 
     The prompt does not change. The question is the last user message; the answer is `sample.answer`, or else the last assistant
-    message. A row with a `question_kind` other than multiple choice does not change.
+    message. A sample with a `question_kind` other than multiple choice does not change.
     """
     options = None if sample.options else find_options_in_question(sample)
     replies = [get_text(message) for message in sample.messages if message["role"] == "assistant"]
@@ -113,10 +114,10 @@ def find_options_in_question(sample: Sample) -> dict[str, str] | None:
 
 
 def parse_listed_options(question: str) -> dict[str, str] | None:
-    """Return the options that a text lists, on separate lines or inline; None if it does not list at least two.
+    """Return the options listed in a text, on separate lines or inline; None if the text lists fewer than two options.
 
-    The letters must be consecutive, starting with A. Of several lists, the longest counts, and of equally long ones the last.
-    Option texts are truncated to 1000 characters. Keys are capitals, even for `(a) Rain`.
+    The letters must be consecutive, starting with A. If the text has several lists, the longest one is used, or the last of
+    equally long lists. Option texts are truncated to 1000 characters. Keys are capitals, even for `(a) Rain`.
 
     Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`.
     """
@@ -144,7 +145,7 @@ def parse_listed_options(question: str) -> dict[str, str] | None:
 
 
 def _strip_separators(text: str) -> str:
-    """Remove the words and punctuation between an option and the next one: `left, or` → `left`."""
+    """Remove punctuation and a conjunction that separate an option from the next one: `left, or` → `left`."""
     plain = " ".join(text.split()).rstrip(SEPARATORS)
     conjunction = next(
         (word for word in ("or", "and") if plain.endswith(tuple(mark + word for mark in SEPARATORS))), ""
@@ -153,9 +154,10 @@ def _strip_separators(text: str) -> str:
 
 
 def find_option_letter(answer: str, options: dict[str, str]) -> str | None:
-    """Return the letter that a row's answer gives: `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or the text of one option.
+    """Return the option letter that an answer selects; None if it selects no option, or more than one.
 
-    The answer is the text inside `<answer>` tags or after the reasoning; it may be bold or boxed.
+    An answer may be `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or the text of an option. Only the text inside `<answer>`
+    tags or after the reasoning is used, and this text may be bold or boxed.
     """
     written = unicodedata.normalize("NFKC", split_response(answer).answer)
     if normalize_option(written) not in map(normalize_option, options.values()):

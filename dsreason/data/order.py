@@ -1,4 +1,4 @@
-"""The order of rows: a pure function of the seed and the step, so that a resumed run only needs the step number."""
+"""Order of the rows, which is a pure function of the seed and the step; a resumed run therefore needs only the step number."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dsreason.errors import DataError
 
 @dataclass(frozen=True)
 class WeightedRows:
-    """Row indices, and how often an epoch shows each row.
+    """Row indices, and a weight that determines how often each row appears in an epoch.
 
-    With weight 2, each row appears twice per epoch; with weight 0.5, a seeded random choice shows half of the rows in each epoch.
+    With weight 2, each row appears twice per epoch; with weight 0.5, half of the rows appear in each epoch, chosen at random with
+    the seed.
     """
 
     rows: NDArray[np.int64]
@@ -24,7 +25,7 @@ class WeightedRows:
 
     @property
     def copies(self) -> tuple[int, int]:
-        """Number of copies of all rows per epoch, and number of rows with one more copy: 10 rows with weight 1.5 → (1, 5)."""
+        """(copies of every row per epoch, rows that appear once more than that): 10 rows with weight 1.5 → (1, 5)."""
         num_copies = int(self.weight)
         return num_copies, round((self.weight - num_copies) * len(self.rows))
 
@@ -35,18 +36,18 @@ class WeightedRows:
 
 
 class StepOrder:
-    """Consecutive epochs of (shuffled) rows, divided into global batches.
+    """Order that concatenates epochs of rows, shuffled if requested, and divides them into global batches.
 
     Args:
-        parts: the rows, for example one part per source.
+        parts: weighted rows, for example one part per source.
         batch_size: number of rows per step, over all ranks.
-        batch_key: name of the setting that defines the batch size, for error messages.
+        batch_key: name of the setting that determines the batch size, for error messages.
 
     Example, for 20 rows without shuffling and a batch size of 2: step 3 has rows [6, 7]; step 12 is in the second epoch and has
     rows [4, 5].
 
     Raises:
-        DataError: an epoch has fewer rows than one global batch, so there would not be a single step.
+        DataError: an epoch has fewer rows than one global batch, so no step is possible.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loader of the prompts of each rollout, which worker processes decode ahead of sampling."""
+"""Loader that provides the prompts of each rollout; worker processes encode them ahead of sampling."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from dsreason.errors import DataError
 from dsreason.job.part_of import PartOf
 
 Check = Callable[[Sample], None]
-"""A picklable function that raises DataError if a sample cannot be used."""
+"""Picklable function that raises DataError if a sample cannot be used."""
 
 
 @dataclass(frozen=True)
 class Prompts:
     """This rank's share of a batch of prompts. Ranks that compute rows together have the same prompts.
 
-    Example: rank 1 of 2 with batches of 6 prompts, whose second row was skipped:
+    Example: rank 1 of 2 in a batch of 6 prompts; the second of the rank's three rows was skipped:
     `Prompts(batch=4, prompts=[…, …], numbers=[1, 5], skipped=["rows.jsonl, row 7: …"])`.
     """
 
     batch: int
-    """Number of the batch, as in `StepOrder.indices`."""
+    """Index of the batch, which `StepOrder.indices` takes as its step."""
     prompts: list[EncodedPrompt]
     numbers: list[int]
-    """Indices of the prompts in the batch of all ranks; skipped rows count."""
+    """Index of each prompt in the batch of all ranks; skipped rows are counted."""
     skipped: list[str]
-    """Rows skipped on any rank, each with the reason."""
+    """Messages about the rows that any rank skipped; each names the row and the reason."""
 
     def part(self, part: PartOf) -> Prompts:
-        """Return the prompts that one of the ranks with the same prompts samples: every second one for two ranks."""
+        """Return the prompts that one rank samples, if several ranks have the same prompts: every second prompt for two ranks."""
         part_slice = slice(part.number, None, part.total)
         return replace(self, prompts=self.prompts[part_slice], numbers=self.numbers[part_slice])
 
 
 @dataclass
 class PromptLoader:
-    """An endless iterable over this rank's prompts of each batch, starting with batch `start`.
+    """Endless iterable over this rank's prompts of each batch, starting with batch `start`.
 
-    The prompts depend only on the seed, the batch and the number of ranks. If a row cannot be used or `check` rejects it,
-    either all ranks raise DataError or the row is skipped, depending on the configuration.
+    The prompts depend only on the seed, the batch and the number of ranks. If a row cannot be used or `check` rejects its sample,
+    the row is skipped or all ranks raise DataError, depending on the configuration.
     """
 
     dataset: SampleDataset
@@ -65,30 +65,30 @@ class PromptLoader:
 
     def __iter__(self) -> Iterator[Prompts]:
         read = partial(read_rows, self.dataset, partial(encode_checked_prompt, self.encoder, self.check))
-        shares = (self.order.indices(batch)[self._places] for batch in itertools.count(self.start))
+        shares = (self.order.indices(batch)[self._positions] for batch in itertools.count(self.start))
         batches = decode_ahead(read, shares, self.config.data)
         for batch in itertools.count(self.start):
             yield self._build_prompts(batch, next(batches))
 
     @property
-    def _places(self) -> slice:
+    def _positions(self) -> slice:
         """Positions of this rank's prompts in a batch."""
         return slice(self.rank // self.ranks_per_row, None, self.world_size // self.ranks_per_row)
 
     def _build_prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
         bad = [item for item in items if isinstance(item, DataError)]
         ranks = self.exchange((find_fatal_error(bad, self.config), [str(error) for error in bad]))
-        for error, _ in ranks:  # every rank raises, so that no rank keeps waiting
+        for error, _ in ranks:  # every rank raises the error, so that no rank keeps waiting for another
             if error is not None:
                 raise DataError(error)
         skipped = [texts for _, texts in ranks]
         groups = take_group_values(skipped, skipped, self.ranks_per_row)
-        places = range(self.order.batch_size)[self._places]
-        usable = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
+        positions = range(self.order.batch_size)[self._positions]
+        usable = [(index, item) for index, item in zip(positions, items, strict=True) if isinstance(item, EncodedPrompt)]
         return Prompts(
             batch=batch,
             prompts=[prompt for _, prompt in usable],
-            numbers=[place for place, _ in usable],
+            numbers=[index for index, _ in usable],
             skipped=[text for texts in groups for text in texts],
         )
 
@@ -101,8 +101,8 @@ def encode_checked_prompt(encoder: Encoder, check: Check | None, sample: Sample)
 
 
 class PromptEncoder(Encoder):
-    """An encoder for rows that are used only as prompts: their measured length does not include the reference answer."""
+    """Encoder for rows that are used only as prompts; the measured length of a row excludes the reference answer."""
 
     def measure(self, sample: Sample) -> int:
-        """Compute `len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""
+        """Compute `len(encode_prompt(sample).encoded)` from media headers, without decoding; it may exceed `max_length`."""
         return self._count(*self._render_prompt(sample))

@@ -1,6 +1,6 @@
-"""One rank's part of a packed row that the ranks of a group compute together: its tokens, targets and media.
+"""Functions that extract one rank's part of a packed row, with its tokens, targets and media, if several ranks share the row.
 
-Everything is computed on the host, before any tensor is moved to a GPU.
+All computations run on the host, before any tensor is moved to a GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dsreason.job.part_of import PartOf
 
 
 def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
-    """Pad the row so that it splits into equally long parts, and add the part that `part` selects.
+    """Pad the batch's row to a multiple of the number of ranks, and set the batch's `part` to this rank's part of the row.
 
-    The padding is a separate sample at the end of the row. Only the pixel values that this rank encodes are kept.
+    The padding is a separate sample at the end of the row. Of the pixel values, only those that this rank encodes are kept.
     """
     if part.total == 1:
         return batch
@@ -41,18 +41,18 @@ def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
 def share_media(pixels: Tensor, media: MediaTokens, size: int, part: PartOf) -> tuple[Tensor, MediaPart]:
     """Return the pixel values that the rank of `part` encodes, and the plan for exchanging the features.
 
-    A rank that is assigned no frame encodes the first one, although no rank uses these features: under ZeRO-3, all ranks must run
-    the vision tower.
+    A rank to which no frame is assigned encodes the first frame, although no rank uses these features, because all ranks must
+    run the vision tower under ZeRO-3.
 
     Args:
         pixels: `[patches, dim]` of the distinct media.
-        size: number of tokens that each rank computes.
+        size: number of tokens in each rank's part of the row.
     """
     distinct: list[list[int]] = media.grids.tolist()
     frames = torch.tensor([(number, h * w) for number, (t, h, w) in enumerate(distinct) for _ in range(t)])
     sizes = frames[:, 1]
     ends = sizes.cumsum(0)
-    ranks = (2 * ends - sizes) * part.total // (2 * int(ends[-1]))  # the middle of each frame decides
+    ranks = (2 * ends - sizes) * part.total // (2 * int(ends[-1]))  # a frame's middle patch determines its rank
     local = (ranks == part.number).nonzero().flatten()
     encoded = local if len(local) else torch.tensor([0])
     first, last = int(encoded[0]), int(encoded[-1])
@@ -61,7 +61,7 @@ def share_media(pixels: Tensor, media: MediaTokens, size: int, part: PartOf) -> 
     pieces = [(count, *distinct[number][1:]) for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)]
 
     encoded_by = ranks.repeat_interleave(sizes // media.patches_per_token)
-    features = media.repeat_features(torch.arange(len(encoded_by)))  # index of the feature that each placeholder shows
+    features = media.repeat_features(torch.arange(len(encoded_by)))  # index of each placeholder's feature
     shown_by = media.indices // size
     begin = int((encoded_by < part.number).sum())
     encoded_here = encoded_by[features] == part.number

@@ -1,8 +1,8 @@
-"""Rendering of conversations with the chat template, in segments whose trained tokens are marked.
+"""Functions that render conversations with the chat template and split the text into segments that mark the trained tokens.
 
-The text is cut before and after each assistant text, and the pieces are tokenized separately. Thus, the ids of a training sample
-always start with those of its prompt, and an answer has the tokens that sampling would produce. If all text were tokenized at
-once, a line break at the start of an answer would merge with the one at the end of the prompt.
+The rendered text is cut before and after each assistant text, and the pieces are tokenized separately. Thus, the ids of a
+training sample always start with the ids of its prompt, and an answer has the tokens that sampling would produce. If the whole
+text were tokenized at once, a line break at the start of an answer would merge with the line break at the end of the prompt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dsreason.errors import DataError
 from dsreason.families.family import Tokens
 
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
-"""Block that the templates of reasoning models put before an answer without thoughts. It is not trained: a model that learned it
-would stop thinking."""
+"""Empty block of thoughts that the templates of reasoning models put before an answer without thoughts. The block is not trained,
+because a model that learned to write it would stop thinking."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class RenderedSegment:
 
 
 def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[RenderedSegment]:
-    """Render the complete conversation; the text of every trained reply and the token after it, which ends the turn, are trained.
+    """Render the complete conversation for training; the trained tokens are each reply's text and the token that ends its turn.
 
-    A message with `"trained": False` is not trained.
+    A reply whose message has `"trained": False` is not trained.
 
     Raises:
         DataError: no reply is trained, or the template changes a trained reply.
@@ -54,7 +54,7 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
         )
     if not trained:
         raise DataError(
-            f'sample {sample.id!r}: every reply has "loss": false or is part of the prompt, so nothing is trained'
+            f'sample {sample.id!r}: every reply has "loss": false or belongs to the prompt, so no token would be trained'
         )
     rendered = _render(processor, sample, messages, generate=False)
     ends = list_turn_ends(processor, tokens)
@@ -69,7 +69,7 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
         if not rendered.startswith(ends, span[1]):
             raise DataError(
                 f"sample {sample.id!r}, message {number}: the chat template must end the assistant's turn with "
-                f"{' or '.join(map(repr, ends))}, but continues with {rendered[span[1] : span[1] + 20]!r}; change the template"
+                f"{' or '.join(map(repr, ends))}, but writes {rendered[span[1] : span[1] + 20]!r} instead; change the template"
             )
         spans += _list_spans(prompt, span, is_trained=number in trained)
     return _tokenize_segments(processor, rendered, spans)
@@ -83,14 +83,14 @@ def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> 
     prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _find_assistant_turns(messages)}
     spans = []
     for number, prompt in prompts.items():
-        # A turn that the template shortens is not trained here, so it does not need separate token boundaries.
+        # No turn is trained here, so a turn that the template shortens needs no token boundaries.
         if (span := _find_assistant_span(rendered, prompt, messages[number], ends)) is not None:
             spans += _list_spans(prompt, span, is_trained=False)
     return _tokenize_segments(processor, rendered, spans)
 
 
 def list_turn_ends(processor: ProcessorMixin, tokens: Tokens) -> tuple[str, ...]:
-    """Return the tokens that may end a turn: the family's and the tokenizer's, which differ for many base models."""
+    """Return the tokens that may end a turn: the family's and the tokenizer's end token, which differ for many base models."""
     return tuple(dict.fromkeys((tokens.turn_end, processor.tokenizer.eos_token)))
 
 
@@ -101,7 +101,7 @@ def _find_assistant_turns(messages: list[Message]) -> list[int]:
 def _tokenize_segments(
     processor: ProcessorMixin, rendered: str, spans: list[tuple[tuple[int, int], bool]]
 ) -> list[RenderedSegment]:
-    """Tokenize `rendered`, cut at both ends of every span; trained spans and the token after each of them are trained."""
+    """Cut `rendered` at both ends of every span and tokenize the pieces; a trained span includes the token that follows it."""
     bounds = [0, *(bound for span, _ in spans for bound in span), len(rendered)]
     texts = [rendered[start:stop] for start, stop in pairwise(bounds)]  # other, span, other, span, …, other
     ids = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -113,16 +113,16 @@ def _tokenize_segments(
 
 
 def _list_spans(prompt: str, span: tuple[int, int], *, is_trained: bool) -> list[tuple[tuple[int, int], bool]]:
-    """Return the span of an answer, after an untrained one for empty thoughts between the prompt and the answer."""
+    """Return the span of an answer, preceded by an untrained span if there are empty thoughts between prompt and answer."""
     thoughts = (len(prompt), span[0])
     return [(span, is_trained)] if span[0] == len(prompt) else [(thoughts, False), (span, is_trained)]
 
 
 def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tuple[str, ...]) -> tuple[int, int] | None:
-    """Return the character range in `rendered` that the model generates after `prompt`; None if it lacks the message's text.
+    """Return the character range in `rendered` that the model generates after `prompt`.
 
-    The format of tool calls depends on the template, so the range of a message with tool calls extends to the token that ends
-    its turn.
+    Return None if the range does not contain the message's text. The format of tool calls depends on the template, so the range
+    of a message with tool calls extends to the token that ends its turn.
     """
     if not rendered.startswith(prompt):
         return None
@@ -144,9 +144,10 @@ def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tup
 
 
 def _find_answer_start(rendered: str, prompt: str, content: str) -> int:
-    """Return where the answer begins: after the prompt and empty thoughts that the template adds, unless the answer has thoughts.
+    """Return the character index at which the answer begins in `rendered`.
 
-    The prompt may contain the beginning of the empty thoughts.
+    The answer follows the prompt and, if the answer itself has no thoughts, the block of empty thoughts that some templates add.
+    The prompt may already contain the beginning of this block.
     """
     if not content.lstrip().startswith("<think>"):
         for overlap in range(len(NO_THOUGHTS)):
@@ -159,15 +160,15 @@ def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: s
     location = f"sample {sample.id!r}, message {number}"
     if calls := message.get("tool_calls"):
         return (
-            f"{location}: the chat template does not show the tool call {calls[0]['function']['name']!r}; use a model whose "
-            "template has tool calls, or write the call into the text of the message"
+            f"{location}: the chat template omits the tool call {calls[0]['function']['name']!r}; use a model whose "
+            "template supports tool calls, or write the call into the text of the message"
         )
     content = message["content"]
     difference = (
         repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "different text before this turn"
     )
     return (
-        f"{location}: the chat template changes the conversation (some drop the reasoning "
+        f"{location}: the chat template changes the conversation (some templates drop the reasoning "
         f"of earlier turns): the assistant's text begins with {content[:80]!r}, but the template renders {difference}; "
         "split the conversation so that this is its last turn, or change the template"
     )
@@ -186,7 +187,7 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
     for tool in sample.tools or ():
         if (name := str(tool["function"].get("name"))) not in text:
             raise DataError(
-                f"sample {sample.id!r}: the chat template does not show the tool {name!r}; use a model whose template has tools, "
+                f"sample {sample.id!r}: the chat template omits the tool {name!r}; use a model whose template supports tools, "
                 "or remove the row's tools"
             )
     return text
@@ -198,7 +199,8 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
 def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Message]:
     """Convert the messages to the form that chat templates expect: media parts without paths, assistant texts as single strings.
 
-    Raise DataError if a message cannot be used.
+    Raises:
+        DataError: a message is empty, contains a special token, or has another error.
     """
     if not sample.messages or sample.messages[0]["role"] == "assistant":
         raise DataError(f"sample {sample.id!r}: the first message must be from the user or the system")

@@ -1,6 +1,6 @@
 """Rows of a data set, read one at a time from JSON lists, JSON lines or Hugging Face data sets.
 
-Messages count rows and lines from 1, as editors do. This module never unpickles data or runs code that comes with it.
+Messages number rows and lines from 1, as editors do. This module never unpickles data and never runs code from a data set.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ if TYPE_CHECKING:
     import datasets
 
 MAX_LINE_BYTES = 1 << 28
-"""Maximum length of a row (256 MiB): a line without an end would fill the memory."""
+"""Maximum length of a line, in bytes (256 MiB), so that a file without line breaks does not fill the memory."""
 UNREADABLE = (ValueError, RecursionError)
-"""Exceptions that the parser raises for invalid JSON or UTF-8, numbers of 5000 digits, or a thousand nested levels."""
+"""Exceptions that the parser raises for invalid JSON or UTF-8, 5000-digit numbers, or a thousand nested levels."""
 TEXT_BUILDERS = ("csv", "json", "text")
 FOLDER_BUILDERS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "videofolder", "webdataset")
-"""Builders of `datasets` allowed for a local folder with a README; some others (HDF5, Lance) follow links to other files."""
+"""Builders of `datasets` that may read a local folder with a README; HDF5, Lance and some others follow links to other files."""
 
 
 class NamedRows(Sequence[Any]):
-    """Rows that know where they come from."""
+    """Sequence of rows that can name the file and line of each row."""
 
     name: str
-    """Name of the file or data set, for messages."""
+    """Name of the file or data set, for error messages."""
 
     def describe_location(self, index: int) -> str:
-        """Return the file and row of `index` for messages: `train.jsonl, row 3`."""
+        """Describe the location of the row at `index` for error messages: `train.jsonl, row 3`."""
         return f"{self.name}, row {index + 1}"
 
     def __getitem__(self, index: Any) -> Any:
@@ -74,7 +74,7 @@ class NamedRows(Sequence[Any]):
 
 
 class ListRows(NamedRows):
-    """Rows that an adapter's `rows()` returned."""
+    """Rows from a sequence, such as the one that an adapter's `rows()` returns."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         self.rows, self.name = rows, name
@@ -89,8 +89,8 @@ class ListRows(NamedRows):
 class JsonListRows(NamedRows):
     """Rows of a file that contains a JSON list.
 
-    The rows are kept as JSON text in one block. A list of Python objects would take several times as much memory, and the same
-    again in every worker process, because updates of reference counts defeat copy-on-write.
+    The rows are stored as JSON text in one block of bytes. A list of Python objects would take several times as much memory, and
+    every worker process would need its own copy, because reference-count updates defeat copy-on-write.
     """
 
     def __init__(self, path: Path, name: str = "") -> None:
@@ -100,11 +100,11 @@ class JsonListRows(NamedRows):
             rows = json.loads(path.read_bytes().decode("utf-8-sig"))
         except UNREADABLE as error:
             raise DataError(
-                f"{self.name}: is not valid JSON ({describe_parse_error(error)}); correct the file"
+                f"{self.name}: the file is not valid JSON ({describe_parse_error(error)}); correct it"
             ) from error
         if not isinstance(rows, list):
             raise DataError(
-                f"{self.name}: must contain a JSON list of rows, or one row per line; got {type(rows).__name__}"
+                f"{self.name}: the file must contain a JSON list of rows, or one row per line; got {type(rows).__name__}"
             )
         texts = [json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass") for row in rows]
         self.ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
@@ -122,14 +122,14 @@ def _iter_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
         if len(line) > MAX_LINE_BYTES:
             raise DataError(
-                f"{path}, line {number}: exceeds the maximum length of {MAX_LINE_BYTES >> 20} MiB; write one row per "
-                "line, and large media to separate files"
+                f"{path}, line {number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB; write one row per "
+                "line, and store large media in separate files"
             )
         yield line
 
 
 class JsonLinesRows(NamedRows):
-    """Rows of a file with one JSON object per line. Only line offsets are kept; a line is read and parsed on access."""
+    """Rows of a file with one JSON object per line. Only line offsets stay in memory; each access reads and parses a line."""
 
     def __init__(self, path: Path, name: str = "") -> None:
         self.path, self.name = path, name or str(path)
@@ -154,8 +154,8 @@ class JsonLinesRows(NamedRows):
             return json.loads(line.decode("utf-8-sig"))
         except UNREADABLE as error:
             raise DataError(
-                f"{self.name}, line {self.lines[index]}: is not valid JSON ({describe_parse_error(error)}); correct "
-                "the line"
+                f"{self.name}, line {self.lines[index]}: the line is not valid JSON ({describe_parse_error(error)}); "
+                "correct it"
             ) from error
 
     def describe_location(self, index: int) -> str:
@@ -164,7 +164,7 @@ class JsonLinesRows(NamedRows):
 
 
 class TableRows(NamedRows):
-    """Rows of a Hugging Face data set. Its images and videos stay `{"bytes": …, "path": …}`; nothing is decoded here."""
+    """Rows of a Hugging Face data set. Images and videos are not decoded; they remain `{"bytes": …, "path": …}`."""
 
     def __init__(self, table: datasets.Dataset, name: str) -> None:
         self.features = _disable_decoding(table.features)
@@ -179,7 +179,7 @@ class TableRows(NamedRows):
 
 
 class SelectedRows(NamedRows):
-    """Concatenated ranges of other rows, which keep their original locations."""
+    """Concatenated ranges of other rows; messages name each row's original location."""
 
     def __init__(self, parts: Sequence[tuple[NamedRows, range]]) -> None:
         self.parts = parts
@@ -188,25 +188,25 @@ class SelectedRows(NamedRows):
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def _find(self, index: int) -> tuple[NamedRows, int]:
+    def _find_source(self, index: int) -> tuple[NamedRows, int]:
         part = int(np.searchsorted(self.ends, index, side="right"))
         rows, span = self.parts[part]
         return rows, span[index - (int(self.ends[part - 1]) if part else 0)]
 
     def row(self, index: int) -> Any:
-        rows, position = self._find(index)
+        rows, position = self._find_source(index)
         return rows[position]
 
     def describe_location(self, index: int) -> str:
-        rows, position = self._find(index)
+        rows, position = self._find_source(index)
         return rows.describe_location(position)
 
 
 def read_rows(data: SourceConfig) -> NamedRows:
-    """Read the rows of one split at `data.path`: a file or folder (local or in S3), or a data set on the Hub."""
+    """Read the rows of one split from `data.path`, which is a file or folder (local or in S3), or a data set on the Hub."""
     if not data.path:
         raise ConfigError(
-            f"data.path is empty; set it to the file, folder or Hub data set for the adapter {data.adapter}"
+            f"data.path is empty; set it to the file, folder or Hub data set that the adapter {data.adapter} should read"
         )
     path = _fetch(data.path) if is_s3(data.path) else Path(data.path).expanduser()
     if path.is_file():
@@ -218,13 +218,13 @@ def read_rows(data: SourceConfig) -> NamedRows:
     if path.exists():
         raise DataError(f"data.path: {path.absolute()} {describe_missing_file(path)}")
     if not is_hub_name(data.path):
-        raise DataError(f"data.path: no such file or folder: {path.absolute()}")
+        raise DataError(f"data.path: {path.absolute()} does not exist")
     check_hub_configs(data.path, data.revision)
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
 
 
 def _fetch(address: str) -> Path:
-    """Copy a file, or the data files of a folder, from S3 to the local disk; media are fetched when they are used."""
+    """Copy a file, or the data files of a folder, from S3 to the local disk; media files are fetched later, on first use."""
     if is_data_file(address):
         return fetch_file(address)
     return fetch_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == README)
@@ -239,7 +239,7 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
 
 
 def get_optional_text(row: Mapping[str, Any], field: str) -> str | None:
-    """Return the string in a field of a row; None if it is missing, null or blank. Raise DataError for other types."""
+    """Return the string in a field of a row; None if it is missing, null or blank. Raise DataError if it is not a string."""
     if row.get(field) is None:
         return None
     text = text_field(row, field)
@@ -247,14 +247,14 @@ def get_optional_text(row: Mapping[str, Any], field: str) -> str | None:
 
 
 def to_list(value: Any) -> list[Any]:
-    """Return the value of a field that holds one item or a list of items, as a list; [] if it is empty."""
+    """Convert the value of a field that contains one item or a list of items to a list; an empty value gives []."""
     if not value:
         return []
     return value if isinstance(value, list) else [value]
 
 
 def only_train(data: SourceConfig, what: str) -> None:
-    """Raise DataError if `data.split` is not "train"; for data without splits."""
+    """Raise DataError unless `data.split` is "train", the only valid value for data without splits."""
     if data.split != "train":
         raise DataError(f'{what} has no splits, so data.split must be "train"; got "{data.split}"')
 
@@ -265,7 +265,8 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> NamedRows:
     if suffix not in (*JSON_SUFFIXES, *TABLE_BUILDERS):
         suffixes = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
         raise DataError(
-            f"{paths[0]}: the suffix must be one of {suffixes}, or one of these and {', '.join(PACKED_SUFFIXES)}; got {suffix!r}"
+            f"{paths[0]}: the suffix must be one of {suffixes}, optionally followed by {' or '.join(PACKED_SUFFIXES)}; "
+            f"got {suffix!r}"
         )
     files = [unpack_file(path) if path.suffix.lower() in PACKED_SUFFIXES else path for path in paths]
     if suffix in TABLE_BUILDERS:
@@ -282,7 +283,7 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> NamedRows:
 
 
 def _read_json(path: Path, name: str) -> NamedRows:
-    """Read a JSON list or JSON lines, regardless of the suffix: many `.json` files contain one object per line."""
+    """Read a JSON list or JSON lines; the suffix does not matter, because many `.json` files contain one object per line."""
     if is_list(read_start(path, name)):
         return JsonListRows(path, name)
     rows = JsonLinesRows(path, name)
@@ -291,7 +292,7 @@ def _read_json(path: Path, name: str) -> NamedRows:
 
 
 def _check_rows(rows: JsonLinesRows) -> None:
-    """Raise DataError if the file has one JSON object that contains the rows, or one that spans several lines."""
+    """Raise DataError if the file is one JSON object, either with the rows inside it or spread over several lines."""
     if not len(rows) or rows.path.stat().st_size > MAX_LINE_BYTES:
         return
     try:
@@ -307,7 +308,7 @@ def _check_rows(rows: JsonLinesRows) -> None:
 
 
 def _check_text(path: Path) -> None:
-    """Raise DataError if the file has a list or a line beyond our limits, which `datasets` would unpack and read into memory."""
+    """Raise DataError if the file has a list or a line that exceeds our limits: `datasets` would read all of it into memory."""
     budget = Budget(path)
     with open_unpacked(path) as file:
         start = file.read(START_BYTES)
@@ -334,7 +335,7 @@ def _read_folder(folder: Path, data: SourceConfig) -> NamedRows:
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
-    """Read the output of `save_to_disk`, which contains one table, or one per split."""
+    """Read a folder that `save_to_disk` wrote, which contains one table or a table per split."""
     import datasets
 
     check_saved(folder)
@@ -344,7 +345,7 @@ def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
             only_train(data, f"{folder}: this data set")
         return TableRows(saved, str(folder))
     if data.split not in saved:
-        raise DataError(f'{folder}: has no split "{data.split}"; set data.split to one of {", ".join(saved)}')
+        raise DataError(f'{folder}: the data set has no split "{data.split}"; set data.split to one of {", ".join(saved)}')
     return TableRows(saved[data.split], f"{folder} ({data.split})")
 
 
@@ -360,8 +361,8 @@ def _load_table(
     try:
         kind = path
         if data_files is None and Path(path).is_dir():
-            # `datasets` caches tables under the patterns in the README, and would reuse a table for another folder with the
-            # same patterns, or after a file has changed. If files are listed explicitly, it compares their modification times.
+            # `datasets` caches tables by the file patterns in the README, and would reuse a table for another folder with the
+            # same patterns, or after a file has changed. For explicitly listed files, it compares modification times.
             builder = datasets.load_dataset_builder(path, data.subset, revision=data.revision)
             kind = type(builder).__module__.rpartition(".")[2]
             if kind not in FOLDER_BUILDERS:
@@ -384,7 +385,7 @@ def _load_table(
 
 
 def _disable_decoding(features: Any) -> Any:
-    """Return the features with decoding disabled, so that `datasets` returns media and other files as bytes or a path."""
+    """Return the features with decoding disabled, so that `datasets` returns a media item as its bytes or path."""
     import datasets
 
     def walk(feature: Any) -> Any:

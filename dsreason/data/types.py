@@ -1,4 +1,4 @@
-"""Types shared by all packages: a row of a data set, the same row as tensors, and a packed or padded batch of rows."""
+"""Types that all packages share: a row of a data set, the encoded row, and a packed or padded batch of encoded rows."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Message = dict[str, Any]
 """A message in OpenAI's format: `{"role": "user", "content": str | [part, ...]}`."""
 MediaKind = Literal["image", "video"]
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
-"""Kind of media → value in `mm_token_type_ids`; text is 0."""
+"""Kind of media → value in `mm_token_type_ids`; text tokens have the value 0."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a data set, as an adapter returns it.
+    """A row of a data set, converted by an adapter.
 
     Example: `Sample(id="7", messages=[{"role": "user", "content": [{"type": "video", "video": "/d/clips/7.mp4", "fps": 1},
     {"type": "text", "text": "Which way does it move?"}]}, {"role": "assistant", "content": "left"}], answer="left")`.
 
     A media part is `{"type": "image"|"video", "image"|"video": path}` with the optional keys `fps`, `nframes`,
-    `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `video_start`, `video_end` (seconds). A video may also
-    be a list of image files, a folder or a pattern, with the `fps` of its frames or their `timestamps` (seconds).
+    `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `video_start`, `video_end` (seconds). The frames of a
+    video may also be image files: a list, a folder or a pattern, with their frame rate `fps` or their `timestamps` (seconds).
     """
 
     id: str
@@ -35,26 +35,27 @@ class Sample:
     options: dict[str, str] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     rejected: list[Message] | None = None
-    """Complete conversation with the rejected answer in preference rows; `messages` has the preferred one. None otherwise."""
+    """For a preference row, the conversation that ends with the rejected answer, while `messages` ends with the preferred one;
+    None for other rows."""
     other_answers: tuple[str, ...] = ()
-    """Accepted answers in addition to `answer`."""
+    """Other answers that are as correct as `answer`."""
     tools: list[dict[str, Any]] | None = None
-    """Descriptions of the functions that the model may call, for the chat template. None: no tools."""
+    """Descriptions of the functions that the model may call, for the chat template; None if the row has no tools."""
     has_text_prompt: bool = False
-    """Whether the row's prompt is a text instead of messages; rewards of TRL then get completions as texts."""
+    """Whether the row's prompt is plain text instead of messages; TRL reward functions then receive completions as strings."""
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample of `T` tokens, as tensors for the model.
+    """A sample of `T` tokens, encoded as tensors for the model.
 
     `loss_mask` is True for trained tokens (assistant text and its end-of-turn token). `mm_token_type_ids` is 0 for text, 1 for
-    image placeholders and 2 for video placeholders. `mm_kwargs` has the keyword arguments of the Hugging Face forward:
+    image placeholders and 2 for video placeholders. `mm_kwargs` contains keyword arguments for the Hugging Face model's forward:
     `pixel_values` `[patches, dim]`, `image_grid_thw` `[images, 3]`, `pixel_values_videos`, `video_grid_thw` and, for Qwen2.5-VL
     videos, `second_per_grid_ts` `[videos]`.
 
-    A sample may continue another sample, its `parent`, and attend to the parent's tokens and media in addition to its own. The
-    completions of one prompt are such samples; the last token of the parent predicts the first token of each.
+    A sample may continue another sample, its `parent`, and also attend to the parent's tokens and media. For example, all
+    completions of a prompt have the prompt as their parent; the parent's last token predicts the first token of each completion.
     """
 
     id: str
@@ -66,12 +67,12 @@ class EncodedSample:
     parent: EncodedSample | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
-        """Return the number of tokens, without those of the parent."""
+        """Return the number of tokens, not counting the parent's."""
         return int(self.input_ids.shape[0])
 
 
 class Segment(NamedTuple):
-    """A sample's position in a packed row. Its tokens attend to the segment `parent` and, causally, to each other.
+    """A sample's position in a packed row. The sample's tokens attend to each other causally, and to the segment `parent`.
 
     Example: a prompt of 5 tokens with completions of 2 and 3:
     `(Segment(0, 5), Segment(5, 2, parent=0), Segment(7, 3, parent=0))`.
@@ -80,7 +81,7 @@ class Segment(NamedTuple):
     start: int
     length: int
     parent: int | None = None
-    """Index of the segment that this one continues, which has no parent itself; None if there is none."""
+    """Index of the segment that this segment continues, or None; a parent segment has no parent itself."""
 
     @property
     def end(self) -> int:
@@ -89,9 +90,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaPart:
-    """One rank's share of encoding the media of a row that several ranks compute, and the plan for exchanging the features.
+    """The media that one rank encodes for a row that several ranks compute together, and the plan for exchanging the features.
 
-    Media are split between frames, which do not attend to each other in any vision tower. Features are counted in tokens.
+    Media are split at frame boundaries, because no vision tower lets frames attend to each other. Features are counted in tokens.
     """
 
     grids: torch.Tensor  # [pieces, 3] int64, for the pixels on this rank; kept on the host
@@ -113,28 +114,28 @@ class RowPart:
     targets: torch.Tensor  # [M] int64: indices into the batch's N targets of those that this rank predicts
     predictors: torch.Tensor  # [M] int64: tokens that predict these targets, counted from `start`
     media: MediaPart | None
-    """Plan for encoding the media; None if the row shows no media."""
+    """Plan for encoding the media; None if the row contains no media."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of samples, in one packed row (`B` = 1) or in `B` right-padded rows, with `T` tokens per row.
+    """One micro-batch of samples, either in one packed row (`B` = 1) or in `B` right-padded rows, with `T` tokens per row.
 
-    A packed row has `segments` and no `attention_mask`: attention separates the samples by their segments. Padded rows have
-    the mask and no segments.
+    A packed row has `segments` instead of an `attention_mask`, because attention uses the segments to separate the samples.
+    Padded rows have a mask and no segments.
 
     `targets` are the indices of the trained tokens in the flattened rows, and `predictors` the indices of the tokens whose
     hidden states predict them: the previous token, or, for the first token of a completion, the last token of the prompt. The
     first token of a sample without a parent has no predictor and is not trained.
 
-    `mm_kwargs` concatenates those of the rows in order, but contains pixels that several rows share only once. `media_numbers`
-    maps each kind (`image`, `video`) to the index of every shown media item among the distinct ones.
+    `mm_kwargs` contains the concatenated `mm_kwargs` of the rows, but pixels that several rows share only once. `media_numbers`
+    maps each kind (`image`, `video`) to the media in row order; each number is an index into the distinct media items.
 
-    Example: if the first and the last of three rows show one image and the second row shows another,
+    Example: if the first and the last of three rows contain one image and the second row contains another,
     `media_numbers={"image": (0, 1, 0)}`, `image_grid_thw` is `[3, 3]`, and `pixel_values` contains two images.
 
-    If `part` is set, the ranks of a group compute the row together. All of them have the same batch, except for `part` and the
-    pixels: each rank has only the pixels that it encodes.
+    If `part` is set, a group of ranks computes the row together. All of them have the same batch, except that each rank has its
+    own `part` and only the pixels that it encodes.
     """
 
     ids: tuple[str, ...]
@@ -151,11 +152,11 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens without padding, including the media that only keep the ranks in step."""
+        """Number of tokens, excluding padding but including dummy media, which only keep the ranks in step."""
         return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to the device, except for the grids and token types, from which the host computes the layout of the media."""
+        """Copy the batch to the device; grids and token types stay on the host, which computes the media layout from them."""
         move = partial(copy_to_device, device=device)
         return replace(
             self,
@@ -186,7 +187,7 @@ def move_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> Ro
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Distinct media in the order in which the vision tower encodes them: all images, then all videos.
+    """The distinct media of a batch, in the order in which the vision tower encodes them: all images, then all videos.
 
     Example: two images of 4 tokens each, shown in the order first, second, first, and then one video of 8 tokens:
     `grids` `[3, 3]`, `numbers=(0, 1, 0, 2)`, `indices` `[20]`, of which the last 8 belong to the video.
@@ -194,7 +195,7 @@ class MediaTokens:
 
     grids: torch.Tensor  # [distinct media, 3] int64, in patches: frames, height, width
     numbers: tuple[int, ...]
-    """Index of every shown media item among the distinct ones."""
+    """For each media item in row order, its index into the distinct media items."""
     indices: torch.Tensor  # [tokens] int64: placeholders in the flattened rows, in the order of `numbers`
 
     @property
@@ -209,7 +210,7 @@ class MediaTokens:
         return [size // patches for size in self.grids.prod(-1).tolist()]
 
     def repeat_features(self, features: torch.Tensor) -> torch.Tensor:
-        """Repeat the features of media that the rows show more than once: `[distinct tokens, D]` → `[tokens, D]`."""
+        """Repeat the features of media that occur more than once in the rows: `[distinct tokens, D]` → `[tokens, D]`."""
         if len(self.numbers) == len(self.grids):
             return features
         import torch
