@@ -47,7 +47,9 @@ def read_cosmos3_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     folder = folder if folder.is_dir() else folder.parent
     file = folder / row["conversation"]
     if not is_inside(file, folder):
-        raise DataError(f"field 'conversation': {row['conversation']} points outside {folder}; use a path inside the folder")
+        raise DataError(
+            f"field 'conversation': {row['conversation']} points outside {folder}; use a path inside the folder"
+        )
     try:
         conversation = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -57,7 +59,9 @@ def read_cosmos3_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
     slots = [part for part in parts if part["type"] in ("image", "video")]
     if len(slots) != len(media):
-        raise DataError(f"{file} has {len(slots)} media parts, but the row's field 'media' has {len(media)} media items")
+        raise DataError(
+            f"{file} has {len(slots)} media parts, but the row's field 'media' has {len(media)} media items"
+        )
     for part, item in zip(slots, media, strict=True):
         part[part["type"]] = item
     rest = {column: value for column, value in row.items() if column not in ("media", "conversation")}

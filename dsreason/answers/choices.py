@@ -1,8 +1,8 @@
-"""Parser that finds the option a response chooses. It is cautious, because a wrong guess is worse than none.
+"""Parser that finds the option that a response chooses; it is cautious, because a wrong guess is worse than no answer.
 
 The rules, in order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no` (if
-these are the options), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
-`letter and text`, `only option named`, `option text named`. No answer is returned if the rules from `own line` to
+the options are yes and no), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
+`letter and text`, `only option named`, `option text named`. The parser returns no answer if the rules from `own line` to
 `letter and text` disagree, if another option follows a verdict, or if two options are named without a verdict.
 """
 
@@ -33,17 +33,17 @@ from dsreason.answers.verdicts import UNREAD, is_refused, iter_verdicts, read_ye
 from dsreason.text import normalize
 
 NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
-"""The start of the next key in a JSON object."""
+"""Pattern of the start of the next key in a JSON object."""
 WINDOW = 500
-"""Number of characters before and after a letter that are searched for words about this option."""
+"""Number of characters before and after a letter that are searched for words about the letter's option."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
 AFTER_LETTER = r"""[)\]}"'.:,;!\s]*"""
 MARK = r"""(["']?\s*[)\]}]+[.:,]?|["']?[.,;:!](?=\s)|[.:](?=[^\W\d]{2})|\s+[-–—]+(?=\s))?\s*"""
-"""Punctuation that separates a letter from the words after it: `A)`, `A.`, `A:`, `A -`."""
+"""Pattern of punctuation between a letter and the words that follow: `A)`, `A.`, `A:`, `A -`."""
 
 
 def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, str]:
-    """Return the key of the option that the text chooses and the rule that found it; `("", "none")` unless there is exactly one.
+    """Return the key of the option that a text chooses, and the rule that found it; `("", "none")` if no single option is found.
 
     If `options` is None, any single letter from A to Z counts, and option texts cannot be recognised.
     """
@@ -84,7 +84,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
 
 
 class _Reader:
-    """The rules for choosing an option. Each rule takes a text and returns the key of an option, or None."""
+    """Rules that find the option that a text chooses. Each rule takes a text and returns the key of an option, or None."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.keys = {key.upper(): key for key in options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
@@ -118,7 +118,7 @@ class _Reader:
         return self.keys.get(letter.upper())  # the pattern also matches a Turkish İ, which is not a key
 
     def remove_option_list(self, text: str) -> str:
-        """Remove lines that only repeat options, provided that at least two such lines follow each other in order."""
+        """Remove lines that only repeat options, provided that at least two such lines are consecutive and in order."""
         lines = text.splitlines()
         positions = [self._find_item_index(line) for line in lines]
         steps = [
@@ -129,7 +129,7 @@ class _Reader:
         return "\n".join(line for i, line in enumerate(lines) if i not in listed)
 
     def _find_item_index(self, line: str) -> int | None:
-        """Return the index of the option whose letter and text form the complete line (1 for `B. to the right`), or None."""
+        """Return the index of the option whose letter and text form the complete line (`B. to the right` → 1), or None."""
         letter, mark, remainder = self._split(line)
         return self.order.index(letter) if letter and mark and self.find_by_text(remainder) == letter else None
 
@@ -143,14 +143,14 @@ class _Reader:
         return self.texts.find_key(text)
 
     def find_yes_or_no(self, text: str) -> str | None:
-        """Return the option that matches the text's yes or no; None unless the options include both yes and no."""
+        """Return the option that corresponds to the text's yes or no; None unless the options include both yes and no."""
         by_text = {option: key for key, option in self.texts.bare.items()}
         if not {"yes", "no"} <= by_text.keys() or self._find_named_keys(text):
             return None
         return by_text.get(read_yes_no(text)[0])
 
     def read_choice(self, line: str) -> str | None:
-        """Return the option of a line that consists of the option's letter, its text, or both, and optionally a reason."""
+        """Return the option that a line chooses by its letter, its text, or both, optionally followed by a reason."""
         if "\n" in line:
             return None
         reason = REASON.search(line)
@@ -167,9 +167,9 @@ class _Reader:
     # ------------------------------------------------------------ verdicts
 
     def find_verdict(self, text: str) -> str | None:
-        """Return the option of the last verdict; "" if another option follows it, None if there is no verdict.
+        """Return the option of the last verdict; "" if another option follows the verdict; None if there is no verdict.
 
-        The last verdict counts because a text that corrects itself ends with the answer it settles on.
+        The last verdict counts, because a text that corrects itself ends with its final answer.
         """
         verdict_keys = [(start, self._read_verdict_line(line)) for start, line in iter_verdicts(text)]
         verdict_keys += [
@@ -183,7 +183,7 @@ class _Reader:
         return key if key and self.find_conclusion("\n".join(later)) in (None, key) else ""
 
     def find_conclusion(self, text: str) -> str | None:
-        """Return the last option that a clause concludes with ("it should be B", "so B") or prefers ("B fits")."""
+        """Return the last option that is a clause's conclusion ("it should be B", "so B") or preference ("B fits")."""
         thought = SECOND_THOUGHT.search(text)
         for match in sorted([*self.led.finditer(text), *self.fits.finditer(text)], key=re.Match.end, reverse=True):
             key = self.to_key(match[1])
@@ -211,7 +211,7 @@ class _Reader:
         return not self._has_other_text(match[1] + after)
 
     def _take_last_verdict(self, text: str, verdict_keys: list[tuple[int, str]]) -> str | None:
-        """Return the last verdict's key; None if a change of mind, a later line or the end of the text names another option."""
+        """Return the last verdict's key; None if a second thought, a later line or the last sentence names another option."""
         if not verdict_keys:
             return None
         start, key = max(verdict_keys, key=lambda verdict: verdict[0])
@@ -236,7 +236,7 @@ class _Reader:
     # ------------------------------------------------------------ rules for the layout of a text
 
     def find_own_line(self, text: str) -> str | None:
-        """Return the option that stands alone on a line; None if no option does, or several do."""
+        """Return the option that stands alone on a line; None if no option or several options do."""
         key_of_line = {line: self.read_choice(line) for line in text.splitlines()}
         keys = set(key_of_line.values()) - {None}
         other_lines = [line for line, key in key_of_line.items() if key is None]
@@ -245,7 +245,7 @@ class _Reader:
         return keys.pop()
 
     def read_letter_and_text(self, text: str) -> str | None:
-        """Return the option of a text like `C. move left`: a letter, a separator, and words that do not name another option."""
+        """Return the option of a text such as `C. move left`: a letter, a separator, and words that name no other option."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or SECOND_THOUGHT.search(remainder) or mark[0] == ",":
             return self._read_letter_and_words(text)
@@ -261,7 +261,7 @@ class _Reader:
         return None if self._is_remark(mark, remainder) else letter
 
     def _read_letter_and_words(self, text: str) -> str | None:
-        """Return the option of a letter and a separator if the words after them are only about this option."""
+        """Return the option whose letter and a separator start the text, if the words after them refer to no other option."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or self._has_other_text(text) or self._find_named_keys(remainder) - {letter}:
             return None
@@ -271,7 +271,7 @@ class _Reader:
         return REJECTED.match(remainder) is not None or (mark[0] not in ".:" and PREDICATE.match(remainder) is not None)
 
     def find_only_right(self, text: str) -> str | None:
-        """Return the only option that is judged right while others are judged wrong, as in `A: no. B: yes. C: no.`"""
+        """Return the only option that the text judges right, if it judges others wrong, as in `A: no. B: yes. C: no.`"""
         if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
         letters = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
@@ -281,7 +281,7 @@ class _Reader:
     # ------------------------------------------------------------ rules for texts that name only one option
 
     def find_only_named(self, text: str) -> str | None:
-        """Return the only option that the text names without rejecting it, as in `(C)`, `option C` or a bare C."""
+        """Return the only option that the text names, as `(C)`, `option C` or a bare C, and does not reject."""
         sentences = [
             self.aside.sub("?" if sentence.endswith("?") else "", sentence) for sentence in split_sentences(text)
         ]
@@ -302,7 +302,7 @@ class _Reader:
         )
 
     def find_only_text(self, text: str) -> str | None:
-        """Return the only option that the response answers with by giving its text; see `mentions`."""
+        """Return the option that the response gives as its answer by the option's text; see the module `mentions`."""
         sentences = split_sentences(text)
         key = self.texts.find_answered(sentences, self._find_named_keys(text))
         if SECOND_THOUGHT.search(text) or self._is_taken_back(sentences) or self.mentioned.search(text):
@@ -310,7 +310,7 @@ class _Reader:
         return key
 
     def _is_taken_back(self, sentences: list[str]) -> bool:
-        """Return whether a later sentence rejects the answer, as in `Option A. That is wrong.`"""
+        """Return whether a later sentence retracts the answer, as in `Option A. That is wrong.`"""
         short = [sentence for sentence in sentences[1:] if len(sentence.split()) < 6]
         return any(
             re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", sentence) and is_denied(sentence)
@@ -320,7 +320,7 @@ class _Reader:
     # ------------------------------------------------------------ helpers for letters in a text
 
     def _has_other_text(self, line: str) -> bool:
-        """Return whether the line's letter is followed by the text of another option."""
+        """Return whether the line starts with a letter that is followed by the text of another option."""
         letter, mark, remainder = self._split(line)
         return mark != "" and self.find_by_text(remainder.partition("\n")[0]) not in (None, letter)
 
@@ -339,7 +339,7 @@ class _Reader:
         return False
 
     def _split(self, text: str) -> tuple[str | None, str, str]:
-        """Return the letter that the text starts with, the separator after it, and the remaining text."""
+        """Split a text into the letter that it starts with, the separator after the letter, and the remaining text."""
         match = re.match(rf"{BEFORE_LETTER}({self.letter})(?![\w'’]){MARK}", text, re.IGNORECASE)
         return (self.to_key(match[1]), (match[2] or "").strip(), text[match.end() :]) if match else (None, "", "")
 
@@ -348,7 +348,7 @@ class _Reader:
         return {key for pair in re.findall(marks, text, re.IGNORECASE) if (key := self.to_key("".join(pair)))}
 
     def _find_named_keys(self, text: str) -> set[str]:
-        """Return all options that the text may refer to, also by a bare capital, unless it is "A" or "I" used as a word."""
+        """Return all options that the text may name, including by bare capitals, but not by the words "A" and "I"."""
         words = re.sub(r"\bI\b", "", self._remove_articles(text))
         bare = re.findall(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", words)
         return self._find_marked_keys(text) | {self.keys[letter] for letter in bare}

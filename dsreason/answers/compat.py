@@ -1,7 +1,7 @@
-"""Reimplementations of other projects' answer parsers, including their quirks, for comparison with published results.
+"""Reimplementations of other projects' answer parsers, with their quirks, for comparisons with published results.
 
 The evaluator of cosmos-reason1 takes the first capital letter in the text: `The answer is B` gives T, and `b` gives no answer.
-The rewards of cosmos-rl take the content of the first `<answer>` block unchanged, and for GSM8K the number after `#### `.
+The rewards of cosmos-rl take the unchanged content of the first `<answer>` block or, for GSM8K, the number after `#### `.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dsreason.answers.types import AnswerType, Parsed
 
 
 def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
-    """Return the first capital letter as the answer; for `reasoning`, the first one inside `<answer>…</answer>`.
+    """Return the first capital letter as the answer.
 
-    For `reasoning`, the first `<think>` block is returned as well.
+    For `reasoning`, only letters inside `<answer>…</answer>` count, and the content of the first `<think>` block is returned.
     """
     if answer_type == "letter":
         return Parsed(*_find_first_capital(text, "first capital"))
@@ -34,7 +34,7 @@ def extract_tagged_answer(text: str) -> str:
 
 
 def _extract_tag(text: str, tag: str) -> str | None:
-    """Return the group of the first match of `<tag>(.*?)</tag>`, without rescanning the text for each unclosed start tag."""
+    """Return the content of the first `<tag>…</tag>`, without rescanning the text for each unclosed start tag."""
     inside, end, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
     return inside if end else None
 

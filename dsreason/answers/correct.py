@@ -1,4 +1,4 @@
-"""The rule that decides whether an answer is correct, shared by validation, rewards and evaluation."""
+"""Rules that decide whether an answer is correct, which validation, rewards and evaluation share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dsreason.text import QuestionKind, normalize_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:
-    """Return whether the completion gives an accepted answer, parsed and compared as in `Grader`; False without a reference."""
+    """Return whether a completion gives an accepted answer, as `Grader` decides; False if the sample has no reference."""
     reference, kind = get_reference(sample), get_question_kind(sample)
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return reference is not None and is_any(answer, (reference, *sample.other_answers), kind, sample.options)
 
 
 def get_question_kind(sample: Sample) -> QuestionKind:
-    """Return `meta["question_kind"]` if it is valid, or else the kind of the reference: an option, yes or no, or other text."""
+    """Return `meta["question_kind"]` if it is valid, or else the kind of the reference: option, yes or no, or other text."""
     declared: QuestionKind = sample.meta.get("question_kind", "")
     if declared in get_args(QuestionKind):
         return declared
@@ -30,7 +30,7 @@ def get_question_kind(sample: Sample) -> QuestionKind:
 
 
 def get_reference(sample: Sample) -> str | None:
-    """Return the expected answer: `sample.answer`, or else the text of the last turn if it is the assistant's, tags included.
+    """Return the expected answer: `sample.answer`, or else the text of a final assistant message, including its tags.
 
     Return None if both are missing or blank.
     """
@@ -42,12 +42,12 @@ def get_reference(sample: Sample) -> str | None:
 
 
 def is_any(answer: str, references: Iterable[str], kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
-    """Return whether a parsed answer equals any of the accepted answers; see `is_same`."""
+    """Return whether a parsed answer equals one of the accepted answers; see `is_same`."""
     return any(is_same(answer, reference, kind, options) for reference in references)
 
 
 def is_same(answer: str, reference: str, kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
-    """Return whether a parsed answer equals the reference, which may be a response with tags. An empty answer never does."""
+    """Return whether a parsed answer equals the reference, which may contain tags. An empty answer equals no reference."""
     expected = parse(reference, "reasoning", kind=kind, options=options).answer
     if not answer or not expected:
         return False

@@ -33,8 +33,8 @@ def parse(
     """Return a response's answer, its reasoning, and the rule that found the answer.
 
     `default` parses the text after the reasoning: the last `<answer>` block, complete or truncated, or else all remaining text
-    (`reasoning` expects the tags, so the rule then ends in "without answer tags"). The expected answer depends on `kind`:
-      - multiple_choice: the key in `options` of the only option that the text chooses; see `choices` for the rules.
+    (because `reasoning` expects tags, the rule then ends in "without answer tags"). The returned answer depends on `kind`:
+      - multiple_choice: the key in `options` of the only option that the text chooses (`choices` describes the rules).
       - yes_no: `yes` or `no`.
       - ordinal: a number on a separate line, or after "score", "rating" or "the answer is", exactly as written.
       - open, free_text: the complete text.

@@ -1,6 +1,6 @@
-"""Patterns of the words around an answer, which show whether it is chosen, rejected or only mentioned.
+"""Patterns of the words around an answer which show whether the answer is chosen, rejected or only mentioned.
 
-The patterns up to `ECHO` apply to all kinds of answers, the others only to options.
+The patterns up to `ECHO` apply to all kinds of answers, and the others only to options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VERDICT = re.compile(
     r"""|\b(?:answer|choose|pick|select|go(?:ing)?\s+with)\b)\s*:?\s*""",
     re.IGNORECASE,
 )
-"""Start of a verdict; the answer follows."""
+"""Pattern of the start of a verdict, which the answer follows."""
 DOUBT = r"(?<!no\s)(?<!without\sa\s)(?<!without\sany\s)doubt"
 OTHERS_SAY = r"(?:you|one|some|many|people|others)\s+(?:might|may|could|would)"
 REFUSAL = re.compile(
@@ -22,7 +22,7 @@ REFUSAL = re.compile(
     rf"|{OTHERS_SAY})\b|n['’]t\b|\brule[sd]?\s+out\b|\b(?:second|third|next|other|another|previous)\s+(?:\w+\s+(?:is\s+)?)?$",
     re.IGNORECASE,
 )
-"""Words before a verdict, in the same clause, that negate it."""
+"""Words that negate a verdict if they precede it in the same clause."""
 PROVISIONAL = re.compile(
     r"^\W*at\s+first\b|\b(?:at\s+first\s+(?:glance|sight)|first\s+(?:thought|guess|impression)|initially|originally"
     r"|(?:if|unless)(?!\s+(?:i|we|you)\s+(?:had|have|must|were|am|look|watch|see|compare)\b)"
@@ -30,7 +30,7 @@ PROVISIONAL = re.compile(
     r"|suggest(?:s|ed)?|cho[os]ses?))\b",
     re.IGNORECASE,
 )
-"""Words before a verdict, in its sentence, that limit it to a first impression, to others' opinions, or to a condition."""
+"""Words before a verdict that limit it to a first impression, somebody else's opinion, or a condition (same sentence)."""
 SECOND_THOUGHT = re.compile(
     r"\b(?:wait|actually|correction|sorry|second\s+thoughts?|on\s+reflection|look(?:ing)?\s+again|chang\w+\s+my\s+(?:mind|answer))\b"
     r"|(?:^|[.!])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
@@ -66,21 +66,21 @@ YES_NO = re.compile(
     r"|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
     re.IGNORECASE,
 )
-"""An unqualified yes or no (or a synonym) at the start of a text; does not match "no one", "yes or no" or "No. 3"."""
+"""Pattern of an unqualified yes or no (or a synonym) at the start of a text; excludes "no one", "yes or no" and "No. 3"."""
 LED_YES_NO = re.compile(
     rf"(?:{LEADS}[ \t,:–-]*(?<!yes-)(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$"
     r"|\b(?:statement|claim|answer|this|that|it)(?:\s+is|['’]s)\s+(true|false)(?=\s*(?:$|[.,;!\n])))",
     re.IGNORECASE,
 )
-"""Conclusions such as `So no`, `I think yes`, `the statement is false`."""
+"""Pattern of conclusions such as `So no`, `I think yes` and `the statement is false`."""
 CHANGED_MIND = re.compile(
     r"(?:^|[^\w\s])\s*wait\b|\b(?:(?:(?<!no\s)correction|sorry(?!\s+(?:for|about|if|to)))(?=\W*\w)|second\s+thoughts?"
     r"|on\s+reflection|actually(?=.{0,100}\b(?:yes|no|not)\b))\b",
     re.IGNORECASE,
 )
-"""A change of mind; only the text after it counts. Does not match "it has to wait"."""
+"""Pattern of a change of mind, after which only the later text counts; does not match "it has to wait"."""
 ECHO = re.compile(r"[\[(]\s*yes\s*/\s*no\s*[\])]", re.IGNORECASE)
-"""Answer choices of the question, repeated in the response."""
+"""Pattern of the question's answer choices, which a response may repeat."""
 
 BEING = r"(?:is|was|seems|looks|appears|must\s+have\s+been|(?:would|should|must|has\s+to)\s+be)\s+(?:to\s+be\s+)?(?:\w+ly\s+)?"
 FITTING = r"(?:likely|plausible|probable|appropriate|accurate|suitable|fitting|reasonable|logical|consistent|sensible)"
@@ -91,12 +91,12 @@ IS_CORRECT = (
     rf"|the\s+(?:best|most\s+{FITTING})|(?:the|my)\s+(?:answer|choice|guess|pick))\b"
     r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*(?:\?|,?\s*(?:if|when|only|unless|provided|assuming|except|were|had)\b))"
 )
-"""Words after a letter that choose it unconditionally."""
+"""Words after a letter that choose the letter's option unconditionally."""
 ASIDE = (
     r"[,;]?\s+(?:because|since|as(?!\s+(?:well|long|soon|far|if))|rather\s+than|instead\s+of|based\s+on|due\s+to|over|unlike|while|whereas"
     r"|and\s+the\s+reason|(?:even\s+|al)?though)\b"
 )
-"""Start of a reason or of a rejected alternative."""
+"""Words that start a reason or a rejected alternative."""
 DOUBTFUL = (
     r"(?:\b(?:not?|nothing|none|never|nor|neither|wrong|incorrect|false|exclu\w*|eliminat\w*|reject\w*|dismiss\w*|avoid\w*"
     r"|poor\w*|bad\w*|un(?!der|it|ion)\w+|im\w+able|only(?!\s+(?:option|choice|answer|one)\b)|except|but|yet|though|however|if|when"
@@ -126,31 +126,31 @@ JUDGEMENT = (
     r"[)\].:?]*\s*[:=–—-]?\s+(?i:(?:is\s+)?(?:(yes|correct|right|true)|(no|incorrect|wrong|false|not\s+correct)))"
     r"(?=\s*(?:$|[.,;!\n)]))"
 )
-"""Judgements (right or wrong) after a letter, in texts that judge each option."""
+"""Pattern of a judgement (right or wrong) after a letter, for texts that judge each option."""
 REASON = re.compile(rf"{ASIDE}.*|[,;]?\s+not\b.*", re.IGNORECASE)
-"""Reason or rejected alternative after a choice, as in "B because A is too slow" and "B, not A"."""
+"""Pattern of a reason or rejected alternative after a choice, as in "B because A is too slow" and "B, not A"."""
 PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|has|makes|and|or|nor)\b|\w+n['’]t\b")
-"""Words after `(A)` that start a statement about the option without choosing it."""
+"""Words after `(A)` that start a statement about option A without choosing the option."""
 REJECTED = re.compile(
     r"(?:is\s+)?(?:wrong|incorrect|false|unlikely|excluded|ruled\s+out|eliminated|impossible|no(?=\s*[.,;:!-]|\s*$)"
     r"|not\s+(?:correct|right|likely|possible|the|this|visible|shown|applicable))\b",
     re.IGNORECASE,
 )
-"""Words after `A:` that reject the option."""
+"""Words after `A:` that reject option A."""
 
 POSSIBLY = re.compile(
     r"\b(?:if(?!\s+(?:i|we)\s+(?:had|have|must|were|am)\b)|whether|unless|(?<!i\s)(?:suppose|supposing|assume|assuming|imagine))\b"
     r"|\b(?:could|may|might|would\s+need)\b[^,;]*$",
     re.IGNORECASE,
 )
-"""Words before a letter, in the same sentence, that show that the option is not yet the conclusion."""
+"""Words before a letter in the same sentence which show that the option is not yet the conclusion."""
 HEDGE = re.compile(r"maybe|perhaps|possibly", re.IGNORECASE)
-"""Hedges. An option after a hedge counts only if the sentence names no other option."""
+"""Pattern of hedges. An option after a hedge counts only if the sentence names no other option."""
 SUPPORTED = (
     r"(?:shows|seems|looks|appears|best|alone|(?:most\s+)?likely|for\s+sure|of\s+course"
     r"|(?:obvious|definite|clear|probab|certain)ly)"
 )
-"""Words that affirm an option if they follow the only letter in a text."""
+"""Words that affirm the option if they follow the only letter in a text."""
 ARTICLES = r"la|el|die|der|das|le|est|es|ist|è|é|opci[oó]n|opzione|opção|with|like|do"
 """Words that may precede an option's letter if it is the only letter in a text."""
 
@@ -158,4 +158,4 @@ MENTION = (
     r"(?:look(?:ing)?\s+at|(?:consider|check|evaluat|examin|discuss)(?:e|ing)?|regarding|as\s+for|about"
     r"|compared\s+(?:to|with)|(?:grade|type|class|level|vitamin|plan)\s*:?)\s+"
 )
-"""Words before a letter that is only mentioned, or that stands for a grade or type rather than an option."""
+"""Words before a letter that is only mentioned, or that stands for a grade or type instead of an option."""

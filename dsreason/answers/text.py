@@ -1,4 +1,4 @@
-"""Functions that remove markup from responses and split them into sentences."""
+"""Functions that remove markup from responses and split responses into sentences."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PUNCTUATION = str.maketrans(
     | dict.fromkeys("【〔《", "(")
     | dict.fromkeys("】〕》", ")")
 )
-"""Punctuation of other languages and scripts that NFKC normalization leaves unchanged → ASCII."""
+"""Punctuation of other languages and scripts, which NFKC normalization does not change → ASCII punctuation."""
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-"""Characters of scripts that do not put spaces between a Latin letter and the words around it."""
+"""Character ranges of scripts that are written without spaces around a Latin letter."""
 ABBREVIATION = re.compile(r"\b(?:fig|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
 NUMBER_SIGN = re.compile(r"\bno\.$", re.IGNORECASE)
-"""Abbreviation of "number" if a digit follows; otherwise, "no." is an answer."""
+"""Pattern of "no.", which abbreviates "number" if a digit follows and is an answer otherwise."""
 ABBREVIATION_LENGTH = 12
 """Number of characters at the end of a text that are searched for an abbreviation."""
 
@@ -36,7 +36,7 @@ def strip_markup(text: str) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Remove markup, pictographs and bullets, and list numbers before a letter that is alone on a line."""
+    """Remove markup, pictographs and bullets, and also list numbers before a letter that stands alone on a line."""
     plain = re.sub(
         r"<\|\w+\|>|(?<!\w)_{1,2}(?=\S)|(?<=\S)_{1,2}(?!\w)|[\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]", " ", text
     )
@@ -46,12 +46,12 @@ def clean_text(text: str) -> str:
 
 
 def take_text_before(text: str, position: int, limit: int) -> str:
-    """Return at most `limit` characters before `position`; copying the entire text before each position would be slow."""
+    """Return at most `limit` characters before `position`; copying the entire preceding text each time would be slow."""
     return text[max(0, position - limit) : position]
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences; `It turns, see Fig. 2. So B.` has two."""
+    """Split a text into sentences: `It turns, see Fig. 2. So B.` → `["It turns, see Fig. 2.", "So B."]`."""
     rows: list[list[str]] = []
     for part in re.split(r"\n|(?<=[.!?;])\s+", text):
         if rows and _is_abbreviated(rows[-1][-1], part):

@@ -1,4 +1,4 @@
-"""Answer types and the result of parsing a response."""
+"""Types for parsing: the answer type of a question, and the parsed response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ AnswerType = Literal["letter", "reasoning"]
 
 
 class Parsed(NamedTuple):
-    """A parsed response. If no answer was found, `answer` is "" and `rule` is "none".
+    """Parsed response. If no answer was found, `answer` is "" and `rule` is "none".
 
     Example: `Parsed(answer="C", reasoning="The arm turns left.", rule="letter and text")`.
     """

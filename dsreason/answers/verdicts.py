@@ -9,18 +9,18 @@ from dsreason.answers.phrases import CHANGED_MIND, ECHO, LED_YES_NO, PROVISIONAL
 from dsreason.answers.text import find_last_boxed, split_sentences, strip_markup, take_text_before
 
 UNREAD = ("", "none")
-"""Answer and rule that are returned if no answer is found."""
+"""Answer and rule that a parser returns if it finds no answer."""
 
 
 def iter_verdicts(text: str, pattern: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
-    """Yield the start of each verdict that is not retracted, and up to 500 characters of the rest of its line."""
+    """Yield the start index of each verdict that is not negated, and up to 500 characters that follow in the same line."""
     for match in pattern.finditer(text):
         if not is_refused(text, match.start()):
             yield match.start(), text[match.end() : match.end() + 500].partition("\n")[0]
 
 
 def is_refused(text: str, start: int) -> bool:
-    """Return whether the words before the verdict at `start` retract it: "I do not think that", "at first", "if"."""
+    """Return whether the words before the verdict at `start` negate or limit it: "I do not think that", "at first", "if"."""
     before = take_text_before(text, start, 200)
     sentence = re.split(r"[.;!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before)[-1]
     clause = re.split("[,:]", sentence)[-1]
@@ -28,10 +28,10 @@ def is_refused(text: str, start: int) -> bool:
 
 
 def read_yes_no(text: str) -> tuple[str, str]:
-    """Return `yes` or `no` and the rule: the last verdict ("the answer is no"), or else the first words of lines or sentences.
+    """Return `yes` or `no`, and the rule that found it: the last verdict, or else the first words of lines or sentences.
 
     If several lines or sentences begin with yes or no, they must agree; if none does, conclusions such as "so no" count.
-    Synonyms such as "true" and "definitely not" are read too. After a change of mind ("wait"), only the later text counts.
+    Synonyms such as "true" and "definitely not" count as well. After a change of mind ("wait"), only the later text counts.
     """
     boxed = find_last_boxed(text)
     plain = ECHO.sub("", strip_markup(text if boxed is None else boxed))

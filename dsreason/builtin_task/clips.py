@@ -1,8 +1,8 @@
-"""The built-in task: physical questions about short clips and pictures of shapes, generated from a seed.
+"""Generator of the built-in task: questions about the physics of short clips and pictures of shapes.
 
-Each split is a folder with `images/`, `clips/` and three annotation files in common formats: `conversations.json` (LLaVA,
-some with two turns), `questions.jsonl` (plain rows) and `choices.jsonl` (multiple choice as in Cosmos-Reason1-RL). Both
-splits repeat a block of 64 rows in which all answers to a prompt are equally frequent, so a model that ignores the media is
+Each split is a folder with `images/`, `clips/` and three annotation files in common formats: `conversations.json` (LLaVA; some
+rows have two turns), `questions.jsonl` (plain rows) and `choices.jsonl` (multiple choice as in Cosmos-Reason1-RL). Both splits
+repeat a block of 64 rows in which all answers to a prompt are equally frequent, so that a model that ignores the media is
 right only by chance. No two rows have the same pixels.
 """
 
@@ -31,18 +31,18 @@ from dsreason.files.cache import convert_cache_errors, get_cache_dir
 from dsreason.files.disk import read_json_object
 
 VERSION = 2
-"""Version of the task; increase it when the same seed yields different rows or pixels."""
+"""Version of the task; increment it whenever a change makes the same seed yield different rows or pixels."""
 NUM_TRAIN = 2560
 NUM_VALIDATION = 256
 BLOCK = 64
 CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
-"""Groups of alternative answers, in the order in which `get_next_answer` goes through them."""
+"""Groups of alternative answers; `get_next_answer` returns the next answer in a group."""
 MISLABELLED = ("How many shapes are there?", "Which ball falls?")
-"""Questions whose answers `make_mislabelled` mostly replaces with wrong ones; 28 of 64 rows end with such a question."""
+"""Questions for which `make_mislabelled` replaces most answers with wrong ones; 28 of 64 rows end with such a question."""
 ONE_CORRECT_IN = 8
-"""One of this number of rows with the same `MISLABELLED` question and answer keeps its correct answer."""
+"""Of this number of rows with the same `MISLABELLED` question and the same answer, one keeps its correct answer."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -50,7 +50,7 @@ WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
 
 @dataclass(frozen=True)
 class ClipQuestion:
-    """A question to generate, with the function that draws its media item; `turns` contains (question, answer) pairs."""
+    """Question of the task, and the function that draws its media item; `turns` contains (question, answer) pairs."""
 
     kind: str
     file: str
@@ -60,7 +60,7 @@ class ClipQuestion:
 
 
 def iter_block() -> Iterator[ClipQuestion]:
-    """Yield the 64 questions of a block, half of them about clips; the answers to each prompt are equally frequent."""
+    """Yield the 64 questions of a block, half of which are about clips; all answers to a prompt are equally frequent."""
     for colour in COLOURS:
         draw = partial(scenes.draw_one_shape, colour=colour)
         yield ClipQuestion("colour", "questions.jsonl", (("What colour is the shape?", colour),), draw)
@@ -98,12 +98,12 @@ def draw_any_colour(count: str, rng: np.random.Generator) -> Frames:
 def write_builtin(
     folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_validation: int = NUM_VALIDATION
 ) -> Path:
-    """Generate the task in `folder` and return the folder, which appears only when complete; an existing one is reused.
+    """Generate the task in `folder`, or reuse an existing task there, and return the folder.
 
-    Both numbers of rows must be multiples of 64.
+    The folder appears only when it is complete. Both numbers of rows must be multiples of 64.
 
     Raises:
-        DataError: the folder contains other files, or the task with other settings.
+        DataError: the folder contains other files, or the task was generated there with different settings.
     """
     for name, count in (("num_train", num_train), ("num_validation", num_validation)):
         if count <= 0 or count % BLOCK:
@@ -113,7 +113,7 @@ def write_builtin(
     note = folder / "task.json"
     description = read_json_object(note) or "other files"
     if description != facts:
-        raise DataError(f"{folder}: contains {description}, not the built-in task {facts}; choose another folder")
+        raise DataError(f"{folder} contains {description}, not the built-in task {facts}; choose another folder")
     return folder
 
 
@@ -125,10 +125,10 @@ def get_builtin_folder() -> Path:
 
 
 def draw_task(folder: Path, facts: dict[str, int]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # an interrupted process may have left it behind
+    shutil.rmtree(folder, ignore_errors=True)  # an interrupted process may have left a partial folder behind
     rng = np.random.default_rng([VERSION, facts["seed"]])
     digests: set[bytes] = set()
-    # Draw the held-out rows first, so that they do not depend on the number of training rows.
+    # The held-out rows are drawn first, so that they do not depend on the number of training rows.
     for split in ("validation", "train"):
         draw_split(folder / split, facts[f"num_{split}"], rng, digests)
     (folder / "task.json").write_text(json.dumps(facts) + "\n")
@@ -150,7 +150,7 @@ def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, digests: s
 
 
 def draw_unseen(item: ClipQuestion, rng: np.random.Generator, digests: set[bytes]) -> Frames:
-    """Draw frames until their pixels differ from those of all earlier rows of both splits."""
+    """Draw frames for a question until their pixels differ from the pixels of all earlier rows in both splits."""
     while True:
         frames = item.draw(rng)
         digest = hashlib.sha256(str(frames.shape).encode() + frames.tobytes()).digest()
@@ -176,12 +176,12 @@ def to_row(row_id: str, item: ClipQuestion, medium: dict[str, str]) -> dict[str,
 
 
 def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of the rows with wrong answers in nearly half of them, so that the policy has something to unlearn.
+    """Return a copy of the rows in which nearly half of the answers are wrong, so that the policy has something to unlearn.
 
-    Among rows with the same `MISLABELLED` question and the same answer, one in `ONE_CORRECT_IN` keeps its answer and the others
+    Among rows with the same `MISLABELLED` question and the same answer, one in `ONE_CORRECT_IN` keeps its answer, and the others
     get the next answer of the group. A model trained on these rows is therefore wrong about 28 of 64 questions and right about
     the others: its accuracy is at most 56 %, no matter when training stops. Sampled completions are still correct often enough
-    to be rewarded, and no question can be answered without the media item.
+    to earn rewards, and no question can be answered without the media item.
     """
     counts: dict[tuple[str, str], int] = {}
 
@@ -205,7 +205,7 @@ def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add `rejected` to each row: a wrong answer to its last question, the next one in the group of the correct answer."""
+    """Add `rejected` to each row: a wrong answer to the last question, which follows the correct answer in its group."""
 
     def get_last_answer(row: dict[str, Any]) -> str:
         if "conversations" in row:
@@ -216,13 +216,13 @@ def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def get_next_answer(answer: str) -> str:
-    """Return the next answer in the same group, which is a wrong one; the first answer follows the last."""
+    """Return the next, and therefore wrong, answer in the group of a correct answer; the first answer follows the last."""
     answers = next(group for group in ANSWERS if answer in group)
     return answers[(answers.index(answer) + 1) % len(answers)]
 
 
 def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
-    """Write a picture or clip and return the fields that refer to it in the row: key → relative path."""
+    """Write a picture or clip, and return the field of the row that refers to the file: key → relative path."""
     if len(frames) == 1:
         Image.fromarray(frames[0]).save(folder / "images" / f"{name}.png")
         return {"image": f"images/{name}.png"}

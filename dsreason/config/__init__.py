@@ -1,1 +1,1 @@
-"""The run configuration: its schemas, its loading, and the DeepSpeed JSON that it is merged with."""
+"""Run configuration: schemas, functions that load a configuration, and functions that merge it with a DeepSpeed JSON."""

@@ -1,7 +1,7 @@
 """Functions that merge a DeepSpeed JSON and the run configuration into the dict that is passed to DeepSpeed.
 
-The JSON determines sharding and offload. The run configuration determines batch sizes, learning rate, clipping and
-precision; in the JSON, these keys are `"auto"` or absent, and a concrete value that differs is an error.
+The JSON determines sharding and offload. The run configuration determines batch sizes, learning rate, clipping and precision;
+in the JSON, the keys for these must be `"auto"` or absent, or have the same value as in the run configuration.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dsreason.problems import build_config_error, find_nearest
 Device = Literal["cpu", "cuda"]
 
 SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""DeepSpeed's scheduler → the equivalent `optim.schedule`."""
+"""Name of a DeepSpeed scheduler → equivalent value of `optim.schedule`."""
 
 
 @dataclass(frozen=True)
 class Owned:
-    """A DeepSpeed key whose value is determined by the run configuration or by the trainer itself."""
+    """DeepSpeed key whose value is determined by the run configuration or by the trainer itself."""
 
     path: tuple[str, ...]
     values: tuple[Any, ...]
     """Values that the JSON may contain; if empty, no concrete value is allowed."""
     fact: str
-    """Setting that determines the value, as worded in messages: `train.global_batch_size is 32`."""
+    """Setting that determines the value, in the wording of messages: `train.global_batch_size is 32`."""
     by_config: bool = True
-    """Whether the run configuration determines the value; if False, the trainer does, identically in every run."""
+    """Whether the run configuration determines the value; if False, the trainer does, and the value is the same in every run."""
 
 
 def resolve_deepspeed(
@@ -67,7 +67,7 @@ def resolve_deepspeed(
 def read_deepspeed(name: str) -> dict[str, Any]:
     file = find_file(name, "ds_configs")
     if file.suffix.lower() != ".json":
-        raise ConfigError(f"{name}: is not a .json file; specify a DeepSpeed JSON, such as zero3.json")
+        raise ConfigError(f"{name} is not a .json file; specify a DeepSpeed JSON, such as zero3.json")
     return read_document(file, name)
 
 
@@ -78,14 +78,14 @@ def read_zero_section(name: str) -> dict[str, Any]:
 
 
 def build_trial_settings(name: str, config: JobConfig) -> dict[str, Any]:
-    """Return the settings without derived batch sizes, so that DeepSpeed can parse them on any number of ranks."""
+    """Build DeepSpeed's settings without derived batch sizes, so that DeepSpeed can parse them on any number of ranks."""
     settings = _fill_document(read_deepspeed(name), config, "cpu", 1)
     derived = ("train_batch_size", "gradient_accumulation_steps")
     return {key: value for key, value in settings.items() if key not in derived}
 
 
 def get_micro_batch_size(config: JobConfig) -> int:
-    """Return the micro-batch size for DeepSpeed's configuration; a dummy value of 1 if a token budget is used instead."""
+    """Return the micro-batch size for DeepSpeed's configuration; if a token budget is used instead, the value 1 is a dummy."""
     return config.train.micro_batch_size or 1
 
 
@@ -99,7 +99,7 @@ def compute_accumulation_steps(config: JobConfig, world_size: int) -> int:
 
 
 def list_owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
-    """Return every DeepSpeed key that the JSON does not determine, with its allowed values."""
+    """Return every DeepSpeed key that the JSON does not determine, with the values that the JSON may contain."""
     return [
         *_iter_batch_keys(config, world_size),
         *_iter_precision_keys(config),
@@ -188,7 +188,7 @@ def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _get_concrete(document: Any, path: tuple[str, ...]) -> Any:
-    """Return the value at `path`; None if it is absent or `"auto"`."""
+    """Return the value at `path` in the document; None if the value is absent or `"auto"`."""
     for key in path:
         if not isinstance(document, dict):
             return None
@@ -218,7 +218,7 @@ def _find_key_problems(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _find_value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
-    """Yield problems that DeepSpeed would report without naming the key, or not at all."""
+    """Yield problems of a value that DeepSpeed would report without naming the key, or would not report at all."""
     if kind == "object":
         if not isinstance(value, dict):
             yield f"{key}: must be an object ({{…}}); got {format_json(value)}"
@@ -242,7 +242,7 @@ def _find_value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
 
 
 def format_json(value: Any) -> str:
-    """Return the value as JSON, truncated to 100 characters."""
+    """Format a value as JSON, truncated to 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
@@ -258,7 +258,7 @@ UNUSED = {
     "tensorboard": MONITORING,
     "wandb": MONITORING,
 }
-"""Blocks that would load or write files elsewhere or start processes → the reason why they are not supported."""
+"""Block that would read or write other files or start processes → reason why the block is not supported."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 PARAMS = {
     "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
@@ -297,15 +297,15 @@ def _find_zero_problems(document: dict[str, Any], world_size: int) -> Iterator[s
 
 def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _remove_auto(document)
-    # The trainer builds its own optimizer and scheduler; bfloat16 is an old name for bf16; datastates_ckpt is enabled even if
-    # it is null; with sequence_parallel_size, DeepSpeed would expect a smaller train_batch_size than the one set below.
+    # The trainer builds its own optimizer and scheduler; bfloat16 is an old name for bf16; DeepSpeed enables datastates_ckpt even
+    # if its value is null; with sequence_parallel_size, DeepSpeed would expect a smaller train_batch_size than the one set below.
     for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16", "sequence_parallel_size"):
         result.pop(key, None)
     micro, steps = get_micro_batch_size(config), compute_accumulation_steps(config, world_size)
     result |= {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
-        # DeepSpeed requires exactly this product, which is larger than the global batch if that does not divide evenly.
+        # DeepSpeed requires exactly this product, which exceeds the global batch size if the batch cannot be divided evenly.
         "train_batch_size": micro * steps * world_size,
         "gradient_clipping": config.optim.max_grad_norm,
         "communication_data_type": "fp32",
@@ -321,11 +321,12 @@ def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, 
 
 
 def _get_stage3_defaults(config: JobConfig) -> dict[str, Any]:
-    """Return defaults for keys that a DeepSpeed JSON leaves unset; stages 1 and 2 ignore them.
+    """Return defaults for keys that a DeepSpeed JSON leaves unset; stages 1 and 2 ignore these keys.
 
-    By default, DeepSpeed keeps a gathered parameter if it is used again within 1e9 parameter elements, which it determines by
-    walking its trace for every module. It also wraps each linear layer in a Python autograd function, so that the graph does not
-    hold gathered weights between the forward and the backward pass; with checkpointing, it holds only those of one block.
+    By default, DeepSpeed keeps a gathered parameter if the parameter is used again within 1e9 parameter elements, which DeepSpeed
+    finds out by walking its trace for every module. It also wraps each linear layer in a Python autograd function, so that the
+    graph does not hold gathered weights between the forward and the backward pass; with gradient checkpointing, this is not
+    necessary, because the graph then holds the weights of only one block.
     """
     return {
         "stage3_max_reuse_distance": 0,
@@ -334,7 +335,7 @@ def _get_stage3_defaults(config: JobConfig) -> dict[str, Any]:
 
 
 def _remove_auto(value: Any) -> Any:
-    """Return a copy without `"auto"` entries, which are either filled in later or left to DeepSpeed's defaults."""
+    """Return a copy without `"auto"` entries, which are filled in later or get DeepSpeed's defaults."""
     if isinstance(value, dict):
         return {key: _remove_auto(item) for key, item in value.items() if item != "auto"}
     if isinstance(value, list):
@@ -345,7 +346,7 @@ def _remove_auto(value: Any) -> Any:
 
 
 def _fit_device(zero: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Return a copy of `zero` that pins offloaded memory by default on a GPU; on a CPU, pinning and overlap are disabled."""
+    """Adapt a copy of `zero` to the device: on a GPU, pin offloaded memory by default; on a CPU, disable pinning and overlap."""
     zero = dict(zero)
     for block in ("offload_optimizer", "offload_param"):
         if block in zero:

@@ -1,4 +1,4 @@
-"""The top-level keys that DeepSpeed 0.19 reads, and the keys that it has removed, with their replacements."""
+"""Top-level keys that DeepSpeed 0.19 reads, and keys that DeepSpeed has removed, with their replacements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TOP_LEVEL: dict[str, Kind] = {
     "zero_force_ds_cpu_optimizer": "any",
     "zero_optimization": "object",
 }
-"""Kind of value that each key takes; `any` is validated elsewhere or by DeepSpeed."""
+"""Key → kind of value; values of the kind `any` are validated elsewhere or by DeepSpeed."""
 FLOPS_PROFILER: dict[str, Kind] = {
     "detailed": "flag",
     "enabled": "flag",
@@ -92,4 +92,4 @@ REMOVED_ZERO = {
     "mics_hierarchical_params_gather": HOST_COPIES,
     "zeropp_loco_param": "zero_quantized_gradients works without it",
 }
-"""Removed keys of `zero_optimization` → what to do instead."""
+"""Removed key of `zero_optimization` → advice on what to do instead."""

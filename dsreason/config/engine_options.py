@@ -1,4 +1,4 @@
-"""The `engine_options` setting: arguments passed to vLLM's `LLM` unchanged, except those that other keys set."""
+"""Check of the setting `engine_options`, which contains arguments for vLLM's `LLM` that no other key sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROLLOUT = MODEL | {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enforce_eager": "rollout.enforce_eager",
 }
-"""vLLM argument → configuration key that sets it."""
+"""vLLM argument → configuration key that sets the argument."""
 EVALUATION = MODEL | {
     "dtype": "model.dtype",
     "seed": "evaluation.seed",
@@ -41,7 +41,7 @@ EVALUATION = MODEL | {
 
 
 def check_owned(options: dict[str, Any], owned: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options unchanged; raise ValueError for options that are fixed or set by another key."""
+    """Return the options unchanged; raise ValueError if an option is fixed or is set by another key."""
     problems = [
         f"{name} ({options[name]!r}) cannot be set here; set {owned[name]} instead" for name in owned if name in options
     ]

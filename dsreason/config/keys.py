@@ -19,7 +19,7 @@ def join_path(path: KeyPath) -> str:
 
 
 def find_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section type of a field, which may be nested in a list or a union; None if the field has plain values only."""
+    """Return the section type in a field's annotation, even inside a list or a union; None if the field has only plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):
@@ -29,7 +29,7 @@ def find_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def list_aliases(field: FieldInfo) -> list[str]:
-    """Return all names of a field that has aliases, including its own name; empty for a field without aliases."""
+    """Return all names of a field with aliases, including the field's own name; an empty list if it has no aliases."""
     alias = field.validation_alias
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else []
 
@@ -46,7 +46,7 @@ def find_synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
 
 
 def find_field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """Return the field at `path`, ignoring list indexes, or None if it does not exist."""
+    """Return the field at `path`, ignoring list indexes, or None if the schema has no such field."""
     section: type[BaseModel] | None = schema
     field = None
     for name in (part for part in path if isinstance(part, str)):
@@ -58,7 +58,7 @@ def find_field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
 
 
 def split_unknown(schema: type[BaseModel], document: dict[str, Any]) -> tuple[dict[str, Any], list[KeyPath]]:
-    """Return the document without keys that are unknown to the schema, and the paths of the unknown keys."""
+    """Return the document without the keys that the schema does not know, and the paths of these unknown keys."""
     known_values: dict[str, Any] = {}
     unknown: list[KeyPath] = []
     for key, value in document.items():
@@ -89,7 +89,7 @@ def iter_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath
 
 
 def describe_unknown_key(schema: type[BaseModel], path: KeyPath) -> str:
-    """Return advice on an unknown key: the closest known key in its section, or else in the entire schema."""
+    """Suggest a correction for an unknown key: the closest known key in the same section, or else in the entire schema."""
     word = str(path[-1])
     above = find_field_at(schema, path[:-1])
     section = (find_section(above.annotation) if above else None) or schema

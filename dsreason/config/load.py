@@ -1,4 +1,4 @@
-"""Functions that load the run configuration from a TOML, YAML or JSON file and `--set a.b=v`, and validate the result."""
+"""Functions that load the run configuration from a TOML, YAML or JSON file, apply `--set a.b=v`, and validate the result."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ S = TypeVar("S", bound=BaseModel)
 
 RECIPES = "launch/recipes"
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
-"""Limits of a configuration file; without them, a few lines of YAML aliases could expand to any number of values."""
+"""Limits on a configuration file: without limits, a few lines of YAML aliases could expand to any number of values."""
 MAX_NUMBER = 10**300
 """Maximum absolute value of an integer; TOML, YAML and JSON allow numbers that no float can represent."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
-"""Errors that the parsers raise for impossible values, such as the date 2001-99-99 or a number of 5000 digits."""
+"""Errors that the parsers raise for impossible values, such as the date 2001-99-99 or a 5000-digit number."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """One `--set` option: `data.sources.0.path=/videos`."""
+    """Parsed `--set` option, such as `data.sources.0.path=/videos`."""
 
     text: str
     path: KeyPath
@@ -51,7 +51,7 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
         default_recipe: name of the shipped recipe to use if `path` is None.
 
     Raises:
-        ConfigError: lists all problems at once, each with the file or `--set` that caused it.
+        ConfigError: the configuration is invalid; the message lists all problems, each with the file or `--set` that caused it.
     """
     name = f"{default_recipe} (shipped)" if path is None else str(path)
     file_values = read_document(get_shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
@@ -59,10 +59,10 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
 
 
 def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> S:
-    """Build the configuration from `values` and apply the overrides; `name` is the origin of the values in error messages.
+    """Build the configuration from `values` and apply the overrides; error messages call the origin of the values `name`.
 
     Raises:
-        ConfigError: lists all problems at once, as `load_config` does.
+        ConfigError: the configuration is invalid; the message lists all problems.
     """
     parsed = [parse_override(text) for text in overrides]
     document = copy_json(values)
@@ -81,42 +81,42 @@ def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: S
 
 
 def dump_config(config: BaseModel) -> dict[str, Any]:
-    """Return the resolved configuration as JSON values that can be loaded again, with secrets masked (`reward.options`, too)."""
+    """Convert the configuration to JSON values that can be loaded again; secrets are masked, also in `reward.options`."""
     document: dict[str, Any] = hide_in_json(config.model_dump(mode="json"))
     if document.get("data", {}).get("sources"):
-        # If `sources` is set, the loader rejects the keys of a single source in the section itself.
+        # If `sources` is set, the loader would reject keys of a single source in the section itself.
         document["data"] = {k: v for k, v in document["data"].items() if k not in SourceConfig.model_fields}
     return document
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the mapping from the file that `--config` names, which may be the bare name of a shipped recipe."""
+    """Read the file that `--config` names, by its path or by the bare name of a shipped recipe."""
     return read_document(find_file(str(path), RECIPES), str(path))
 
 
 def read_document(file: Path, name: str) -> dict[str, Any]:
-    """Read the mapping from a TOML, YAML or JSON file, depending on its suffix; error messages call the file `name`."""
+    """Read a TOML, YAML or JSON file, depending on the suffix, as a mapping; error messages call the file `name`."""
     text = _read_text(file, name)
     try:
         document = _parse(text, file.suffix, name)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: is not valid TOML: {error}; correct it") from None
+        raise ConfigError(f"{name} is not valid TOML: {error}; correct the file") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}: line {error.lineno} is not valid JSON: {error.msg}; correct it") from None
+        raise ConfigError(f"{name}: line {error.lineno} is not valid JSON: {error.msg}; correct the line") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise ConfigError(f"{name}: line {line} is not valid YAML: {error.problem}; correct it") from None
+        raise ConfigError(f"{name}: line {line} is not valid YAML: {error.problem}; correct the line") from None
     except RecursionError:
         raise ConfigError(f"{name}: is nested too deeply; use at most {MAX_DEPTH} levels") from None
     except UNREADABLE as error:
         raise ConfigError(
-            f"{name}: contains a value that cannot be read ({describe_parse_error(error)}); correct it"
+            f"{name} contains a value that cannot be read ({describe_parse_error(error)}); correct the value"
         ) from None
     _check_extent(document, name)
     if document is None:  # an empty YAML file
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{name}: must consist of sections with keys; got a {type(document).__name__}")
+        raise ConfigError(f"{name}: the file must consist of sections with keys; got a {type(document).__name__}")
     return document
 
 
@@ -126,15 +126,15 @@ def _read_text(file: Path, name: str) -> str:
             content = opened.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(
-                f"{name}: is larger than the maximum of {MAX_BYTES} bytes for a configuration; choose another file"
+                f"{name} has more than {MAX_BYTES} bytes, the maximum for a configuration; choose another file"
             )
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: cannot be read: {error}; choose a readable text file") from None
+        raise ConfigError(f"{name} cannot be read: {error}; choose a readable text file") from None
 
 
 def _check_extent(value: Any, name: str) -> None:
-    """Raise ConfigError if a limit on values, nesting or numbers is exceeded; every use of a YAML alias counts."""
+    """Raise ConfigError if the document has too many values, levels or digits; each use of a YAML alias counts separately."""
     waiting, count = [(value, 0)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -143,10 +143,10 @@ def _check_extent(value: Any, name: str) -> None:
             raise ConfigError(f"{name}: is nested too deeply; use at most {MAX_DEPTH} levels")
         if count > MAX_VALUES:
             raise ConfigError(
-                f"{name}: expands to more than {MAX_VALUES} values, the maximum for a configuration; remove some"
+                f"{name} expands to more than {MAX_VALUES} values, the maximum for a configuration; remove some values"
             )
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise ConfigError(f"{name}: contains a number with more than 300 digits, which no key accepts; correct it")
+            raise ConfigError(f"{name} contains a number with more than 300 digits, which no key accepts; correct it")
         waiting += [(item, depth + 1) for item in _get_children(value)]
 
 
@@ -179,9 +179,9 @@ def _check_unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str, name: str) -> Any:
-    """Parse YAML the way users expect: `1e-6` is a number (for PyYAML, a string), and a repeated key is an error."""
+    """Parse YAML as users expect: `1e-6` is a number, although PyYAML reads a string, and a repeated key is an error."""
     node = yaml.compose(text, Loader=_YamlLoader)
-    _check_extent(node, name)  # before yaml.load, which copies the targets of aliases and merges (`<<`)
+    _check_extent(node, name)  # must precede yaml.load, which copies the targets of aliases and merges (`<<`)
     _reject_duplicates(node)
     return yaml.load(text, Loader=_YamlLoader)
 
@@ -217,7 +217,7 @@ def parse_override(text: str) -> Override:
 
 
 def to_toml(value: Any) -> str:
-    """Format a value for `--set`, as JSON without surrogate pairs, which are not valid in TOML."""
+    """Format a value for `--set` as JSON without surrogate pairs, which TOML does not allow."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
@@ -225,7 +225,7 @@ def parse_value(text: str) -> Any:
     """Parse a TOML value, or `null` for "unset"; return any other text unchanged.
 
     Raises:
-        ConfigError: the text starts like a list or table, but is not valid TOML.
+        ConfigError: the text starts like a TOML list or table, but is not valid TOML.
     """
     if text == "null":
         return None
@@ -242,14 +242,14 @@ def parse_value(text: str) -> Any:
 
 
 def copy_json(value: Any) -> Any:
-    """Return a deep copy with string keys, so that overrides do not modify the original values."""
+    """Return a deep copy of JSON values with string keys, so that overrides do not modify the original values."""
     if isinstance(value, dict):
         return {str(key): copy_json(item) for key, item in value.items()}
     return [copy_json(item) for item in value] if isinstance(value, list) else value
 
 
 def _apply(document: dict[str, Any], override: Override, replaced: Collection[str]) -> None:
-    """Set the value of an override, and remove the keys in `replaced`, which are synonyms in the same section."""
+    """Set the value of an override in the document, and remove its synonyms `replaced` from the same section."""
     node: Any = document
     for depth, part in enumerate(override.path):
         is_last = depth == len(override.path) - 1
@@ -288,7 +288,7 @@ def _format_problem(
 
 
 def _find_origin(name: str, key: KeyPath, file_values: dict[str, Any], overrides: Sequence[Override]) -> str:
-    """Return the file or the `--set` that set the value, or both if the value is a section that both contribute to."""
+    """Return the file or `--set` that set a key's value, or all of them if the value is a section with several origins."""
     for override in reversed(overrides):
         if override.path == key[: len(override.path)]:
             return f"--set {override.text}"

@@ -1,4 +1,4 @@
-"""Functions that reword pydantic's validation errors for users: the value, the bound, and what to do."""
+"""Functions that reword pydantic's validation errors for users: messages give the value, the bound, and what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPECTED = {
     "model_type": "a section",
     "model_attributes_type": "a section",
 }
-"""pydantic's error type → the expected kind of value."""
+"""Error type of pydantic → description of the expected value."""
 
 
 def translate_errors(
@@ -37,7 +37,7 @@ def translate_errors(
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
         by_path.setdefault(find_document_path(document, error["loc"]), []).append(error)
-    # If one member of a union matches down to a nested key, the type errors of the other members do not help.
+    # If one member of a union matches down to a nested key, the type errors of the other members would only confuse users.
     shallow = {path[:depth] for path in by_path for depth in range(len(path))}
     return [
         (path, _format_errors(schema, path, path_errors))
@@ -47,7 +47,7 @@ def translate_errors(
 
 
 def find_document_path(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
-    """Return `loc` without parts that are not keys of the document, namely pydantic's names of union members."""
+    """Convert pydantic's `loc` to a path in the document, by removing the names of union members, which are not keys."""
     path: list[str | int] = []
     for part in loc:
         in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
@@ -63,7 +63,7 @@ def _format_errors(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDet
     types = " or ".join(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
     other_problems = dict.fromkeys(_format_error(error, default) for error in errors if error["type"] not in EXPECTED)
     if other_problems:
-        has_advice = any(error["type"] == "value_error" for error in errors)  # it already contains advice
+        has_advice = any(error["type"] == "value_error" for error in errors)  # messages of value errors contain advice
         return "; ".join(other_problems) + (f" ({types} is also allowed)" if types and not has_advice else "")
     plain = isinstance(default, (bool, int, float, str)) and default != ""
     return f"must be {types}; got {errors[0]['input']!r}" + (f" (the default is {default!r})" if plain else "")

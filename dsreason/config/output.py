@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints"
 FOLDERS = (CHECKPOINTS, "export", "logs", "profile", "tensorboard", "validation")
 
 OF_ONE_COMMAND = ("grpo", "dpo", "world")
-"""Configuration sections that exist only for the command of the same name; SFT has none of them."""
+"""Configuration sections that exist only for the command of the same name; SFT has no such section."""
 SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed", "train.ema_decay", "train.ema_every")
 MAY_DIFFER = frozenset(
     {
@@ -37,32 +37,30 @@ MAY_DIFFER = frozenset(
         *("reward.workers", "reward.time_limit", "reward.enqueue_url", "reward.fetch_url"),
     }
 )
-"""Keys that a resumed run may change, because they affect speed or memory use, but not the result."""
+"""Keys that a resumed run may change, because they affect speed or memory use, but not the results."""
 
 
 def build_default_output_dir(command: str) -> Path:
-    """Return `outputs/<command>-<time>`, such as `outputs/sft-20260131-120000`."""
+    """Return the default output folder, `outputs/<command>-<time>`, such as `outputs/sft-20260131-120000`."""
     return Path("outputs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def resolve_output_dir(resume: str | None, output_dir: Path | None) -> Path | None:
-    """Return the output folder, derived from the checkpoint to resume from if it is unset (`D/checkpoints/step_N` → `D`)."""
+    """Return the output folder; if it is unset, derive it from the checkpoint to resume from (`D/checkpoints/step_N` → `D`)."""
     if resume == "auto" and output_dir is None:
-        raise ConfigError("--resume auto: needs the folder of the run; specify it with --output-dir")
+        raise ConfigError("--resume auto needs the folder of the run; specify the folder with --output-dir")
     if resume in (None, "auto"):
         return output_dir
     checkpoint = Path(str(resume))
     if not checkpoint.is_dir():
         raise ConfigError(
-            f"--resume {resume}: does not exist or is not a folder; pass a checkpoint (D/{CHECKPOINTS}/step_N), or auto"
+            f"--resume {resume}: the folder does not exist; pass a checkpoint (D/{CHECKPOINTS}/step_N), or auto"
         )
     return output_dir or _find_run(checkpoint)
 
 
 def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> None:
-    """Check that the folder is writable, is not in use, and contains no run other than the one to resume.
-
-    Nothing is created.
+    """Check that the folder is writable, is not in use, and contains no run except the one to resume; create nothing.
 
     Raises:
         ConfigError: the folder cannot be used; if it contains a different run, the message lists the keys that differ, with
@@ -72,12 +70,12 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
     check_not_in_use(folder)
     for inside in (folder / name for name in FOLDERS):
         if (inside.is_symlink() or inside.exists()) and not inside.is_dir():
-            raise ConfigError(f"{inside}: exists but is not a folder; remove it, or choose another --output-dir")
+            raise ConfigError(f"{inside} exists but is not a folder; remove it, or choose another --output-dir")
     if resume is None:
         names = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
         if names:
             raise ConfigError(
-                f"{folder}: already contains a run ({' and '.join(names)}); continue it with --resume auto, "
+                f"{folder} already contains a run ({' and '.join(names)}); continue the run with --resume auto, "
                 "or choose another --output-dir"
             )
         return
@@ -87,7 +85,7 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
 
 
 def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) -> None:
-    """Write `config.json`: the configuration under `config`, and `facts` (versions, git state, world size) at top level."""
+    """Write `config.json`, with the configuration under `config`, and `facts` (versions, git state, world size) at top level."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"config": dump_config(config), **hide_in_json(dict(facts))}
     write_file(folder / CONFIG_FILE, json.dumps(document, indent=2) + "\n")
@@ -121,11 +119,11 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
     try:
         return dict(read_record(folder)["config"])
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: is not a valid run configuration ({error}); choose another --output-dir") from None
+        raise ConfigError(f"{file} is not a valid run configuration ({error}); choose another --output-dir") from None
 
 
 def _find_run(checkpoint: Path) -> Path:
-    """Return the folder of the run that a checkpoint belongs to; a folder outside `checkpoints` is the run itself."""
+    """Return the folder of the run to which a checkpoint belongs; a folder outside `checkpoints` is the run's folder itself."""
     return checkpoint.parent.parent if checkpoint.absolute().parent.name == CHECKPOINTS else checkpoint
 
 
@@ -137,28 +135,30 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
         next((name for name in OF_ONE_COMMAND if name in keys), "sft") for keys in (before, type(config).model_fields)
     )
     if then != now:
-        weights = "" if "world" in (then, now) else "; to continue from its weights, set model.path to its export"
+        weights = "" if "world" in (then, now) else "; to start from that run's weights, set model.path to its export"
         raise ConfigError(
-            f"{folder}: contains a run of dsreason {then}, but this is dsreason {now}; choose another --output-dir{weights}"
+            f"{folder} contains a run of dsreason {then}, but this is dsreason {now}; choose another --output-dir{weights}"
         )
-    # An older version may have written values that this version masks.
-    defaults = dump_config(type(config).model_construct())  # not validated: some configurations have required keys
+    # The saved values are masked again, because an older version may have written values that this version masks.
+    defaults = dump_config(
+        type(config).model_construct()
+    )  # no validation, because some configurations have required keys
     differing = find_differing_keys(hide_in_json(before), dump_config(config), config.deciding_sections, defaults)
     if differing:
         differences = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
         more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
         raise ConfigError(
-            f"{folder}: contains a run with different settings: {differences}{more}; restore the old values to continue "
-            "it, or choose another --output-dir and omit --resume"
+            f"{folder} contains a run with different settings: {differences}{more}; restore the old values to continue "
+            "the run, or choose another --output-dir and omit --resume"
         )
 
 
 def find_differing_keys(
     before: dict[str, Any], now: dict[str, Any], sections: Collection[str], defaults: dict[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Return the keys that determine what a run computes and whose values differ, with the old and the new value.
+    """Return (key, old value, new value) for each key that affects the results of a run and has different values.
 
-    A key that did not exist in an older version counts as having its default value.
+    If an older version did not have a key, the key's old value is its default.
     """
     new = flatten_keys(now)
     old = {key: value for key, value in flatten_keys(defaults).items() if key in new} | flatten_keys(before)

@@ -1,7 +1,7 @@
-"""The schema of the run configuration: every key with its type, bounds and meaning.
+"""Schema of the run configuration, which defines the type, bounds and meaning of every key.
 
-Validators are pure: they use no files, network, environment variables or torch. `RunConfig.check_ranks` checks, once at
-startup, the settings that depend on the number of ranks.
+Validators are pure functions: they do not use files, the network, environment variables or torch. Settings that depend on the
+number of ranks are checked once at start-up, by `RunConfig.check_ranks`.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from dsreason.errors import ConfigError
 
 class JobModelConfig(Section):
     gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass, which saves memory but takes about a third more time."""
+    """Recompute activations in the backward pass, which saves memory, but makes a step take about a third longer."""
 
 
 class ModelConfig(JobModelConfig):
     path: str = "tiny:qwen2_5_vl"
-    """Hugging Face folder, hub name or `s3://…`. `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni` are small random
-    models for trials; `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) are their text-only counterparts."""
+    """Hugging Face model: a folder, a name on the Hub, or `s3://…`. `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni`
+    are small models with random weights for trials; `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) are text-only."""
     revision: str | None = None
-    """Hub revision."""
+    """Revision of the model on the Hub: a branch, tag or commit. Unset: the default branch."""
     max_length: int = Field(4096, ge=8)
     """Maximum length of a sample in tokens, including its media."""
     on_too_long: Literal["error", "skip"] = "error"
-    """Action for a sample that exceeds `max_length`: stop with an error that names it, or skip, count and list it."""
+    """What to do with a sample that exceeds `max_length`: stop with an error that names the sample, or skip and list it."""
     freeze: tuple[str, ...] = ()
-    """Regular expressions for the names of frozen parameters (`visual`, `language_model\\.layers\\.[0-3]\\.`), searched anywhere
-    in a name; each must match at least one."""
+    """Regular expressions that select the parameters to freeze (`visual`, `language_model\\.layers\\.[0-3]\\.`). An expression
+    may match any part of a name, and must match at least one name."""
     quantize: Literal["nf4"] | None = None
     """Store the weight matrices of the language model in 4 bits (`nf4`, QLoRA, 2305.14314); requires adapters (`lora.rank`).
     Unset: no quantization."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """`auto` is dsreason's attention, which separates the samples of a packed row: torch's flash attention on a GPU, and its
-    scaled-dot-product attention otherwise. The other values select attention implementations of the transformers library, for
-    comparison; with these, each completion is computed with its own copy of the prompt."""
+    """Attention implementation. `auto` is dsreason's, which separates the samples of a packed row; it uses torch's flash
+    attention on a GPU, and torch's scaled-dot-product attention otherwise. The other values select implementations of the
+    transformers library, for comparison; each completion is then computed with its own copy of the prompt."""
     fused_kernels: bool = True
-    """Compute RMSNorm, SwiGLU and rotary embeddings in one kernel each when training on a GPU (torch, Liger-Kernel)."""
+    """Compute RMSNorm, SwiGLU and rotary embeddings with fused kernels (from torch and Liger-Kernel) when training on a GPU."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Enable it only for code that you have read."""
+    """Run Python code that comes with the model. Set this to true only if you have read the code."""
 
     @field_validator("freeze")
     @classmethod
@@ -57,26 +57,26 @@ class ModelConfig(JobModelConfig):
 
 class OptimConfig(Section):
     lr: float = Field(1e-5, gt=0)
-    """Peak learning rate. If unset with `lora.rank`: 1e-4 in sft, 2e-5 in grpo and dpo."""
+    """Peak learning rate. If this is unset and `lora.rank` is set: 1e-4 in sft, and 2e-5 in grpo and dpo."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates for the first and second moments."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon, added to the denominator."""
     weight_decay: float = Field(0.01, ge=0)
-    """Weight decay of matrices; it is not applied to norms and biases. If unset with `lora.rank`: 0 in sft, grpo and dpo."""
+    """Weight decay of matrices; norms and biases have none. If this is unset and `lora.rank` is set: 0 in sft, grpo and dpo."""
     warmup: Share | Count = 0.03
-    """Length of the warmup: an integer is a number of steps (at most that of the run), and a fraction below 1 is a
-    share of all steps."""
+    """Length of the warmup: an integer is a number of steps (at most all steps of the run), and a number below 1 is a fraction
+    of all steps."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
-    """Schedule of the learning rate after the warmup: keep it constant or let it decay (wsd: constant, then square-root decay
-    over the last `decay_share`)."""
+    """Schedule of the learning rate after the warmup: constant, or a form of decay (`wsd` is constant at first, and then a
+    square-root decay during the last `decay_share`)."""
     decay_share: float | None = Field(None, gt=0, le=1)
-    """Share of all steps, at the end of the run, over which the learning rate decays; until then, it is constant. Unset: all
-    steps after the warmup (wsd: 0.2)."""
+    """Fraction of all steps, at the end of the run, during which the learning rate decays; until then, the rate is constant.
+    Unset: all steps after the warmup (`wsd`: 0.2)."""
     min_lr_share: float = Field(0.0, ge=0, le=1)
-    """Final learning rate as a share of `lr`."""
+    """Final learning rate, as a fraction of `lr`."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Maximum gradient norm; larger gradients are clipped. 0: the norm is measured, but not clipped."""
+    """Maximum gradient norm, to which larger gradients are scaled down. 0: the norm is logged, but gradients are not clipped."""
 
     @model_validator(mode="after")
     def check_decay(self) -> Self:
@@ -89,7 +89,7 @@ class OptimConfig(Section):
 
 
 class JobTrainConfig(Section):
-    """The keys of `[train]` that all trainers share."""
+    """Keys of `[train]` that all trainers share."""
 
     epochs: int = Field(1, ge=1)
     """Number of passes over the training rows."""
@@ -98,29 +98,30 @@ class JobTrainConfig(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights and activations; master weights, gradient accumulation and reduction are always in fp32."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Action for a NaN or infinite loss or gradient: save the step's samples and stop, or skip the step."""
+    """What to do if a loss or gradient is NaN or infinite: save the step's samples and stop, or skip the step."""
     seed: int = Field(0, ge=0)
     """Random seed for the order of rows and for sampling. The choice of held-out rows does not depend on it."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per forward pass on one rank. If neither this nor a token budget is set, see packing."""
+    """Number of samples per forward pass on one rank. If neither this nor a token budget is set, `packing` determines the
+    number."""
 
 
 class UpdateConfig(JobTrainConfig):
-    """The keys of `[train]` that SFT and GRPO share."""
+    """Keys of `[train]` that all trainers of vision-language models share."""
 
     packing: bool = True
-    """Concatenate the samples of a forward pass into one packed row, without padding, up to max_tokens_per_micro_batch (or
-    model.max_length if neither that nor micro_batch_size is set); completions of the same prompt share it. If false, samples
-    are padded to the same length, and a forward pass has one sample if neither key is set."""
+    """Concatenate the samples of a forward pass into one packed row without padding; completions of the same prompt share the
+    prompt. The length of a row is limited by max_tokens_per_micro_batch or, if neither that nor micro_batch_size is set, by
+    model.max_length. If false, samples are padded to the same length, and a forward pass has one sample if neither key is set."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Maximum number of tokens per forward pass on one rank, including padding, instead of a fixed number of samples. If
+    """Maximum number of tokens per forward pass on one rank, including padding; this replaces a fixed number of samples. If
     several ranks compute a packed row together, the limit applies to the entire packed row."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """Number of ranks on one host that compute each packed row together, for samples that are too long for one GPU. 1: each
-    rank has its own packed rows."""
+    """Number of ranks on one host that compute each packed row together, which allows samples that are too long for one GPU. 1:
+    each rank has its own packed rows."""
     activation_offload: bool = False
-    """Keep the layer inputs that are saved for the backward pass in host memory, for packed rows whose inputs do not fit on
-    the GPU. Requires model.gradient_checkpointing."""
+    """Keep the layer inputs that are saved for the backward pass in host memory, which allows packed rows whose inputs do not fit
+    on the GPU. Requires model.gradient_checkpointing."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -139,31 +140,31 @@ class UpdateConfig(JobTrainConfig):
 
 class TrainConfig(UpdateConfig):
     global_batch_size: int = Field(32, ge=1)
-    """Samples per step, over all ranks. The number of accumulation steps is derived from it."""
+    """Number of samples per step, over all ranks. The number of gradient-accumulation steps follows from this number."""
 
 
 class JobValidationConfig(Section):
-    """The keys of `[validation]` that all trainers share."""
+    """Keys of `[validation]` that all trainers share."""
 
     every: int = Field(0, ge=0)
-    """Number of steps between validations. 0: only before the first and after the last step."""
+    """Number of steps between validations. 0: validate only before the first and after the last step."""
     before_training: bool = True
-    """Validate before the first step, too."""
+    """Also validate before the first step."""
 
 
 class ValidationConfig(JobValidationConfig):
     micro_batch_size: int = Field(8, ge=1)
-    """Samples per forward pass on one rank. The transformers engine answers at least this many rows at a time, and more if
-    they fit into memory."""
+    """Number of samples per forward pass on one rank. The transformers engine answers at least this number of rows at a time, and
+    more if they fit into memory."""
     generate: bool = True
     """Also generate answers and compare them with the references (`val/accuracy`)."""
     max_completion_length: int = Field(64, ge=1)
     """Maximum length of a generated answer in tokens."""
     media_memory_gib: float = Field(4.0, gt=0)
-    """Host memory per rank for decoded media, in GiB. If all media fit, all rows are answered in one call of the engine;
-    otherwise, each call has at least as many rows as the engine answers at a time."""
+    """Host memory per rank for decoded media, in GiB. If all media fit, one call of the engine answers all rows; otherwise, each
+    call contains at least the number of rows that the engine answers at a time."""
     max_samples: int | None = Field(None, ge=1)
-    """Maximum number of held-out rows to use. Unset: all."""
+    """Maximum number of held-out rows to use. Unset: all rows."""
     temperature: Annotated[float, AfterValidator(check_temperature)] = Field(0.0, ge=0)
     """Sampling temperature of the generated answers; 0 always picks the most probable token."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -189,7 +190,7 @@ Phase = Literal[
     "export",
     "other",
 ]
-"""Phases into which the time of a run is divided; `other` is the remaining time. A nested phase is timed separately."""
+"""Phases into which the time of a run is divided; `other` is the remaining time. The time of a nested phase counts separately."""
 
 
 class MonitorConfig(Section):
@@ -200,7 +201,7 @@ class MonitorConfig(Section):
     phase_time_limits: dict[Phase, Annotated[float, Field(gt=0, le=1e8)]] = {}
     """Time limits for individual phases in seconds, such as `{export = 7200}`."""
     profile: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps to profile, such as `[3, 4]`. For each, a Perfetto trace and a table of times are written to `profile/`."""
+    """Steps to profile, such as `[3, 4]`. For each of them, a Perfetto trace and a table of times are written to `profile/`."""
     wandb: bool = False
     """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
     wandb_project: str = "dsreason"
@@ -220,7 +221,7 @@ RewardWeight = Annotated[float, Field(ge=-10_000, le=10_000)]
 
 
 class RewardFunctionsConfig(Section):
-    """The keys of `[reward]` that all trainers with rewards share."""
+    """Keys of `[reward]` that all trainers with rewards share."""
 
     functions: dict[str, RewardWeight] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -236,7 +237,7 @@ class RewardFunctionsConfig(Section):
 
 
 class JobConfig(Section):
-    """The keys that all training commands share."""
+    """Keys that all training commands share."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = ("optim",)
     """Sections that determine what a run computes; a resumed run must have the same values in them."""
@@ -244,7 +245,7 @@ class JobConfig(Section):
     output_dir: str | None = None
     """Folder of the run; unset: `outputs/<command>-<time>`."""
     deepspeed: str = "zero3.json"
-    """DeepSpeed JSON: a path, or the name of a shipped file. `--ds-config` takes precedence."""
+    """DeepSpeed JSON: a path, or the name of a shipped file. The option `--ds-config` takes precedence."""
     model: JobModelConfig = JobModelConfig()
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -255,23 +256,23 @@ class JobConfig(Section):
     @property
     @abstractmethod
     def samples_per_step(self) -> int:
-        """The number of samples per optimizer step, over all ranks."""
+        """Number of samples per optimizer step, over all ranks."""
 
     @property
     def ranks_per_row(self) -> int:
-        """The number of ranks that compute the same samples together."""
+        """Number of ranks that compute the same samples together."""
         return 1
 
     @property
     @abstractmethod
     def batch_fact(self) -> str:
-        """The setting that determines `samples_per_step`, as worded in messages."""
+        """Setting that determines `samples_per_step`, in the wording of messages."""
 
     def check_ranks(self, num_ranks: int) -> list[str]:
-        """Return warnings about running on `num_ranks` ranks.
+        """Return warnings about a run on `num_ranks` ranks.
 
-        Any global batch can be split over any number of ranks: the loss compensates for uneven shares, and a rank without a
-        sample computes a placeholder that affects nothing, and only costs time.
+        Any global batch can be divided among any number of ranks: the loss compensates for uneven shares, and a rank without
+        samples computes a placeholder, which takes time but does not affect the result.
 
         Raises:
             ConfigError: the trainer cannot run on this number of ranks.
@@ -287,21 +288,21 @@ class JobConfig(Section):
             return []
         groups = "ranks" if self.ranks_per_row == 1 else f"groups of {self.ranks_per_row} ranks"
         return [
-            f"{self.batch_fact}, but the number of {groups} is {num_groups}, so {idle} of them have no samples in each step; "
+            f"{self.batch_fact}, but the number of {groups} is {num_groups}, so {idle} of them have no samples in a step; "
             "increase the batch size, or start fewer ranks"
         ]
 
 
 class RunConfig(JobConfig):
-    """The keys that all commands that train a vision-language model share."""
+    """Keys that all commands that train a vision-language model share."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = ("model", "lora", "data", "optim")
     rows_need_answers: ClassVar[bool] = True
     """Whether a row without anything to train on is an error."""
     held_out_as_trained: ClassVar[bool] = False
-    """Whether held-out rows are read like training rows; if False, they are read as complete conversations."""
+    """Whether held-out rows are read in the same way as training rows; if False, they are read as complete conversations."""
     adapter_lr: ClassVar[float] = 1e-4
-    """Default learning rate of adapters: ten times the default for training all weights."""
+    """Default learning rate for adapters, which is ten times the default for training all weights."""
 
     model: ModelConfig = ModelConfig()
     lora: LoRAConfig = LoRAConfig()
@@ -311,7 +312,7 @@ class RunConfig(JobConfig):
 
     @property
     def token_budget(self) -> tuple[int | None, str]:
-        """The maximum number of tokens per forward pass on a rank (None: a fixed number of samples), and the key that sets it."""
+        """Maximum number of tokens per forward pass on a rank (None: a fixed number of samples), and the key that sets it."""
         if self.train.max_tokens_per_micro_batch is not None:
             return self.train.max_tokens_per_micro_batch, "train.max_tokens_per_micro_batch"
         if self.train.packing and self.train.micro_batch_size is None:
@@ -347,7 +348,7 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def fit_optim_to_adapters(self) -> Self:
-        """Set unset keys of `[optim]` to their defaults for adapters, so that the saved configuration contains them."""
+        """Set unset keys of `[optim]` to their defaults for adapters, so that the saved configuration contains these values."""
         adapter_values = {"lr": self.adapter_lr, "weight_decay": 0.0}
         unset = {name: value for name, value in adapter_values.items() if name not in self.optim.model_fields_set}
         if not (self.lora.rank and unset):
@@ -387,7 +388,7 @@ class RunConfig(JobConfig):
 
 
 class SFTConfig(RunConfig):
-    """The configuration of a `dsreason sft` run."""
+    """Configuration of a `dsreason sft` run."""
 
     train: TrainConfig = TrainConfig()
 

@@ -1,4 +1,4 @@
-"""The schema of checkpoints, exports and uploads."""
+"""Schema of the settings for checkpoints, exports and uploads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AddressOrNone = Annotated[str, AfterValidator(lambda target: str(parse_target(ta
 
 @dataclass(frozen=True)
 class UploadTarget:
-    """An upload target: `UploadTarget(HubAddress("user/name"), what="final", include=("export",))`."""
+    """Resolved upload target, such as `UploadTarget(HubAddress("user/name"), what="final", include=("export",))`."""
 
     address: UploadAddress
     what: UploadWhat
@@ -27,44 +27,44 @@ class UploadTarget:
 
 
 class UploadConfig(Section):
-    """An upload target with its own selection of folders."""
+    """Upload target with its own selection of folders."""
 
     to: Address
-    """`s3://bucket/prefix` or `hub:user/name[@branch]`."""
+    """Location to upload to: `s3://bucket/prefix` or `hub:user/name[@branch]`."""
     what: UploadWhat | None = None
-    """Override of `checkpoint.upload_what` for this target. Unset: no override."""
+    """Value that replaces `checkpoint.upload_what` for this target. Unset: `checkpoint.upload_what` applies."""
     include: UploadKinds | None = None
-    """Override of `checkpoint.upload_include` for this target. Unset: no override."""
+    """Value that replaces `checkpoint.upload_include` for this target. Unset: `checkpoint.upload_include` applies."""
 
 
 class CheckpointConfig(Section):
     every: int = Field(500, ge=0)
-    """Number of steps between checkpoints. 0: none before the last step."""
+    """Number of steps between checkpoints. 0: no checkpoints before the last step."""
     last: bool = True
-    """Also write a checkpoint after the last step. If this and `keep_best` are false and `every` is 0, no checkpoint is
-    written, not even on a stop signal, and the run cannot be resumed; `export` does not depend on this key."""
+    """Also write a checkpoint after the last step. If `last` and `keep_best` are false and `every` is 0, no checkpoint is
+    written, not even on a stop signal, and the run cannot be resumed. `export` does not depend on this key."""
     background: bool = True
-    """Write checkpoints from a copy in host memory while training continues. If false, training waits."""
+    """Write checkpoints from a copy in host memory while training continues. If false, training waits until they are written."""
     keep: int = Field(2, ge=-1)
-    """Number of checkpoints to keep, newest first; -1 keeps all."""
+    """Number of most recent checkpoints to keep; -1 keeps all."""
     keep_best: bool = True
     """Also keep the best checkpoint according to `best_metric`."""
     best_metric: Literal["val/accuracy", "val/loss", "val/reward/mean", "val/preference_accuracy"] = "val/loss"
-    """Metric that selects the best checkpoint; only grpo measures the reward, and only dpo the preference accuracy."""
+    """Metric that selects the best checkpoint; the reward is available only in grpo, and the preference accuracy only in dpo."""
     export: Literal["all", "final", "none"] = "final"
-    """Write a Hugging Face folder for every checkpoint, for the last step only, or never."""
+    """When to export the model as a Hugging Face folder: with every checkpoint, only after the last step, or never."""
     export_keep: int = Field(-1, ge=-1)
-    """Number of exports `export/step_N` to keep with `export = "all"`, newest first; -1 keeps all. `export/final` is always
-    kept, and so is the export of the best step with `keep_best`."""
+    """Number of most recent exports `export/step_N` to keep if `export = "all"`; -1 keeps all. `export/final` is always kept and,
+    with `keep_best`, so is the export of the best step."""
     export_dtype: Literal["bf16", "fp32", "auto"] = "auto"
-    """Data type of the exported weights; `auto`: the same as `train.precision`."""
+    """Data type of the exported weights; `auto` is the same as `train.precision`."""
     max_shard_size: str = Field("4GB", pattern=r"^\d*[1-9]\d*(\.\d+)?\s*[KMG]B$")
     """Maximum size of one safetensors file."""
     upload: AddressOrNone | tuple[Address | UploadConfig, ...] = ""
-    """Upload targets: `s3://bucket/prefix` or `hub:user/name[@branch]`, a list of such targets, or one table per target
-    (`[checkpoint.upload]` if there is only one). Training continues during uploads. Empty: no uploads."""
+    """Upload targets: `s3://bucket/prefix` or `hub:user/name[@branch]`, a list of such targets, or a table for each target
+    (`[checkpoint.upload]` for a single target). Training continues during uploads. Empty: nothing is uploaded."""
     upload_what: UploadWhat = "final"
-    """Folders to upload: only those of the last step, or every checkpoint and export."""
+    """Folders to upload: only the folders of the last step, or every checkpoint and export."""
     upload_include: UploadKinds | None = None
     """Kinds of folders to upload. Checkpoints are about seven times as large as exports; logs are the configuration, the
     metrics and the log files of the ranks. Unset: exports, and also checkpoints if the target is on S3."""
@@ -88,7 +88,7 @@ class CheckpointConfig(Section):
 
     @property
     def targets(self) -> tuple[UploadTarget, ...]:
-        """The upload targets, each with the kinds of folders to upload."""
+        """Upload targets, each with the kinds of folders to upload."""
         listed = (self.upload,) if isinstance(self.upload, str) and self.upload else tuple(self.upload)
         uploads = [UploadConfig(to=target) if isinstance(target, str) else target for target in listed]
         return tuple(self._build_target(parse_target(upload.to), upload) for upload in uploads)

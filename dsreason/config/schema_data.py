@@ -1,4 +1,4 @@
-"""The schema of the `data` section: the rows to read, and the sampling and resizing of their media."""
+"""Schema of the section `[data]`, which selects the rows and determines how their media are sampled and resized."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class VisionConfig(Section):
-    """Sampling and resizing of media. If a media item of a sample sets the same key, that value takes precedence."""
+    """Settings for sampling and resizing media. If a sample's media part sets the same key, its value takes precedence."""
 
     fps: float | None = Field(None, gt=0)
-    """Frames per second to sample from a video. The default is 2 if `nframes` is not set, either; a video given as frames is then
-    shown whole."""
+    """Frames per second to sample from a video. If neither this nor `nframes` is set, the default is 2, and all frames of a video
+    that consists of image files are used."""
     nframes: int | None = Field(None, ge=1)
-    """Number of frames to sample, instead of `fps`. It is rounded to a multiple of 2, because the models merge pairs of
-    frames."""
+    """Number of frames to sample, as an alternative to `fps`. The number is rounded to a multiple of 2, because the models merge
+    pairs of frames."""
     min_frames: int | None = Field(None, ge=1)
-    """Minimum number of frames (with `fps`). Unset: 4, or `max_frames` if that is lower."""
+    """Minimum number of frames if `fps` is used. Unset: 4, or `max_frames` if that is lower."""
     max_frames: int | None = Field(None, ge=1)
-    """Maximum number of frames (with `fps`). Unset: 768, or `min_frames` if that is higher."""
+    """Maximum number of frames if `fps` is used. Unset: 768, or `min_frames` if that is higher."""
     min_pixels: int | None = Field(None, ge=1)
     """Minimum number of pixels of an image or frame. Unset: the equivalent of 4 tokens for an image, and 128 for a frame."""
     max_pixels: int | None = Field(None, ge=1)
     """Maximum number of pixels of an image or frame. Unset: the equivalent of 16384 tokens for an image, and 768 for a
     frame."""
     total_pixels: int | None = Field(None, ge=1)
-    """Maximum total number of pixels in the frames of one video, as far as min_pixels allows; two frames that the model
-    merges count once. Unset: the equivalent of 115200 tokens."""
+    """Maximum total number of pixels in the frames of one video, unless min_pixels requires more; two frames that the model
+    merges count as one. Unset: the equivalent of 115200 tokens."""
     video_start: float | None = Field(None, ge=0)
     """Start of the part of a video to use, in seconds. Unset: the beginning."""
     video_end: float | None = Field(None, gt=0)
@@ -47,14 +47,14 @@ class VisionConfig(Section):
         return self
 
     def override(self, defaults: VisionConfig) -> dict[str, Any]:
-        """Return the keys that are set here or in `defaults`. `fps` or `nframes` set here replaces both of `defaults`."""
+        """Merge the keys that are set with `defaults`; if either `fps` or `nframes` is set, it replaces both defaults."""
         own, base = (vision.model_dump(exclude_none=True) for vision in (self, defaults))
         if {"fps", "nframes"} & own.keys():
             base = {key: value for key, value in base.items() if key not in ("fps", "nframes")}
         return base | own
 
     def fill(self, defaults: VisionConfig) -> VisionConfig:
-        """Return these settings with unset keys from `defaults`, except for bounds that contradict one that is set here."""
+        """Return a copy whose unset keys are filled from `defaults`, except for bounds that contradict an explicit bound."""
         settings = self.override(defaults)
         for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("video_start", "video_end")):
             if settings.keys() >= {low, high} and settings[low] > settings[high]:
@@ -63,42 +63,43 @@ class VisionConfig(Section):
 
 
 class SourceConfig(Section):
-    """The settings of one data set."""
+    """Settings of one data set."""
 
     adapter: str = "auto"
-    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file. `auto` finds the format of the rows by their
-    columns; without `path`, it reads the built-in task."""
+    """Name of a shipped adapter, `package.module:attr`, or the path of a Python file. `auto` determines the format of the rows
+    from their columns; if `path` is empty, it reads the built-in task."""
     path: str = ""
-    """File, folder, hub name or `s3://…` that the adapter reads."""
+    """Data that the adapter reads: a file, a folder, the name of a data set on the Hub, or `s3://…`."""
     name: str | None = None
-    """Name of the data set, which becomes the field `data_source` of its rows, unless they have one: for metrics by data set and
-    for `reward.only`."""
+    """Name of the data set. Rows without a field `data_source` get this name in that field, which is used for metrics per data
+    set and by `reward.only`."""
     media_path: str = ""
-    """Folder that relative media paths refer to. Empty: the folder of the annotation file."""
+    """Folder to which relative media paths refer. Empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None
-    """Allow absolute paths to media outside that folder. Unset: allowed, unless `media_path` is set or the data set comes
-    from the hub, where others may have written it. The same applies to `s3://`, `http://` and `https://` URLs of media."""
+    """Allow media at absolute paths outside the media folder, and at `s3://`, `http://` and `https://` URLs. Unset: such media
+    are allowed unless `media_path` is set or the data set comes from the Hub, where somebody else may have written it."""
     allow_private_urls: bool = False
-    """Allow URLs of media on hosts without a public address, such as `http://10.0.0.1/a.png`, also after a redirect. Set it only
-    if you trust the author of the rows: the URLs make your machine request services of your network."""
+    """Allow media URLs on hosts without a public address, such as `http://10.0.0.1/a.png`, and redirects to such hosts. Set this
+    to true only if you trust the author of the rows, because the URLs make your machine send requests to services in your
+    network."""
     subset: str | None = None
-    """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
+    """Configuration of a data set on the Hub, or a Cosmos-Reason1 subset (robovqa, av, …)."""
     revision: str | None = None
-    """Hub revision."""
+    """Revision of a data set on the Hub: a branch, tag or commit. Unset: the default branch."""
     split: str | tuple[str, ...] = "train"
-    """One split, or several splits to concatenate. A range of rows is written as in `train[:100]`."""
+    """Name of a split, or several splits to concatenate. A range selects rows of a split, as in `train[:100]`."""
     limit: int | None = Field(None, ge=1)
-    """Maximum number of rows, taken from the start. Unset: all rows."""
+    """Maximum number of rows to use, counted from the first row. Unset: all rows."""
     columns: dict[str, str] = {}
-    """Mapping from the adapter's field names to the column names in the data: `{question = "problem", answer = "solution"}`."""
+    """Field that the adapter reads → column of the data: `{question = "problem", answer = "solution"}`."""
     system_prompt: str = ""
-    """System message for samples that have none. Empty: none is added."""
+    """System message for samples that have none. Empty: no system message is added."""
     question: str = "Describe what you see in this video."
-    """Question to ask if a data set has only labels (adapter `local_labels`)."""
+    """Question for rows of a data set that has only labels (adapter `local_labels`)."""
     video_pattern: str | None = None
-    """Pattern of the file names of the videos that belong to the labels (adapter `local_labels`), such as
-    `*.camera_front_wide_120fov.mp4`; `*` stands for the id of the label, and may be omitted before a dot. Unset: the only
-    video named after the id, with or without the name of a camera."""
+    """Pattern of the names of the video files that belong to labels (adapter `local_labels`), such as
+    `*.camera_front_wide_120fov.mp4`. `*` stands for the label's id, and may be omitted before a dot. Unset: each label must have
+    exactly one video named after its id, with or without the name of a camera."""
     vision: VisionConfig = VisionConfig()
 
     @field_validator("video_pattern")
@@ -115,30 +116,29 @@ class SourceConfig(Section):
 
 class WeightedSourceConfig(SourceConfig):
     weight: float = Field(1.0, gt=0)
-    """Number of times that an epoch contains each row: 1 is once, 2 is twice, and 0.5 is half of the rows (chosen by the
-    seed)."""
+    """Number of times that each row appears in an epoch. With 0.5, half of the rows appear, chosen at random with the seed."""
 
 
 class DataConfig(SourceConfig):
     sources: tuple[WeightedSourceConfig, ...] = ()
-    """Data sets to combine; if set, it replaces this section's keys for a single data set."""
+    """Data sets to combine, as an alternative to this section's keys for a single data set."""
     validation: Share | Count | SourceConfig = 0
-    """Share (0 to 1) or number of rows to hold out from training, or a separate data set."""
+    """Rows to hold out from training, as a fraction (0 to 1) or a number, or a separate data set for validation."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """Action for an unusable row: stop with an error that names it, or skip, count and list it."""
+    """What to do with an unusable row: stop with an error that names the row, or skip and list it."""
     workers: int = Field(2, ge=0, le=1024)
-    """Number of processes per rank that decode media. 0: the training process decodes them."""
+    """Number of processes per rank that decode media. 0: the training process decodes the media itself."""
     prefetch: int = Field(4, ge=1, le=10_000)
     """Number of steps whose media are decoded in advance."""
     shuffle: bool = True
     """Shuffle the rows in every epoch, with a seed derived from `train.seed`."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
     """Library that decodes the videos of training and held-out rows; `dsreason eval`, `infer` and `world` always use pyav.
-    torchcodec is a separate package that needs the FFmpeg libraries; it is not restricted to the formats listed in
-    docs/security.md."""
+    torchcodec is a separate package, which needs the FFmpeg libraries and is not restricted to the formats that docs/security.md
+    lists."""
     balance: str | None = None
-    """Field whose values are sampled equally often: `answer`, or a field of the rows that the adapter stores in `sample.meta`
-    (`label.weather` for a nested field). Unset: no balancing. Held-out rows are never balanced."""
+    """Field whose values should be equally frequent in training: `answer`, or a field of the rows that the adapter stores in
+    `sample.meta` (`label.weather` for a nested field). Unset: rows are not balanced. Held-out rows are never balanced."""
 
     check_validation = field_validator("validation", mode="before")(refuse_flag)
 
@@ -146,7 +146,7 @@ class DataConfig(SourceConfig):
     @classmethod
     def check_named(cls, balance: object) -> object:
         if isinstance(balance, bool) or (isinstance(balance, str) and not balance.strip()):
-            raise ValueError(f'must be "answer" or the name of a field of the rows; got {balance!r}')
+            raise ValueError(f'must be "answer" or the name of a field in the rows; got {balance!r}')
         return balance
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The schema of a DPO run's configuration: its keys in addition to those of `RunConfig`."""
+"""Schema of a DPO run's configuration, which adds keys to `RunConfig`."""
 
 from __future__ import annotations
 
@@ -13,40 +13,42 @@ from dsreason.config.section import Section
 LossName = Literal["sigmoid", "hinge", "ipo", "robust", "bco"]
 
 MPO: dict[str, float] = {"sigmoid": 0.8, "bco": 0.2}
-"""Loss weights of mixed preference optimization (2411.10442), in addition to an SFT term of weight 1."""
+"""Loss weights of mixed preference optimization (2411.10442), which also has an SFT term with weight 1."""
 
 
 class PreferenceConfig(Section):
-    """The algorithm that turns pairs of a better and a worse answer into an update."""
+    """Settings of the algorithm that computes updates from pairs of a better and a worse answer."""
 
     loss: Literal["sigmoid", "hinge", "ipo", "robust", "bco", "mpo"] = "sigmoid"
-    """`sigmoid` is DPO; `mpo` is 0.8 sigmoid + 0.2 bco + 1.0 SFT (formulas: `dsreason/losses/preference.py`)."""
+    """Loss function: `sigmoid` is DPO; `mpo` is 0.8 sigmoid + 0.2 bco + 1.0 SFT. The formulas are in
+    `dsreason/losses/preference.py`."""
     loss_weights: dict[LossName, Annotated[float, Field(gt=0)]] = {}
-    """Weights of several losses whose weighted sum replaces `loss`, such as `{sigmoid = 0.5, hinge = 0.5}`. Empty: `loss`."""
+    """Weights of several losses, whose weighted sum replaces `loss`, such as `{sigmoid = 0.5, hinge = 0.5}`. Empty: `loss` is
+    used."""
     beta: float = Field(0.1, gt=0)
-    """Factor that scales differences in log-probability; a small value lets the policy move farther from the reference."""
+    """Factor that multiplies differences in log-probability; a small value lets the policy move farther from the reference."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Assumed share of pairs whose labels are swapped; applies to sigmoid (cDPO) and robust only."""
+    """Assumed fraction of pairs in which the two answers are swapped; applies only to sigmoid (cDPO) and robust."""
     sft_weight: float | None = Field(None, ge=0)
-    """Weight of the mean negative log-likelihood of the chosen answers. Unset: 1 with mpo, otherwise 0."""
+    """Weight of the mean negative log-likelihood of the chosen answers. Unset: 1 for mpo, and 0 for the other losses."""
     reference: Literal["model", "precomputed", "adapter_off", "none"] = "model"
-    """Source of the reference log-probabilities: `model` computes them with the initial model, once before the first step;
+    """Source of the reference log-probabilities: `model` computes them once, before the first step, with the initial model;
     `precomputed` reads them from the rows (`ref_chosen_logprob`, `ref_rejected_logprob`) or from `reference_file`;
-    `adapter_off` computes them in every step with the adapters disabled (`lora.rank`); `none` uses no reference."""
+    `adapter_off` computes them in every step with the adapters disabled (needs `lora.rank`); `none` uses no reference."""
     reference_file: str | None = None
-    """File for `precomputed`: JSON lines with `id`, `chosen` and `rejected`, such as the `reference.jsonl` of another run.
-    Unset: the values are read from the rows."""
+    """File with the log-probabilities for `precomputed`: JSON lines with `id`, `chosen` and `rejected`, such as the
+    `reference.jsonl` of another run. Unset: the values are read from the rows."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights by loss, without the SFT term."""
+        """Loss name → weight, without the SFT term."""
         if self.loss_weights:
             return {str(name): weight for name, weight in self.loss_weights.items()}
         return MPO if self.loss == "mpo" else {self.loss: 1.0}
 
     @property
     def sft(self) -> float:
-        """The weight of the SFT term."""
+        """Weight of the SFT term."""
         return float(self.loss == "mpo") if self.sft_weight is None else self.sft_weight
 
     @model_validator(mode="after")
@@ -70,7 +72,7 @@ class PreferenceConfig(Section):
             )
         if self.reference == "none" and "bco" in self.weights:
             raise ValueError(
-                "bco compares rewards with their mean, but without a reference they are absolute log-probabilities; choose "
+                "bco compares rewards with their mean, but without a reference, rewards are absolute log-probabilities; choose "
                 "another loss, or set reference"
             )
         return self
@@ -78,17 +80,17 @@ class PreferenceConfig(Section):
 
 class DPOValidationConfig(ValidationConfig):
     generate: bool = False
-    """Also generate answers and compare them with the references (`val/accuracy`); useful for rows with short answers."""
+    """Also generate answers and compare them with the references (`val/accuracy`); this is useful for short answers."""
 
 
 class DPOCheckpointConfig(CheckpointConfig):
     best_metric: Literal["val/preference_accuracy", "val/accuracy", "val/loss"] = "val/preference_accuracy"
-    """Metric that selects the best checkpoint: the share of held-out pairs whose margin is positive, the share of correct
+    """Metric that selects the best checkpoint: the fraction of held-out pairs whose margin is positive, the fraction of correct
     answers, or the loss."""
 
 
 class DPOConfig(RunConfig):
-    """The configuration of a `dsreason dpo` run."""
+    """Configuration of a `dsreason dpo` run."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = (*RunConfig.deciding_sections, "dpo")
     held_out_as_trained: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The schema of an evaluation's configuration. cosmos-reason1's `evaluate.yaml` can be loaded unchanged."""
+"""Schema of an evaluation's configuration. cosmos-reason1's `evaluate.yaml` can be loaded unchanged."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ DEFAULT_FPS = 4.0
 
 
 class EvalSourceConfig(SourceConfig):
-    """Questions from the rows of a data set. Keys that are unset in its `vision` default to those of `[vision]`."""
+    """Data set whose rows are questions. Keys that are unset in the data set's `vision` default to those in `[vision]`."""
 
     name: str | None = None
-    """Name of the data set in the results. Unset: `subset`, or else the name of the file or folder, or else that of the
+    """Name of the data set in the results. Unset: `subset`, or else the name of the file or folder, or else the name of the
     adapter."""
     kind: QuestionKind | None = None
-    """Kind of question, which determines the grading. Unset: each row's `question_kind`, or else the kind that fits its
-    options and answer."""
+    """Kind of the questions, which determines the grading. Unset: each row's `question_kind`, or else the kind that fits the
+    row's options and answer."""
 
     @property
     def dataset(self) -> str:
-        """The name of the data set in the results: `name` or its default."""
+        """Name of the data set in the results: `name` or its default."""
         adapter = self.adapter.rpartition(":")[0] or self.adapter
         return self.name or self.subset or Path(self.path).stem or Path(adapter).stem
 
 
 class EvalModelConfig(Section):
-    """The model that this job loads to answer the questions. For a model on a server, see `[server]`."""
+    """Settings of the model that the job loads to answer the questions. For a model on a server, see `[server]`."""
 
     path: str | None = Field(None, validation_alias=AliasChoices("path", "model_name"))
-    """Hugging Face folder, hub name, a dsreason run (its final export, or a checkpoint completed after the export), or one of
-    its checkpoints; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are random models. Alias: `model_name`."""
+    """Hugging Face folder, name on the Hub, dsreason run (its final export, or a checkpoint completed after the export), or a
+    run's checkpoint; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are models with random weights. Alias: `model_name`."""
     revision: str | None = None
-    """Hub revision."""
+    """Revision of the model on the Hub: a branch, tag or commit. Unset: the default branch."""
     tokenizer_model_name: str | None = None
-    """Accepted but ignored: the tokenizer and processor are always those in the model's folder."""
+    """Accepted but ignored, because the tokenizer and processor are always read from the model's folder."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] | None = None
-    """Data type of the weights; `auto`: the type in the model's config.json. Unset: bfloat16 on a GPU, and float32 on a CPU,
-    so that an answer does not depend on the rest of its batch."""
+    """Data type of the weights; `auto` uses the type in the model's config.json. Unset: bfloat16 on a GPU, and float32 on a CPU,
+    so that an answer does not depend on the other questions in the batch."""
     tensor_parallel_size: int = Field(
         1, ge=1, le=1024, validation_alias=AliasChoices("tensor_parallel_size", "tp_size")
     )
@@ -59,22 +59,22 @@ class EvalModelConfig(Section):
     max_length: int | None = Field(None, ge=8)
     """Maximum total length of prompt and answer, in tokens. Unset: the model's maximum."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """Engine that generates the answers; `auto`: vLLM if it is installed and supports the model. The transformers engine
-    spreads a model that is larger than one GPU over all GPUs of its rank (`--nproc 1`: all GPUs of the host); weights that
-    do not fit into memory are read from their files as needed, which is slow."""
+    """Engine that generates the answers; `auto` uses vLLM if it is installed and supports the model. The transformers engine
+    distributes a model that is larger than one GPU across all GPUs of its rank (`--nproc 1`: all GPUs of the host); weights that
+    do not fit into memory are read from their files when they are needed, which is slow."""
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM may use."""
+    """Fraction of a GPU's memory that vLLM may use."""
     enforce_eager: bool = False
-    """Run vLLM without compiled graphs, which saves memory and start-up time but is slower."""
+    """Run vLLM without compiled graphs, which saves memory and start-up time, but makes vLLM slower."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Enable it only for code that you have read."""
+    """Run Python code that comes with the model. Set this to true only if you have read the code."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention implementation of the transformers engine; `auto`: torch's scaled-dot-product attention."""
+    """Attention implementation of the transformers engine; `auto` is torch's scaled-dot-product attention."""
 
     @model_validator(mode="before")
     @classmethod
     def check_named_once(cls, document: Any) -> Any:
-        """Reject a setting that has different values under its two names; drop the second name if the values agree."""
+        """Reject a key that has different values under its two names; if the values are equal, drop the second name."""
         if not isinstance(document, dict):
             return document
         deduplicated = dict(document)
@@ -90,29 +90,29 @@ class EvalModelConfig(Section):
 
 
 class ServerConfig(Section):
-    """An OpenAI-compatible server that answers the questions instead of `[model]`."""
+    """Settings of an OpenAI-compatible server that answers the questions instead of `[model]`."""
 
     url: str | None = None
-    """URL, such as `http://localhost:8000/v1` (the `/v1` may be omitted). Unset: no server is used."""
+    """URL of the server, such as `http://localhost:8000/v1` (`/v1` may be omitted). Unset: no server is used."""
     model: str | None = None
     """Name of the model on the server. Unset: the only model that the server lists."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the API key; never enter the key itself here. If the variable is unset, no key is
+    """Name of the environment variable that contains the API key; never enter the key itself. If the variable is unset, no key is
     sent."""
     concurrency: int = Field(16, ge=1, le=1024)
     """Maximum number of concurrent requests."""
     time_limit: float = Field(120.0, gt=0)
     """Time limit of one attempt of a request, in seconds."""
     max_retries: int = Field(5, ge=0)
-    """Maximum number of times a failed request is retried. The pause doubles each time, unless the server requests another
-    pause."""
+    """Maximum number of times a failed request is retried. The pause doubles after each retry, unless the server requests a
+    different pause."""
     video: Literal["file", "frames"] = "file"
-    """Form in which a clip is sent: as a video (vLLM only, which must be started with `--trust-request-mm-kwargs`), or as
-    images of its frames. Both show the frames that training would show; vLLM's own choice differs."""
+    """Form in which a clip is sent: as a video (only to vLLM, started with `--trust-request-mm-kwargs`), or as images of its
+    frames. In both forms, the model sees the frames that training would use; vLLM by itself would choose different frames."""
     folder: str | None = None
-    """Folder on this machine with the model that the server has; its vision settings are the default of `[vision]`, and frames
-    get the sizes of training. Unset: the folder that the server reports, if it exists here. Without one, frames get the sizes of
-    Qwen2.5-VL."""
+    """Local folder of the server's model; its vision settings are the defaults of `[vision]`, and frames have the same sizes as
+    in training. Unset: the folder that the server reports, if it exists on this machine. If there is no such folder, frames have
+    the sizes that Qwen2.5-VL uses."""
 
     @field_validator("url")
     @classmethod
@@ -143,37 +143,40 @@ def has_valid_port(parts: SplitResult) -> bool:
 
 class EvaluationConfig(Section):
     answer_type: Literal["letter", "reasoning"] = "letter"
-    """`letter` requests only the answer, `reasoning` requests `<think>…</think> <answer>…</answer>`."""
+    """Form of the responses: `letter` requests only the answer, and `reasoning` requests
+    `<think>…</think> <answer>…</answer>`."""
     parser: Literal["default", "compat"] = "default"
-    """Parser of the answers; `compat` is exactly the parser of cosmos-reason1, which picks the first capital letter."""
+    """Parser of the answers; `compat` works exactly like the parser of cosmos-reason1, which takes the first capital letter."""
     num_processes: int | None = Field(None, ge=1)
     """Number of worker processes that decode media, at most one per core. Unset: one per core."""
     batch_size: int | None = Field(None, ge=1)
-    """Number of questions passed to the engine at a time, always in the same groups, so that an interrupted evaluation gives
-    the same answers in any precision. Unset: all unanswered questions for vLLM, and 64 for the transformers engine."""
+    """Number of questions that are passed to the engine at a time. The groups are always the same, so that an interrupted
+    evaluation gives the same answers in any precision. Unset: all unanswered questions for vLLM, and 64 for the transformers
+    engine."""
     media_memory_gib: float = Field(4.0, gt=0)
-    """Host memory per rank for decoded media that wait for the engine, in GiB. If the media need more, the questions are
-    passed in parts, each of which has at least as many questions as the engine answers at a time."""
+    """Host memory per rank for decoded media that wait for the engine, in GiB. If the media need more, the questions are passed
+    in parts, each with at least the number of questions that the engine answers at a time."""
     skip_saved: bool = True
-    """Accepted but ignored: saved answers are always kept, unless `overwrite` is set."""
+    """Accepted but ignored, because saved answers are always kept unless `overwrite` is set."""
     overwrite: bool = False
     """Delete the results of an earlier evaluation of the same model, answer type and data set before starting."""
     fps: float | None = Field(DEFAULT_FPS, gt=0)
     """Frames per second to sample from a video if `[vision]` sets neither `fps` nor `nframes`. The default applies only to
-    models that do not have the vision settings of their training. Null: as in training without `fps`."""
+    models whose folder lacks the vision settings of their training. Null: the same frames as in training without `fps`."""
     seed: int = Field(1, ge=0)
     """Random seed for sampling."""
     limit: int | None = Field(None, ge=1)
-    """Maximum total number of questions: the first ones of each data set, the same number from each. Unset: all."""
+    """Maximum total number of questions: the first questions of each data set, in equal numbers if possible. Unset: all."""
     system_prompt: str | None = None
-    """System message; `""` sends none. Unset: "Answer the questions." for benchmark folders; for rows, the row's own system
-    message."""
+    """System message; `""` sends no system message. Unset: "Answer the questions." for benchmark folders, and the row's own
+    system message for rows."""
     similarity_model: str | None = None
-    """Folder of a sentence-embedding model, used to score the semantic similarity of free texts. Unset: no such score."""
+    """Folder of a sentence-embedding model, which scores the semantic similarity of free texts. Unset: no similarity is
+    computed."""
     scorer: str | None = None
-    """Reward function that additionally scores each answer, either built in or your own (`package.module:attr`,
-    `file.py:attr`). The report contains its mean. Whether an answer is correct depends on the kind of question, unless
-    `scorer_threshold` is set. Unset: no additional score."""
+    """Reward function that computes an additional score for each answer, either built in or your own (`package.module:attr`,
+    `file.py:attr`). The report contains the mean score. Unless `scorer_threshold` is set, the score does not affect whether an
+    answer is correct. Unset: no additional score."""
     scorer_options: dict[str, Any] = {}
     """Keyword arguments of `scorer`, as in `[reward.options]`."""
     scorer_threshold: float | None = Field(None, allow_inf_nan=False)
@@ -195,14 +198,14 @@ class EvaluationConfig(Section):
 
 
 class GenerationConfig(Section):
-    """Sampling of answers. `letter` always picks the most probable token, as cosmos-reason1 does."""
+    """Settings for sampling answers. `letter` always picks the most probable token, as cosmos-reason1 does."""
 
     max_retries: int = Field(10, ge=0, le=100)
-    """Maximum number of retries of a question whose answer could not be parsed. Each retry allows 256 more tokens and raises
-    the temperature by 0.05."""
+    """Maximum number of times a question is asked again if its answer could not be parsed. Each retry allows 256 more tokens and
+    raises the temperature by 0.05."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum length of an answer in tokens. Unset: 1024 for `reasoning`, and 256 for texts with `letter` (for other answers,
-    see `letter_max_tokens`)."""
+    """Maximum length of an answer in tokens. Unset: 1024 for `reasoning`, and 256 for text answers with `letter` (for other
+    answers, see `letter_max_tokens`)."""
     letter_max_tokens: int = Field(10, ge=1)
     """Maximum length of an answer in tokens if `letter` requests an option, yes or no, or a number."""
     temperature: Annotated[float, AfterValidator(check_temperature)] = Field(0.6, ge=0, le=2)
@@ -222,7 +225,7 @@ class GenerationConfig(Section):
 
 
 class EvalConfig(Section):
-    """The configuration of a `dsreason eval` run."""
+    """Configuration of a `dsreason eval` run."""
 
     datasets: tuple[str, ...] = ()
     """Names of benchmark folders: robovqa, av, agibot, bridgev2, holoassist, robofail, or any other folder that contains
@@ -230,7 +233,7 @@ class EvalConfig(Section):
     data_dir: str = "data"
     """Folder that contains `<ds>/` or `benchmark/<ds>/`."""
     sources: tuple[EvalSourceConfig, ...] = ()
-    """Data sets with additional questions: a JSONL file, or the rows of any adapter."""
+    """Data sets with additional questions, each a JSONL file or any data set that an adapter can read."""
     results_dir: str = Field("results", min_length=1)
     """Folder for the answers, which are written to `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`."""
     model: EvalModelConfig = EvalModelConfig()
@@ -295,13 +298,13 @@ class EvalConfig(Section):
     def merge_vision(self, source: VisionConfig | None = None) -> VisionConfig:
         """Merge `[vision]` with a source's settings, which take precedence.
 
-        If neither sets `fps` or `nframes`, use `evaluation.fps`.
+        If neither of them sets `fps` or `nframes`, `evaluation.fps` is used.
         """
         merged = (source or VisionConfig()).fill(self.vision)
         return merged if merged.nframes is not None else merged.fill(VisionConfig(fps=self.evaluation.fps))
 
     def set_vision(self) -> VisionConfig:
-        """Return the settings for all data sets that the user has set: `[vision]` and, if it is set, `evaluation.fps`."""
+        """Return the vision settings that the user has set for all data sets: `[vision]` and, if it is set, `evaluation.fps`."""
         has_rate = "fps" in self.evaluation.model_fields_set and self.vision.nframes is None
         return self.vision.fill(VisionConfig(fps=self.evaluation.fps)) if has_rate else self.vision
 
@@ -353,7 +356,7 @@ class EvalConfig(Section):
         return problems
 
     def _note_unused_values(self, names: Set[str], reason: str) -> list[str]:
-        """Return a note on the keys of `[generation]` among `names` that are set but not used with `letter`."""
+        """Return a note about the keys in `names` that are set in `[generation]`, although `letter` does not use them."""
         set_values = self.generation.model_dump(include=self.generation.model_fields_set & names)
         values = ", ".join(f"generation.{name} ({value})" for name, value in sorted(set_values.items()))
         verb = "are" if len(set_values) > 1 else "is"

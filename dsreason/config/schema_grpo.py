@@ -1,4 +1,4 @@
-"""The schema of a GRPO run's configuration: its keys in addition to those of `RunConfig`."""
+"""Schema of a GRPO run's configuration, which adds keys to `RunConfig`."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ OffloadMode = Literal["auto", "always", "never"]
 
 
 class AlgorithmConfig(Section):
-    """The algorithm that turns completions into an update. Unset keys default to the preset's values."""
+    """Settings of the algorithm that computes updates from completions. Unset keys have the preset's values."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
-    """Loss, advantages, clipping, KL and filters as defined in the respective paper (`dsreason/losses/presets.py`)."""
+    """Published recipe that provides loss, advantages, clipping, KL and filters (`dsreason/losses/presets.py`)."""
     num_generations: int = Field(8, ge=1)
-    """Number of completions per prompt; they form a group, within which advantages are computed. 1 is enough for a teacher
-    if there are no rewards."""
+    """Number of completions per prompt. They form a group, within which rewards are compared. With a teacher and without
+    rewards, 1 is enough."""
     prompts_per_step: int = Field(16, ge=1)
     """Number of prompts per rollout, over all ranks."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
-    """Number of optimizer steps per rollout; each uses an equal share of its completions."""
+    """Number of optimizer steps per rollout; each step uses an equal share of the rollout's completions."""
     advantage: Literal["group_normalized", "group_centered", "leave_one_out", "batch_normalized"] | None = None
     """Formula that computes the advantages of a group from its rewards."""
     clip_low: float | None = Field(None, ge=0)
-    """Lower clipping range of the probability ratio."""
+    """Clipping range below 1: the probability ratio is clipped at 1 - clip_low."""
     clip_high: float | None = Field(None, ge=0)
-    """Upper clipping range of the probability ratio."""
+    """Clipping range above 1: the probability ratio is clipped at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Upper bound of the probability ratio for negative advantages (usually 3). Unset: no bound."""
+    """Maximum of the probability ratio for negative advantages (usually 3). Unset: the ratio has no maximum."""
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = "token_truncate"
-    """Correction for the difference between the trainer's and the engine's log-probabilities."""
+    """Importance weights that correct for differences between the trainer's and the engine's log-probabilities."""
     correction_low: float | None = Field(None, ge=0)
-    """Minimum weight of the correction. Unset: the published value."""
+    """Lower limit of the correction's importance weights. Unset: the published value."""
     correction_high: float | None = Field(None, gt=0)
-    """Maximum weight of the correction. Unset: the published value."""
+    """Upper limit of the correction's importance weights. Unset: the published value."""
     kl_coef: float | None = Field(None, ge=0)
-    """Weight of the KL divergence from the reference policy in the loss; with 0, no reference is needed."""
+    """Weight of the KL divergence from the reference policy in the loss. 0: no reference policy is needed."""
     kl_estimator: Literal["k1", "k2", "k3", "bias_corrected_k3"] = "k3"
     """Estimator of the KL divergence from the reference policy."""
     kl_clamp: float | None = Field(None, gt=0)
-    """Upper bound of the k3 estimate of a token (cosmos-rl: 10). Unset: no bound."""
+    """Maximum of a token's k3 estimate (10 in cosmos-rl). Unset: the estimate has no maximum."""
     reference_reset_every: int = Field(0, ge=0)
     """Number of steps after which the current policy becomes the reference. 0: the reference is always the initial model."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the loss."""
     overlong_filter: bool | None = None
-    """Do not train on completions that were truncated at the maximum length; they still count in the reward statistics."""
+    """Exclude completions that were truncated at the maximum length from training; reward statistics still include them."""
     dynamic_sampling: bool | None = None
     """Replace groups whose rewards are all equal with groups of other prompts."""
     dynamic_tolerance: float = Field(0.0, ge=0)
-    """Maximum difference between a group's rewards at which they count as equal."""
+    """Maximum difference at which the rewards of a group still count as equal."""
     max_refills: int = Field(3, ge=1)
     """Maximum number of additional rollouts per batch under dynamic sampling."""
 
@@ -109,14 +109,14 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """Number of ranks that share one copy of vLLM's model."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM may use while it is awake (during rollouts)."""
+    """Fraction of a GPU's memory that vLLM may use while it is awake, which is during rollouts."""
     offload: OffloadMode = "auto"
-    """Share of the optimizer state that is moved to CPU memory during rollouts: "auto" moves as much as vLLM's share of the GPU
-    requires (everything with the transformers engine), "always" moves everything, "never" moves nothing."""
+    """How much of the optimizer state to move to host memory during rollouts: "auto" moves enough to make room for vLLM
+    (everything for the transformers engine), "always" moves everything, and "never" moves nothing."""
     sleep_level: Literal[1, 2] = 2
-    """Sleep level of vLLM between rollouts: 2 discards its weights, 1 keeps a copy of them in CPU memory."""
+    """Sleep level of vLLM between rollouts: 2 discards vLLM's weights, and 1 keeps a copy of them in host memory."""
     enforce_eager: bool = False
-    """Run vLLM without compiled graphs, which saves memory and start-up time but is slower."""
+    """Run vLLM without compiled graphs, which saves memory and start-up time, but makes vLLM slower."""
     engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=ROLLOUT))] = {}
     """Additional arguments of vLLM's `LLM`, passed unchanged, such as `max_num_seqs` or `attention_backend`."""
     temperature: float = Field(1.0, ge=0.01)
@@ -131,19 +131,19 @@ class RolloutConfig(Section):
     batch_size: int = Field(32, ge=1)
     """Number of completions that the transformers engine samples together on a rank; vLLM forms its own batches."""
     sync_bucket_mb: float = Field(512.0, gt=0)
-    """Maximum size of the weights that are gathered at a time to be sent to the engine, in MiB."""
+    """Maximum size of the weights that are gathered at a time and sent to the engine, in MiB."""
     show: int = Field(4, ge=0)
     """Number of completions to display in TensorBoard, with their media."""
     show_every: int = Field(20, ge=0)
-    """Number of steps between displays of completions. 0: never."""
+    """Number of steps between steps whose completions are displayed. 0: completions are never displayed."""
     self_test: bool = True
-    """Test the engine before training: disturb its weights, put it to sleep, wake it, sync the weights, and check that its
-    log-probabilities recover."""
+    """Test the engine before training: perturb its weights, put it to sleep, wake it, sync the weights, and check that the
+    original log-probabilities are restored."""
     mismatch_warn: float = Field(0.02, ge=0)
     """Value of `mismatch/kl`, the mean over tokens of KL(engine ‖ trainer), above which a warning is logged."""
     mismatch_stop: float = Field(0.5, gt=0)
-    """Value of `mismatch/kl` above which the run is stopped, because the engine then samples from a policy other than the one
-    being trained."""
+    """Value of `mismatch/kl` above which the run is stopped, because the engine then samples from a different policy than the
+    trained one."""
 
     @property
     def samples_all_tokens(self) -> bool:
@@ -163,7 +163,7 @@ class RolloutConfig(Section):
 
 
 class RemoteRewardConfig(Section):
-    """The server for rewards named `remote:<score>`. Its token is read only from the environment."""
+    """Settings of the server that computes rewards named `remote:<score>`. The token is read only from the environment."""
 
     url: str | None = None
     """URL of the server. Unset: the environment variable REMOTE_REWARD_URL or WFM_REWARD_URL. The query part is masked in
@@ -179,23 +179,23 @@ class RemoteRewardConfig(Section):
 
 
 class DistillConfig(Section):
-    """A teacher whose log-probabilities of the student's completions become advantages, with or without rewards."""
+    """Settings of a teacher, whose log-probabilities of the student's completions become advantages, with or without rewards."""
 
     teacher: str | None = None
-    """Model folder, hub name or `tiny:<name>`, as in model.path; or, for prompts without media, the URL of an
-    OpenAI-compatible server (`http://host:8000/v1`) that returns the log-probabilities of a prompt, as vLLM does. The
-    server's API key is read from TEACHER_API_KEY. Unset: no teacher."""
+    """Teacher: a model folder, a name on the Hub or `tiny:<name>`, as in model.path; or, for prompts without media, the URL of an
+    OpenAI-compatible server (`http://host:8000/v1`) that can return the log-probabilities of a prompt, such as vLLM. The
+    server's API key is read from TEACHER_API_KEY. Unset: no teacher is used."""
     revision: str | None = None
-    """Hub revision of the teacher."""
+    """Revision of the teacher on the Hub: a branch, tag or commit. Unset: the default branch."""
     coef: float = Field(1.0, gt=0)
-    """Weight of a token's advantage from the teacher (log teacher - log student), which is added to the advantage from the
-    rewards."""
+    """Weight of the advantage that a token gets from the teacher (log teacher - log student), which is added to the advantage
+    from rewards."""
     discount: float = Field(0.0, ge=0, le=1)
-    """Discount factor per token at which a token is also credited with the teacher's advantages of later tokens. 0: each token is
-    credited only with its own advantage."""
+    """Discount factor per token with which the teacher's advantages of later tokens are added to a token's advantage. 0: later
+    tokens do not count."""
     offload: bool = True
-    """Keep the teacher's weights in CPU memory and copy each layer to the GPU when it is needed. If false, every rank keeps its
-    shard on its GPU, even during rollouts."""
+    """Keep the teacher's weights in host memory, and copy each layer to the GPU when it is needed. If false, every rank keeps its
+    shard of the weights on the GPU, even during rollouts."""
     server_model: str | None = None
     """Name of the teacher on the server; required if the teacher is a URL."""
     time_limit: float = Field(120.0, gt=0)
@@ -216,7 +216,9 @@ class DistillConfig(Section):
             kind, unused = "set", set(type(self).model_fields)
         else:
             kind, unused = ("a model folder", model_keys) if self.by_server else ("the URL of a server", server_keys)
-        fields = type(self).model_fields  # a saved configuration sets all of them, so compare with the defaults
+        fields = type(
+            self
+        ).model_fields  # values are compared with defaults, because a saved configuration sets all fields
         if names_given := sorted(name for name in unused - {"teacher"} if getattr(self, name) != fields[name].default):
             raise ValueError(
                 f"{', '.join(names_given)} can be set only if teacher is {kind}; remove {choose_pronoun(names_given)}, or "
@@ -231,14 +233,14 @@ class DistillConfig(Section):
 
 class RewardConfig(RewardFunctionsConfig):
     functions: dict[str, RewardWeight] = {}
-    """Mapping from the name of a reward (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) to its weight."""
+    """Name of a reward (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) → weight of the reward."""
     options: dict[str, dict[str, Any]] = {}
-    """Keyword arguments of the rewards, by name, such as `format.pattern`. Values of `api_key`, `token` and similar keys
-    are masked in saved configurations."""
+    """Name of a reward → keyword arguments, such as `format.pattern`. Values of `api_key`, `token` and similar keys are masked in
+    saved configurations."""
     only: dict[str, dict[str, list[str | int | float | bool]]] = {}
-    """Rows that a reward scores, by its name: field of the rows → values of which the row must have one, such as
-    `data_source = ["driving"]`. The field is one that the adapter stores in `sample.meta` (`label.weather` for a nested field).
-    Rewards without an entry score all rows."""
+    """Name of a reward → conditions on the rows that it scores. A condition names a field and its allowed values, such as
+    `data_source = ["driving"]`; the adapter must store the field in `sample.meta` (`label.weather` is a nested field). A reward
+    without an entry scores all rows."""
     workers: int = Field(2, ge=1)
     """Number of processes per rank that compute rewards."""
     time_limit: float = Field(30.0, gt=0)
@@ -249,7 +251,7 @@ class RewardConfig(RewardFunctionsConfig):
     def check_only(self) -> Self:
         if unknown := sorted(self.only.keys() - self.functions.keys()):
             raise ValueError(
-                f"only has entries for {', '.join(unknown)}, but functions does not; remove them from only, or add the functions"
+                f"only has entries for {', '.join(unknown)}, but functions does not; remove them, or add the rewards to functions"
             )
         if empty := sorted(name for name, fields in self.only.items() if not fields or not all(fields.values())):
             raise ValueError(f"only.{empty[0]} selects no rows; name a field and its values, or remove the entry")
@@ -257,7 +259,7 @@ class RewardConfig(RewardFunctionsConfig):
 
 
 class GRPOConfig(RunConfig):
-    """The configuration of a `dsreason grpo` run."""
+    """Configuration of a `dsreason grpo` run."""
 
     deciding_sections = (*RunConfig.deciding_sections, "grpo", "distill")
     rows_need_answers = False
@@ -271,7 +273,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def samples_per_step(self) -> int:
-        """The number of completions per optimizer step, over all ranks."""
+        """Number of completions per optimizer step, over all ranks."""
         return self.grpo.prompts_per_step * self.grpo.num_generations // self.grpo.optimizer_steps_per_rollout
 
     @property

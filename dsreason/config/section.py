@@ -1,4 +1,4 @@
-"""The base class of all configuration sections, and shared validators."""
+"""Base class of all configuration sections, and validators that several sections use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class Section(BaseModel):
-    """Base class of all sections: unknown keys are errors, and values are immutable after loading."""
+    """Base class of all configuration sections; unknown keys are errors, and values cannot change after loading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     def differing(self) -> list[str]:
-        """Return the names of fields whose value differs from the default (a saved configuration sets all fields)."""
+        """Return the names of the fields whose values differ from the default, because a saved configuration sets all fields."""
         return [
             name
             for name, field in type(self).model_fields.items()
@@ -40,9 +40,9 @@ class Section(BaseModel):
 
 
 def refuse_flag(value: object) -> object:
-    """Raise ValueError if a number of rows is a bool, which pydantic would convert to 0 or 1; else return it unchanged."""
+    """Return the value unchanged; raise ValueError if it is a bool, which pydantic would convert to a number of rows, 0 or 1."""
     if isinstance(value, bool):
-        raise ValueError(f"must be a share or a number of rows, such as 0.1; got {value}")
+        raise ValueError(f"must be a fraction or a number of rows, such as 0.1; got {value}")
     return value
 
 
@@ -56,12 +56,12 @@ def check_regex(pattern: str) -> str:
 
 
 def choose_pronoun(names: Sized) -> str:
-    """Return the pronoun that refers to these names in a message: "it" or "them"."""
+    """Return the pronoun with which a message refers to `names`: "it" or "them"."""
     return "them" if len(names) > 1 else "it"
 
 
 def check_temperature(value: float) -> float:
-    """Return the temperature unchanged; raise ValueError if it is so low that dividing the logits by it overflows."""
+    """Return the temperature unchanged; raise ValueError if it is so low that the division of logits would overflow."""
     if 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(f"must be 0 or at least {LOWEST_TEMPERATURE}; got {value:g}")
     return value

@@ -155,6 +155,8 @@ def rename_columns(row: Any, columns: dict[str, str]) -> Any:
             "a JSON object"
         )
     if missing := [column for column in columns.values() if column not in row]:
-        raise DataError(f"data.columns names {missing[0]!r}, but the row has only the columns {', '.join(map(str, row))}")
+        raise DataError(
+            f"data.columns names {missing[0]!r}, but the row has only the columns {', '.join(map(str, row))}"
+        )
     unmapped = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
     return unmapped | {field: row[column] for field, column in columns.items()}

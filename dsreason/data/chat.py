@@ -352,7 +352,9 @@ class Encoder:
         pictures = [medium for medium in loaded if isinstance(medium, Image.Image)]
         clips = [medium for medium in loaded if not isinstance(medium, Image.Image)]
         inputs: dict[str, Any] = {}
-        if pictures:  # the image processor is called directly: the full processor would merge all settings for every row
+        if (
+            pictures
+        ):  # the image processor is called directly: the full processor would merge all settings for every row
             inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
         if clips:
             inputs |= self.processor(

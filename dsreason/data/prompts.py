@@ -84,7 +84,9 @@ class PromptLoader:
         skipped = [texts for _, texts in ranks]
         groups = take_group_values(skipped, skipped, self.ranks_per_row)
         positions = range(self.order.batch_size)[self._positions]
-        usable = [(index, item) for index, item in zip(positions, items, strict=True) if isinstance(item, EncodedPrompt)]
+        usable = [
+            (index, item) for index, item in zip(positions, items, strict=True) if isinstance(item, EncodedPrompt)
+        ]
         return Prompts(
             batch=batch,
             prompts=[prompt for _, prompt in usable],

@@ -345,7 +345,9 @@ def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
             only_train(data, f"{folder}: this data set")
         return TableRows(saved, str(folder))
     if data.split not in saved:
-        raise DataError(f'{folder}: the data set has no split "{data.split}"; set data.split to one of {", ".join(saved)}')
+        raise DataError(
+            f'{folder}: the data set has no split "{data.split}"; set data.split to one of {", ".join(saved)}'
+        )
     return TableRows(saved[data.split], f"{folder} ({data.split})")
 
 

@@ -1,4 +1,4 @@
-"""Averages of the trained weights, such as exponential moving averages; each rank keeps its shard in host memory."""
+"""Averages of the trained weights, such as exponential moving averages, of which each rank keeps a shard in host memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dsreason.errors import CheckpointError
 
 
 class WeightAverage:
-    """An average of the trained weights, initialised with the engine's weights.
+    """Average of the trained weights, initialised with the engine's weights.
 
-    Each rank holds its shard. Shards are always float32, because bfloat16 would lose small changes. All ranks must call the
-    methods together.
+    Each rank holds one shard of the average. Shards are always float32, because bfloat16 would lose small changes. All ranks
+    must call the methods together.
 
     Args:
         policy_buffer: buffer from `allocate_share_buffer` that holds the policy while the engine uses the average. Several
@@ -56,7 +56,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the average in the engine's forward passes inside the `with` block, in which nothing may be trained."""
+        """Context manager inside which the engine's forward passes use the average; do not train inside it."""
         with set_policy_aside(self.engine, self._policy):
             for engine_share, share in zip(get_local_shares(self.engine), self.shares.values(), strict=True):
                 engine_share.copy_(share)
@@ -64,7 +64,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full float32 average of each trained parameter. All ranks must exhaust the iterator together."""
+        """Yield each trained parameter's name and full float32 average. All ranks must exhaust the iterator together."""
         for name, parameter in get_trained_parameters(self.engine).items():
             shape, share = get_full_shape(parameter), self.shares[name].to(self.engine.device)
             if is_partitioned(parameter):
@@ -78,20 +78,20 @@ class WeightAverage:
         return {name: share.clone() for name, share in self.shares.items()}
 
     def load(self, checkpoint: Path, label: str, saved_ranks: int) -> None:
-        """Load the average from a checkpoint written by `saved_ranks` ranks. Raise CheckpointError if its files are missing."""
+        """Load the average from a checkpoint that `saved_ranks` ranks wrote. Raise CheckpointError if a file is missing."""
         rank = dist.get_rank()
         same_ranks = saved_ranks == dist.get_world_size()
         ranks = [rank] if same_ranks else range(saved_ranks)
         files = [checkpoint / get_average_file(label, saved_rank) for saved_rank in ranks]
         if missing := [file for file in files if not file.is_file()]:
-            raise CheckpointError(f"{missing[0]}: is missing; choose another checkpoint")
+            raise CheckpointError(f"{missing[0]} is missing; choose another checkpoint")
         for name, parameter in get_trained_parameters(self.engine).items():
             parts = [read_tensor(file, name) for file in files]
             self.shares[name].copy_(parts[0] if same_ranks else repartition(parameter, parts, rank))
 
 
 def repartition(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
-    """Return this rank's shard of a parameter that a different number of ranks saved as `parts`, one part per rank."""
+    """Return this rank's shard of a parameter that was saved by a different number of ranks; `parts` has one part per saver."""
     if not is_partitioned(parameter):
         return parts[0]
     values = torch.cat([part.flatten() for part in parts])[: get_full_shape(parameter).numel()]
@@ -101,7 +101,7 @@ def repartition(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tens
 def read_saved_average(
     checkpoint: Path, label: str, shapes: Mapping[str, torch.Size], ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the full float32 average of each parameter in `shapes`, from a checkpoint saved with ZeRO-3."""
+    """Read a checkpoint saved with ZeRO-3; yield the name and full float32 average of each parameter in `shapes`."""
     for name, shape in shapes.items():
         parts = [read_tensor(checkpoint / get_average_file(label, rank), name) for rank in range(ranks)]
         yield name, torch.cat([part.flatten() for part in parts])[: shape.numel()].view(shape)
@@ -117,12 +117,12 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 
 def get_average_file(label: str, rank: int) -> str:
-    """Return the name of the checkpoint file with a rank's shard, such as `average_ema_rank_0.safetensors`."""
+    """Return the name of the checkpoint file that contains a rank's shard, such as `average_ema_rank_0.safetensors`."""
     return f"average_{label}_rank_{rank}.safetensors"
 
 
 def iter_master_shares(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and this rank's flat float32 shard of each trained weight; at stages 1 and 2, the full weight."""
+    """Yield each trained weight's name and this rank's flat float32 shard, which is the full weight at stages 1 and 2."""
     for name, parameter in get_trained_parameters(engine).items():
         partitioned = is_partitioned(parameter)
         yield name, safe_get_local_fp32_param(parameter) if partitioned else safe_get_full_fp32_param(parameter)

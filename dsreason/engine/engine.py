@@ -1,4 +1,4 @@
-"""The policy's DeepSpeed engine: construction, learning rate, gradients, and access to full parameters."""
+"""Functions that build the policy's DeepSpeed engine, set its learning rate, add gradients, and gather full parameters."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Build an engine that trains the trainable parameters of `model` with AdamW.
 
-    The caller marks the end of each step (see `add_gradient`), so the number of micro-batches may change from step to step.
+    The caller marks the last micro-batch of each step (see `add_gradient`), so steps may differ in their number of micro-batches.
 
     Args:
-        blocks: class names of the modules, such as decoder layers, that ZeRO-3 gathers as a unit.
+        blocks: class names of modules, such as decoder layers, that ZeRO-3 should gather as a unit.
     """
     groups = build_parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
@@ -38,7 +38,7 @@ def build_engine(
     if partitioned:
         gather_whole_blocks(model, blocks)
     nvtx.enable_nvtx = False  # NVTX ranges take 3 % of the host's time, and only Nsight displays them
-    # DeepSpeed imports its Muon only to check the type of the optimizer; compiling Muon would waste seconds.
+    # DeepSpeed imports its Muon optimizer only for a type check; compiling Muon would waste seconds.
     with set_variables({"TORCHDYNAMO_DISABLE": "1"}):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     place_buffers(engine.module, engine.device)
@@ -48,14 +48,14 @@ def build_engine(
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to `device` without changing their types. DeepSpeed does not move the buffers of a partitioned model."""
+    """Move all buffers to `device` and keep their types. DeepSpeed does not move the buffers of a partitioned model."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
 def build_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the trainable parameters: matrices get weight decay; vectors, such as biases, do not. Omit empty groups."""
+    """Group the trainable parameters into matrices, with weight decay, and vectors, without it; omit empty groups."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("model.freeze: all parameters are frozen; remove a pattern")
@@ -74,19 +74,19 @@ def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
 
 
 def get_full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the full shape of the parameter; under ZeRO-3, `parameter.shape` is (0,)."""
+    """Return the full shape of a parameter, whose own `shape` is (0,) under ZeRO-3."""
     return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
 
 
 def add_gradient(engine: DeepSpeedEngine, loss: Tensor, num_ranks: int, *, last: bool) -> None:
-    """Run the backward pass of one micro-batch's part of the step's loss.
+    """Run the backward pass for one micro-batch's contribution to the step's loss.
 
-    The step's loss is the sum of these parts over all micro-batches and ranks. If several ranks share a row, each of them
+    The step's loss is the sum of the contributions of all micro-batches on all ranks. If several ranks share a row, each of them
     contributes the gradient of its own tokens. DeepSpeed averages gradients over ranks; the factor `num_ranks` turns the
     mean back into a sum.
 
     Args:
-        last: whether this is the last backward pass of the step on this rank; the optimizer step follows it.
+        last: whether this is the last backward pass before the optimizer step.
     """
     engine.set_gradient_accumulation_boundary(last)
     with record_phase("backward"):
@@ -121,18 +121,18 @@ def list_frozen_names(engine: DeepSpeedEngine) -> list[str]:
 
 
 def to_hf_name(name: str) -> str:
-    """Convert the name of a policy parameter to its name in the Hugging Face model, the policy's attribute `model`."""
+    """Convert the name of a policy parameter to its name in the Hugging Face model, which is the policy's attribute `model`."""
     return name.removeprefix("model.")
 
 
 def iter_full_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the Hugging Face name and the full tensor of every parameter not in `without`; tied parameters only once.
+    """Yield the Hugging Face name and the full tensor of every parameter that is not in `without`; tied parameters only once.
 
-    All ranks must exhaust the iterator together. The tensors are the model's own (with `master`, float32 copies of the
-    trained ones) and are valid only until the next one is yielded, so copy any that you keep. At most about `bucket_mb`
-    MiB are gathered at a time.
+    All ranks must exhaust the iterator together. The tensors belong to the model (if `master` is set, trained parameters are
+    float32 copies) and are valid only until the next one is yielded, so copy a tensor that you want to keep. At most about
+    `bucket_mb` MiB are gathered at a time.
     """
     named_parameters = [
         ((to_hf_name(name), p), [p]) for name, p in engine.module.named_parameters() if to_hf_name(name) not in without
@@ -142,7 +142,10 @@ def iter_full_parameters(
 
 
 def gather_items(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: float) -> Iterator[T]:
-    """Gather the items' parameters in buckets of about `bucket_mb` MiB; yield each item while its own are present. Collective."""
+    """Gather the items' parameters in buckets of about `bucket_mb` MiB; yield each item while its parameters are gathered.
+
+    All ranks must exhaust the iterator together.
+    """
     for bucket in plan_buckets(items, bucket_mb * 2**20):
         partitioned = [parameter for _, parameters in bucket for parameter in parameters if is_partitioned(parameter)]
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
@@ -152,7 +155,7 @@ def gather_items(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: f
 def plan_buckets(
     items: Sequence[tuple[T, Sequence[nn.Parameter]]], max_bytes: float
 ) -> list[list[tuple[T, Sequence[nn.Parameter]]]]:
-    """Split the items, in order, into buckets of at most `max_bytes` of parameters; a larger item gets its own bucket."""
+    """Split the items, in order, into buckets with at most `max_bytes` of parameters; a larger item gets its own bucket."""
     buckets: list[list[tuple[T, Sequence[nn.Parameter]]]] = []
     room = 0.0
     for item in items:
@@ -166,7 +169,7 @@ def plan_buckets(
 
 
 def get_values(parameter: nn.Parameter, *, master: bool) -> Tensor:
-    """Return the values of a gathered parameter; with `master`, a float32 copy if the parameter is trained. Collective."""
+    """Return a gathered parameter's values; with `master`, a float32 copy if it is trained. All ranks must call this."""
     if master and parameter.requires_grad:
         copy: Tensor = safe_get_full_fp32_param(parameter)
         return copy

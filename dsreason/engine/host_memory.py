@@ -1,4 +1,4 @@
-"""Host buffers for GPU tensors. They are pinned, so that copies in both directions run at bus speed, and split into pieces."""
+"""Host buffers for GPU tensors. The buffers are pinned, so that copies run at bus speed, and consist of pieces."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 PIECE = 2**26
-"""Size of a piece in bytes. torch rounds pinned allocations up to a power of two, so one large block could waste half of it."""
+"""Bytes per piece of a buffer. torch rounds pinned allocations up to a power of two, which could waste half of a large block."""
 STAGE = 2**24
-"""Size in bytes of each of the two pinned buffers that `StagedCopy` uses."""
+"""Bytes in each of the two pinned buffers that `StagedCopy` uses."""
 
 
 class HostBuffer:
-    """A host buffer of `nbytes` bytes that stores a list of tensors consecutively."""
+    """Host buffer of `nbytes` bytes that stores several tensors one after another."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         sizes = [min(PIECE, nbytes - start) for start in range(0, nbytes, PIECE)]
         self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         self.taken = False
-        """True while the stored bytes are still needed. The users of a shared buffer set and check this flag."""
+        """True while the stored bytes are still needed; the users of a shared buffer set and check this flag."""
 
     @property
     def nbytes(self) -> int:
@@ -35,13 +35,13 @@ class HostBuffer:
         wait_for_copies()
 
     def restore(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the values of the last `store` into `tensors`, which must have the same types and sizes in the same order."""
+        """Copy the stored values to `tensors`, which must have the same types, sizes and order as in the last `store`."""
         for piece, part in self._iter_pairs(tensors):
             part.copy_(piece, non_blocking=True)
         wait_for_copies()
 
     def _iter_pairs(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of byte views `[bytes]` of equal length: part of the buffer, and the corresponding part of a tensor."""
+        """Yield pairs of equally long byte views `[bytes]`: a part of the buffer, and the corresponding part of a tensor."""
         begin = 0
         for tensor in tensors:
             remaining = to_byte_view(tensor)
@@ -53,7 +53,7 @@ class HostBuffer:
 
 
 class StagedCopy:
-    """A copier of GPU tensors to pageable host memory. Of its two pinned buffers, one is filled while the other is emptied.
+    """Copier of GPU tensors to pageable host memory, which fills one of its two pinned buffers while it empties the other.
 
     A direct copy to pageable memory is several times slower.
     """
@@ -63,7 +63,7 @@ class StagedCopy:
         return [torch.empty(STAGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy `source` into `target`, which must have the same type and shape."""
+        """Copy the GPU tensor `source` to the host tensor `target`, which must have the same type and shape."""
         pending: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
 
         def finish_oldest() -> None:

@@ -1,4 +1,4 @@
-"""The policy's weights, named as in the model from which it was loaded, and the deltas of its adapters."""
+"""Functions that list the policy's weights by their names in the original model, and merge the adapters' deltas into weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsreason.models.nf4.layers import NF4Linear
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model and, if it has an adapter, the adapter's matrices A and B and its scale."""
+    """Parameter of the model and, if it has an adapter, the adapter's matrices A and B and its scale."""
 
     name: str
     """Name in the Hugging Face model."""
@@ -31,9 +31,9 @@ class Weight:
         return not (self.adapter or self.parameter.requires_grad)
 
     def values(self, *, master: bool) -> Tensor:
-        """Return the weight that the forward pass uses; with `master`, a float32 copy if the weight is trained. Collective.
+        """Return the weight that the forward pass uses; if `master` is set and the weight is trained, return a float32 copy.
 
-        The parameter must have been gathered.
+        All ranks must call this method together, while the parameter is gathered.
         """
         return get_values(self.parameter, master=master) if self.quantized is None else self.quantized.whole()
 
@@ -68,9 +68,9 @@ def list_constant_names(engine: DeepSpeedEngine) -> list[str]:
 def iter_merged_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of every weight not in `without`, with its adapter merged into the tensor.
+    """Yield the name and the tensor of every weight that is not in `without`, with its adapter merged into the tensor.
 
-    The merged tensor is a copy: the model's own weight stays unchanged. In all other respects, this works like
+    A merged tensor is a copy; the model's own weight does not change. In all other respects, the function works like
     `iter_unmerged_parameters`.
     """
     for name, tensor, delta in iter_unmerged_parameters(engine, bucket_mb, without=without):
@@ -80,11 +80,11 @@ def iter_merged_parameters(
 def iter_unmerged_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
-    """Yield the Hugging Face name, the full tensor and the adapter's delta (or None) of every weight not in `without`.
+    """Yield the Hugging Face name, the full tensor and the adapter's delta (or None) of every weight that is not in `without`.
 
-    All ranks must exhaust the iterator together. The tensors are the model's own (with `master`, float32 copies of the
-    trained ones); a quantised weight is dequantised to the type that the forward pass uses. They are valid only until the
-    next one is yielded. A weight is gathered together with its adapter, at most about `bucket_mb` MiB at a time.
+    All ranks must exhaust the iterator together. The tensors belong to the model (if `master` is set, trained weights are
+    float32 copies); a quantised weight is dequantised to the type that the forward pass uses. A tensor is valid only until the
+    next one is yielded. Weights are gathered together with their adapters, at most about `bucket_mb` MiB at a time.
     """
     weights = [weight for weight in list_weights(engine) if weight.name not in without]
     for weight in gather_items([(weight, [weight.parameter, *weight.adapter]) for weight in weights], bucket_mb):

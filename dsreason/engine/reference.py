@@ -1,4 +1,4 @@
-"""The reference policy of the KL term, which needs no second model on the GPU."""
+"""Reference policy for the KL term, which needs no second model on the GPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from dsreason.models.weights import find_weights
 
 
 class KLReference(Protocol):
-    """The policy against which the KL is measured."""
+    """Interface of a policy to which the KL is measured."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Use the reference's weights in forward passes inside the `with` block, in which nothing may be trained. Collective."""
+        """Context manager inside which forward passes use the reference's weights; do not train inside it.
+
+        All ranks must enter and leave it together.
+        """
 
 
 class BaseReference:
-    """Reference of a policy with adapters: the model without its adapters. It needs no memory and never changes."""
+    """Reference for a policy with adapters: the model without its adapters, which needs no extra memory and never changes."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
@@ -37,10 +40,10 @@ class BaseReference:
 
 
 class ReferencePolicy:
-    """A reference whose trained weights are kept in host memory, sharded over the ranks, and copied to the engine on demand.
+    """Reference whose trained weights are kept in host memory, sharded across the ranks, and copied to the engine on demand.
 
-    At construction, the reference equals the engine's policy. It shares the policy's frozen parameters. All ranks must call
-    the methods together.
+    At construction, the reference equals the engine's policy. The two share their frozen parameters. All ranks must call the
+    methods together.
 
     Args:
         policy_buffer: buffer from `allocate_share_buffer` that holds the policy while the engine uses the reference. Several
@@ -58,17 +61,17 @@ class ReferencePolicy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the reference's weights in the engine's forward passes inside the `with` block, in which nothing may be trained."""
+        """Context manager inside which the engine's forward passes use the reference's weights; do not train inside it."""
         with set_policy_aside(self.engine, self._policy):
             self._reference.restore(get_local_shares(self.engine))
             yield
 
     def load(self, folder: Path, rename: Callable[[str], str | None] = str) -> None:
-        """Load weights from a Hugging Face folder; `rename` maps their names. Raise CheckpointError if one is missing."""
+        """Load weights from a Hugging Face folder; `rename` maps tensor names. Raise CheckpointError if a weight is missing."""
         weights = find_weights(folder, rename)
         trained = get_trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:
-            raise CheckpointError(f"{folder}: tensor {missing[0]}, which the reference policy needs, is missing")
+            raise CheckpointError(f"{folder}: the tensor {missing[0]}, which the reference policy needs, is missing")
         tensors: dict[str, Tensor] = {}  # memory-mapped, so that each rank reads only its shard
         weights.read(list(trained), tensors.__setitem__)
         rank = self.engine.global_rank
@@ -80,13 +83,13 @@ def get_trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
 
 
 def get_local_shares(engine: DeepSpeedEngine) -> list[Tensor]:
-    """Return this rank's shard of each trained weight. The shards are views: writing to one changes the engine's weight."""
+    """Return this rank's shard of each trained weight. The shards are views: writing to a shard changes the engine's weight."""
     parameters: Iterable[nn.Parameter] = get_trained_parameters(engine).values()
     return [p.ds_tensor.data if is_partitioned(p) else p.data for p in parameters]
 
 
 def extract_shard(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
-    """Return a rank's shard of a full tensor. ZeRO-3 flattens the tensor, splits it into equal parts, and pads the last."""
+    """Return a rank's shard of a full tensor. ZeRO-3 flattens the tensor, splits it into equal parts, and pads the last part."""
     if not is_partitioned(parameter):
         return whole
     size = parameter.ds_tensor.numel()
@@ -101,8 +104,8 @@ def allocate_share_buffer(engine: DeepSpeedEngine) -> HostBuffer:
 
 @contextmanager
 def set_policy_aside(engine: DeepSpeedEngine, policy_buffer: HostBuffer) -> Iterator[None]:
-    """Save the policy's trained weights, let the `with` block overwrite them in the engine, and restore them afterwards."""
-    assert not policy_buffer.taken, "the buffer already holds a policy, which would be overwritten"
+    """Context manager that saves the policy's trained weights, so that others can replace them, and restores them on exit."""
+    assert not policy_buffer.taken, "the buffer still holds another policy's weights, which would be overwritten"
     drop_gathered(engine)
     policy_buffer.store(get_local_shares(engine))
     policy_buffer.taken = True
@@ -115,8 +118,8 @@ def set_policy_aside(engine: DeepSpeedEngine, policy_buffer: HostBuffer) -> Iter
 
 
 def drop_gathered(engine: DeepSpeedEngine) -> None:
-    """Make the next forward pass gather every trained weight from the ranks' shards again."""
-    release_gathered(engine)  # small parameters stay gathered between passes, so their old values would be used
+    """Release gathered weights, so that the next forward pass gathers every trained weight from the ranks' shards again."""
+    release_gathered(engine)  # small parameters stay gathered between passes, which would then use old values
     for parameter in get_trained_parameters(engine).values():
         if is_partitioned(parameter):
             parameter.ds_secondary_tensor = None  # the per-host copy, which exists with zero_hpz_partition_size

@@ -1,4 +1,4 @@
-"""GPU memory during a rollout, and the training state that must be offloaded to make room for vLLM; used by runs and plans."""
+"""Estimates of GPU memory during a rollout, and of the training state that must leave the GPU to make room for vLLM."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ GIB = 2**30
 CONTEXT, NCCL = GIB, GIB // 2
 """Bytes reserved on each GPU for CUDA's context and libraries, and for NCCL; the latter applies only to runs on several GPUs."""
 FRAGMENTS = 0.05
-"""Share of torch's memory that is lost to fragmentation. vLLM's own memory does not fragment."""
+"""Fraction of torch's memory that is lost to fragmentation; vLLM's own memory does not fragment."""
 
 
 @dataclass(frozen=True)
 class OffloadAmount:
-    """The amount of training state that leaves the GPU during a rollout."""
+    """Amount of training state that leaves the GPU during a rollout."""
 
     drop_gradients: bool
-    """True to free the gradient buffers, which needs no copy."""
+    """Whether to free the gradient buffers, which need not be copied."""
     move_bytes: int
-    """Minimum number of bytes to move to the host. Tensors are moved whole, the moments before the master weights."""
+    """Minimum number of bytes to move to the host; tensors are not split, and moments move before master weights."""
 
 
 EVERYTHING = OffloadAmount(True, sys.maxsize)
@@ -31,19 +31,19 @@ NOTHING = OffloadAmount(False, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """Memory of one GPU during a rollout without offload, in bytes by use."""
+    """Memory of one GPU during a rollout without offload, in bytes for each use."""
 
     total: int
     """Total memory of the GPU."""
     vllm: int
-    """Memory of vLLM: `rollout.gpu_memory_utilization` times the total."""
+    """Memory that vLLM uses: `rollout.gpu_memory_utilization` times the total."""
     fixed: int
-    """Weights and everything else that is never offloaded, such as a teacher."""
+    """Memory of the weights, and of anything else that is never offloaded, such as a teacher."""
     gradients: int
     moments: int
     masters: int
     sync: int
-    """Maximum memory for the full weights that a weight sync gathers at a time."""
+    """Maximum memory of the full weights that a weight sync gathers at a time."""
     outside: int
     """Memory of the CUDA context, NCCL and other processes."""
 
@@ -72,10 +72,10 @@ class RolloutMemory:
 
 
 def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
-    """Choose the training state that leaves the GPU, starting with the gradient buffers.
+    """Choose how much training state leaves the GPU: first the gradient buffers, then as much as is still needed.
 
     Raises:
-        ConfigError: the mode is "never", and vLLM's share does not fit next to the training state.
+        ConfigError: the mode is "never", and the GPU does not have enough memory for both vLLM and the training state.
     """
     state, to_move = memory.moments + memory.masters, max(0, memory.excess - memory.gradients)
     if mode == "always":
@@ -84,18 +84,18 @@ def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
         fitting = (memory.vllm - to_move) / memory.total
         lower = f", or lower rollout.gpu_memory_utilization to {int(100 * fitting) / 100:g}" if fitting >= 0.01 else ""
         raise ConfigError(
-            f'rollout.offload = "never": {memory.describe()}; even without gradient buffers '
-            f"({memory.gradients / GIB:.2f} GiB), {to_move / GIB:.2f} GiB are missing; "
+            f'rollout.offload = "never": {memory.describe()}; even if the gradient buffers '
+            f"({memory.gradients / GIB:.2f} GiB) are freed, {to_move / GIB:.2f} GiB are missing; "
             f'set rollout.offload = "auto"{lower}'
         )
     return OffloadAmount(memory.excess > 0, min(to_move, state))
 
 
 def count_moving(sizes: list[int], num_bytes: int) -> int:
-    """Return how many tensors, counted from the first, are needed to reach `num_bytes`; all of them if the total is less.
+    """Return how many of the first tensors together have at least `num_bytes` bytes; if the total is less, return their number.
 
     Args:
-        sizes: bytes of each tensor.
+        sizes: size of each tensor in bytes.
     """
     for count in range(len(sizes)):
         if sum(sizes[:count]) >= num_bytes:
@@ -104,5 +104,5 @@ def count_moving(sizes: list[int], num_bytes: int) -> int:
 
 
 def estimate_outside_bytes(num_gpus: int) -> int:
-    """Return the number of bytes that a GPU needs outside torch's allocator."""
+    """Estimate how many bytes of GPU memory are used outside torch's allocator."""
     return CONTEXT + (NCCL if num_gpus > 1 else 0)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step."""
+"""Learning-rate schedules, which are pure functions of the step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 from dsreason.config.schema import OptimConfig
 
 WSD_SHARE = 0.2
-"""Share of all steps during which the schedule `wsd` decays if `optim.decay_share` is unset."""
+"""Fraction of all steps during which the schedule `wsd` decays the learning rate if `optim.decay_share` is unset."""
 
 
 def count_warmup_steps(total_steps: int, optim: OptimConfig) -> int:
-    """Return the number of warmup steps, at most `total_steps`. `optim.warmup` below 1 is a share of `total_steps`."""
+    """Return the number of warmup steps, at most `total_steps`; an `optim.warmup` below 1 is a fraction of `total_steps`."""
     return round(optim.warmup * total_steps) if optim.warmup < 1 else min(int(optim.warmup), total_steps)
 
 
 def describe_long_warmup(total_steps: int, optim: OptimConfig) -> str | None:
-    """Return a warning if the warmup lasts for the entire run; otherwise, return None."""
+    """Return a warning if the warmup lasts for the entire run, or None otherwise."""
     if count_warmup_steps(total_steps, optim) < total_steps:
         return None
     warmup = f"{optim.warmup:g} steps" if optim.warmup >= 1 else f"{optim.warmup:g} of the run's steps"
@@ -30,11 +30,11 @@ def describe_long_warmup(total_steps: int, optim: OptimConfig) -> str | None:
 
 
 def compute_lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Return the factor that scales the peak learning rate in 0-based `step`.
+    """Return the factor by which the peak learning rate is multiplied in `step`, which counts from 0.
 
-    The factor rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches
-    `optim.min_lr_share` at `total_steps` (one step after the last). With `optim.decay_share`, the factor stays at 1 until
-    the decay, which takes up that share of the steps, at the end of the run.
+    The factor rises linearly to 1 at the last warmup step, and then follows `optim.schedule`, which reaches
+    `optim.min_lr_share` at `total_steps` (one step after the last). If `optim.decay_share` is set, the factor decays only during
+    that fraction of the steps, at the end of the run, and stays at 1 until then.
     """
     warmup = count_warmup_steps(total_steps, optim)
     if step < warmup:

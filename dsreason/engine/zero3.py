@@ -1,7 +1,7 @@
-"""ZeRO-3 at the level of blocks: one gather per decoder layer, instead of one for each module inside the layer.
+"""ZeRO-3 for whole blocks: the parameters of a decoder layer are gathered together, instead of separately for each module.
 
-DeepSpeed records the order in which modules run and prefetches the parameters of the next modules. Its hooks cost host time
-for each module, and after the order changes, nothing is prefetched for one step.
+DeepSpeed records the order in which modules run and prefetches the parameters of the next modules. Its hooks take host time
+for each module, and if the order changes, nothing is prefetched for one step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 
 def gather_whole_blocks(model: nn.Module, blocks: Collection[str]) -> None:
-    """Make the modules whose class names are in `blocks` ZeRO-3 leaf modules. Call this before the engine is built.
+    """Turn the modules whose class names are in `blocks` into ZeRO-3 leaf modules. Call this before the engine is built.
 
     DeepSpeed reduces the gradients of a leaf module once the gradient of its input has been computed. The input of a leaf
-    with trained parameters must therefore require a gradient even if everything before it is frozen; otherwise DeepSpeed
-    would reduce zeros.
+    with trained parameters must therefore require a gradient, even if all modules before the leaf are frozen; otherwise,
+    DeepSpeed would reduce zeros.
     """
     for module in model.modules():
         if type(module).__name__ in blocks:
@@ -31,7 +31,7 @@ def gather_whole_blocks(model: nn.Module, blocks: Collection[str]) -> None:
 
 
 def require_input_gradient(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make the hidden states, the first argument of `block`, require a gradient. Used as a forward pre-hook."""
+    """Forward pre-hook that makes the first argument of `block`, the hidden states, require a gradient."""
     hidden: Tensor = args[0]
     if hidden.requires_grad or not torch.is_grad_enabled():
         return args
@@ -39,10 +39,10 @@ def require_input_gradient(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any
 
 
 def release_gathered(engine: DeepSpeedEngine) -> None:
-    """Release the parameters that are still gathered on this rank; do nothing at stages 1 and 2, which do not shard them.
+    """Release the parameters that are still gathered on this rank; do nothing at stages 1 and 2, which shard no parameters.
 
-    DeepSpeed's `engine.empty_partition_cache` does this too, but it also collects garbage and empties the GPU's cache,
-    which takes half a second.
+    DeepSpeed's `engine.empty_partition_cache` would also release them, but takes half a second, because it collects garbage and
+    empties the GPU's cache.
     """
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         engine.optimizer.empty_partition_cache()
@@ -51,8 +51,8 @@ def release_gathered(engine: DeepSpeedEngine) -> None:
 def record_training_only(engine: DeepSpeedEngine) -> None:
     """Make DeepSpeed record the order of modules only in forward passes that precede a backward pass.
 
-    A recording of a forward pass without a backward pass (for old log-probabilities or validation) would be too short:
-    training would run past its end, and DeepSpeed would record the next forward pass again. The recording of a training
+    If a forward pass without a backward pass (for old log-probabilities or validation) were recorded, the recording would be too
+    short: training would run past its end, and DeepSpeed would record the next forward pass again. The recording of a training
     step begins with its forward pass, so it is also valid for forward passes without a backward pass.
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()

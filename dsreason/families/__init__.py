@@ -1,6 +1,6 @@
-"""The differences between model families, with one file per family. To add a family, add a file and an entry in `FAMILIES`.
+"""Descriptions of the model families, in one file per family. To add a family, add a file and an entry in `FAMILIES`.
 
-Importing this package does not import torch or transformers, so that commands can start and check rows without them.
+Importing this package imports neither torch nor transformers, so that commands start quickly and can check rows without them.
 """
 
 from dsreason.errors import CheckpointError

@@ -1,6 +1,6 @@
-"""The reasoner of Cosmos3 (`cosmos3_omni`): Qwen3-VL with different tensor names, in files that also contain a media generator.
+"""Reasoner of Cosmos3 (`cosmos3_omni`): Qwen3-VL with different tensor names, in files that also contain a media generator.
 
-Source of the names: the mappings in vLLM's cosmos3.py and in transformers' cosmos3_omni.
+The names are taken from the mappings in vLLM's cosmos3.py and in transformers' cosmos3_omni.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The properties of a model family: tokens, vision settings, parameter names and a tiny model."""
+"""Classes that describe a model family: its tokens, vision settings, parameter names and tiny model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Grid(NamedTuple):
-    """A run of placeholder tokens: its size in tokens, and the distance between consecutive time steps in mRoPE units."""
+    """Size of a run of placeholder tokens, in tokens, and the distance between consecutive time steps, in mRoPE units."""
 
     frames: int
     height: int
@@ -22,10 +22,10 @@ class Grid(NamedTuple):
 
 
 Grids = tuple[Iterable[Grid], Iterable[Grid]]
-"""The runs of image placeholders and the runs of video placeholders, each in order of appearance."""
+"""Runs of image placeholders and runs of video placeholders, both in order of appearance."""
 
 GridRule = Callable[[dict[str, Any], Any], Grids]
-"""A function `(mm_kwargs, config) -> Grids` for the media of one or more samples."""
+"""Function `(mm_kwargs, config) -> Grids` that computes the grids of the media of one or more samples."""
 
 
 def merge_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
@@ -36,22 +36,22 @@ def merge_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
 
 
 def return_no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
-    """Return no grids, for a text-only model."""
+    """Return no grids; this is the grid rule of text-only models."""
     return (), ()
 
 
 TowerLayout = Callable[[Any, "Tensor"], dict[str, Any]]
-"""A function `(vision_config, grids [media, 3]) -> keyword arguments for the vision tower's forward`; it runs on the host."""
+"""Function `(vision_config, grids [media, 3]) -> keyword arguments for the vision tower's forward`, which runs on the host."""
 
 
 def return_grids(vision: Any, grids: Tensor) -> dict[str, Any]:
-    """Return only the grids, so that the tower computes everything else itself."""
+    """Return only the grids, from which the vision tower computes its other arguments."""
     return {"grid_thw": grids}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Special tokens of the tokenizer, as text. Example: `FAMILIES["qwen3_vl"].tokens`."""
+    """Texts of the tokenizer's special tokens. Example: `FAMILIES["qwen3_vl"].tokens`."""
 
     image: str
     """Placeholder for an image."""
@@ -66,7 +66,7 @@ class Tokens:
     unused_media: tuple[str, ...] = ()
     """Additional placeholders that no processor produces."""
     others: tuple[str, ...] = ()
-    """Other special tokens, which may appear in text."""
+    """Other special tokens, which users' texts may contain."""
 
     @property
     def media(self) -> tuple[str, ...]:
@@ -75,13 +75,13 @@ class Tokens:
 
     @property
     def control(self) -> tuple[str, ...]:
-        """Tokens that would be read as media or as the start or end of a turn if a text contained them."""
+        """Tokens that a user's text must not contain, because they stand for media or for the start or end of a turn."""
         return (*self.media, self.turn_start, self.turn_end, self.padding)
 
 
 @dataclass(frozen=True)
 class TrainedSizes:
-    """Ranges of media sizes, in merged patches (tokens), on which a model was trained. Its published processor accepts far wider
+    """Ranges of media sizes on which a model was trained, in merged patches (tokens); the published processor accepts far wider
     ranges."""
 
     image: tuple[int, int]
@@ -94,7 +94,7 @@ class TrainedSizes:
 
 @dataclass(frozen=True)
 class Vision:
-    """Defaults for sampling and resizing media, used if neither the row, the configuration nor the processor sets them."""
+    """Defaults for sampling and resizing media, used if the row, the configuration and the processor do not set a value."""
 
     bounds_are_per_video: bool
     """Whether the video processor's `size` limits the pixels of all sampled frames together (True) or of each frame (False)."""
@@ -103,11 +103,11 @@ class Vision:
     min_frames: int
     max_frames: int
     max_frame_tokens: int
-    """Largest size of one video frame in merged patches, used if the processor limits all frames together."""
+    """Maximum size of one video frame in merged patches, used if the processor limits only all frames together."""
     max_video_tokens: int
-    """Largest size of a video in merged patches, used if the processor limits each frame."""
+    """Maximum size of a video in merged patches, used if the processor limits only each frame."""
     trained_sizes: TrainedSizes | None = None
-    """Limits that replace the processor's, unless the processor rejects the largest. None keeps the processor's limits."""
+    """Limits that replace the processor's limits, unless the processor rejects the largest size; None keeps the processor's."""
 
 
 @dataclass(frozen=True)
@@ -123,40 +123,40 @@ class Modules:
     embeddings: tuple[str, ...]
     """Parts of the names of token and position embedding weights."""
     text_layers: str
-    """Regular expression that finds the language model's linear layers by name; they get a LoRA adapter by default."""
+    """Regular expression for the names of the language model's linear layers, which get LoRA adapters by default."""
     vision_layers: str = ""
-    """Regular expression that finds the linear layers of the vision tower and its mergers by name."""
+    """Regular expression for the names of the linear layers in the vision tower and its mergers."""
     patch_embedding: str = ""
     """Part of the name of the vision tower's patch embedding, whose input needs no gradient."""
     merger: str = ""
-    """Part of the names of the vision tower's modules that process merged patches."""
+    """Part of the names of those modules of the vision tower that process merged patches."""
     blocks: tuple[str, ...] = ()
     """Class names of the decoder layer and of the vision tower's block and merger; ZeRO-3 gathers each such module as a unit."""
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """Settings of a randomly initialised model of the family that is small enough for a laptop; see `dsreason.models.tiny`."""
+    """Settings for building a tiny model of the family, with random weights (see `dsreason.models.tiny`)."""
 
     default_system: str | None
-    """System message that the chat template adds to a conversation without one; None adds nothing."""
+    """System message that the chat template adds to conversations that have none; None adds nothing."""
     config: Callable[[dict[str, Any], dict[str, Any], int, dict[str, Any]], PreTrainedConfig]
-    """A function `(text sizes, vision sizes, head size, common settings) -> config`."""
+    """Function `(text sizes, vision sizes, head size, common settings) -> config`."""
     patch_size: int = 14
     """Side of a patch in pixels; two by two patches form a token."""
     processor: Callable[[PreTrainedTokenizerBase, int, dict[str, int]], ProcessorMixin] | None = None
-    """A function `(tokenizer, pixels per token, patch sizes) -> processor`; the processor must accept media as small as one
-    token. None for a text-only model, whose folder contains only a tokenizer."""
+    """Function `(tokenizer, pixels per token, patch sizes) -> processor`; the processor must accept media as small as one token.
+    None for a text-only model, whose folder contains only a tokenizer."""
     others: tuple[str, ...] = ()
-    """Names of other models' tensors that the tiny model's files also contain, as published files do."""
+    """Names of tensors of other models that the tiny model's files also contain, to resemble the published files."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family, described by the properties in which families differ. Example: `FAMILIES["qwen3_vl"]`."""
+    """Model family, described by the properties in which families differ. Example: `FAMILIES["qwen3_vl"]`."""
 
     name: str
-    """Human-readable name."""
+    """Name of the family for messages."""
     model_type: str
     """Value of `model_type` in `config.json`."""
     tokens: Tokens
@@ -167,27 +167,27 @@ class Family:
     grids: GridRule = return_no_grids
     """Picklable function that returns the grids of tokens from which mRoPE positions are computed."""
     tower_layout: TowerLayout = return_grids
-    """Function that returns all arguments of the vision tower's forward except the pixels. They should include everything that
-    the tower would otherwise derive from the grids, because that would make the host wait for the GPU."""
+    """Function that returns all arguments of the vision tower's forward except the pixels. The arguments should include all
+    values that the tower would otherwise compute from the grids on the GPU, because the host would wait for them."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
-    """A function `vision_config -> (number of blocks with windowed attention, side of a window in merged patches)`; None means
-    full attention."""
+    """Function `vision_config -> (number of blocks with windowed attention, side of a window in merged patches)`; None if all
+    blocks use full attention."""
     renames: tuple[tuple[str, str], ...] = ()
     """Pairs (regular expression, replacement): names in published checkpoints → names in memory; the first match applies."""
     published: tuple[tuple[str, str], ...] = ()
     """Pairs (regular expression, replacement): names in memory → names in published checkpoints; the first match applies."""
     keeps_published_names: bool = False
-    """True if exports and vLLM need the published names, False if both accept the in-memory names."""
+    """Whether exports and vLLM need the published names; if False, both use the in-memory names."""
     vllm_class: str | None = None
-    """vLLM's class for models whose config.json may name only the transformers class, which vLLM would run with its generic
-    backend. None keeps the class in config.json."""
+    """Name of vLLM's class for the family, in case config.json names only the transformers class, which vLLM would run with its
+    generic backend. None keeps the class in config.json."""
     weight_folders: tuple[str, ...] = ()
-    """Subfolders of a published checkpoint that contain its weights if there are none next to config.json."""
+    """Subfolders of a published checkpoint that contain the weights if there are no weights next to config.json."""
     others: tuple[str, ...] = ()
-    """Regular expressions that find tensors of another model in the same files by their published names."""
+    """Regular expressions for the published names of tensors that belong to another model in the same files."""
 
     def rename(self, name: str) -> str | None:
-        """Return the in-memory name of a checkpoint's tensor, or None if the tensor belongs to another model."""
+        """Convert the name of a tensor in a checkpoint to its in-memory name; None if the tensor belongs to another model."""
         return None if any(re.search(pattern, name) for pattern in self.others) else apply_renames(name, self.renames)
 
     def to_published_name(self, name: str) -> str:
@@ -200,7 +200,7 @@ class Family:
 
 
 def apply_renames(name: str, rules: tuple[tuple[str, str], ...]) -> str:
-    """Apply the first rule that matches the name; without a match, return the name unchanged."""
+    """Rename a tensor with the first rule that matches its name; if no rule matches, return the name unchanged."""
     for pattern, replacement in rules:
         new_name, count = re.subn(pattern, replacement, name)
         if count:

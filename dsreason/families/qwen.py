@@ -1,4 +1,4 @@
-"""Settings shared by the families of Qwen's vision-language models."""
+"""Settings that the families of Qwen's vision-language models share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODULES = Modules(
 
 
 def build_vision_defaults(*, bounds_are_per_video: bool) -> Vision:
-    """Return the defaults of qwen-vl-utils (`vision_process.py`), with which these models were trained."""
+    """Return the defaults of qwen-vl-utils (`vision_process.py`), with which Qwen's vision-language models were trained."""
     return Vision(
         bounds_are_per_video=bounds_are_per_video,
         fps=2.0,

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     """Return the grids of all media. Consecutive time steps of a video are `second_per_grid_ts * tokens_per_second` apart.
 
-    A step lasts 1 s if the processor returns no duration. Source: `iter_mm_grid_thw` in vLLM's qwen2_5_vl.py. vLLM casts every
-    floating-point output of the processor, including the seconds, to the model's dtype before it multiplies in float64. This
-    function rounds the same way: in bfloat16, 0.925 s becomes 0.92578. `config` is the model's configuration; its dtype must be
-    the one in which the model is served.
+    If the processor returns no duration, a time step lasts 1 s. Source: `iter_mm_grid_thw` in vLLM's qwen2_5_vl.py. vLLM casts
+    every floating-point output of the processor, including the seconds, to the model's dtype, and then multiplies in float64.
+    This function rounds in the same way: in bfloat16, 0.925 s becomes 0.92578. `config` is the model's configuration, whose dtype
+    must be the dtype in which the model is served.
     """
     import torch
 
@@ -35,7 +35,7 @@ def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
 
 
 def compute_tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
-    """Return the positions and the starts of frames and windows for a sequence of media items."""
+    """Compute positions, frame starts and window starts for a sequence of media items."""
     from transformers.utils.generic import get_max_seqlen
     from transformers.vision_utils import (
         get_vision_attention_seqlens,
@@ -62,7 +62,7 @@ def compute_tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
 
 
 def compute_vision_windows(vision: Any) -> tuple[int, int]:
-    """Return the number of blocks with windowed attention (all but `fullatt_block_indexes`) and the side of a window."""
+    """Return how many blocks have windowed attention (all except `fullatt_block_indexes`), and the side of a window."""
     side = vision.window_size // vision.patch_size // vision.spatial_merge_size
     return vision.depth - len(vision.fullatt_block_indexes), side
 
@@ -98,7 +98,7 @@ QWEN2_5_VL = Family(
     renames=(
         (r"^visual\.", "model.visual."),
         (r"^model\.(?!visual\.|language_model\.)", "model.language_model."),
-    ),  # names in memory match neither rule
+    ),  # in-memory names match neither rule
     published=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
     tiny=Tiny(
         patch_size=14,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
-    """Return one grid per image and per group of video frames; times are in the text (`<1.5 seconds>`), not in the index.
+    """Return one grid per image and per group of video frames; times appear in the text (`<1.5 seconds>`), not in positions.
 
     Source: `_iter_mm_grid_hw` in vLLM's qwen3_vl.py.
     """
@@ -25,7 +25,7 @@ def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
 
 
 def compute_tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
-    """Return the learned and rotary positions and the starts of frames for a sequence of media items."""
+    """Compute learned positions, rotary positions and frame starts for a sequence of media items."""
     from transformers.vision_utils import (
         get_vision_attention_seqlens,
         get_vision_interpolation_indices_and_weights,

@@ -1,4 +1,4 @@
-"""The text-only families Qwen2.5 and Qwen3, whose tokenizers also have the special tokens for media."""
+"""Text-only families Qwen2.5 and Qwen3, whose tokenizers also have special tokens for media."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Losses as pure functions of log-probabilities."""
+"""Losses, which are pure functions of log-probabilities."""

@@ -1,9 +1,9 @@
-"""Advantages computed from the rewards of groups.
+"""Functions that compute advantages from the rewards of groups.
 
-Notation: rewards are `[P, G]` for P prompts with G completions each; a row is a group. If all rewards of a group are equal,
-its advantages are exactly 0, even if rounding makes its mean differ from the rewards, such as for several rewards of 0.1.
+Notation: rewards are `[P, G]` for P prompts with G completions each; a row is a group. If all rewards of a group are equal, its
+advantages are exactly 0, even if rounding makes the mean differ from the rewards, which happens for several rewards of 0.1.
 
-NaN stands for a completion without a reward. It counts in no mean, sum or standard deviation, and its advantage is 0.
+NaN stands for a missing reward. Means, sums and standard deviations ignore it, and the completion's advantage is 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def group_normalized(rewards: Tensor) -> Tensor:
 def group_centered(rewards: Tensor) -> Tensor:
     """Return R - group mean, `[P, G]` → `[P, G]` (Dr.GRPO, 2503.20783).
 
-    The result is not divided by the std, because that would favour prompts that are too easy or too hard.
+    The difference is not divided by the std, because that would favour prompts that are too easy or too hard.
 
     Example: [1, 0, 0, 0] gives [0.75, -0.25, -0.25, -0.25].
     """
@@ -49,7 +49,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def batch_normalized(rewards: Tensor) -> Tensor:
     """Return (R - group mean) / (population std of all rewards + 1e-6), `[P, G]` → `[P, G]` (Lite PPO, 2508.08221).
 
-    `rewards` must hold the groups of the global batch, not only those of one rank, because the std is taken over all of them.
+    `rewards` must contain all groups of the global batch, not only one rank's, because the std is computed over all groups.
 
     Example: [[1, 0], [1, 1]] has std 0.4330 over all four rewards, and gives [[1.1547, -1.1547], [0, 0]].
     """

@@ -1,4 +1,4 @@
-"""On-policy distillation: advantages from a teacher's log-probabilities of the student's own tokens."""
+"""On-policy distillation: advantages are computed from a teacher's log-probabilities of the tokens that the student sampled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def compute_distillation_advantages(
 ) -> Tensor:
     """Return A_t = Σ_{s ≥ t} discount^(s - t) (log T(y_s) - log π(y_s)) within each sequence, `[N]`, detached.
 
-    π is the policy that sampled the tokens, T the teacher. With discount 0, the expected policy gradient with these
+    π is the policy that sampled the tokens, and T is the teacher. With discount 0, the expected policy gradient with these
     advantages is the negative gradient of the KL at each individual token: E_π[(log T - log π) ∇log π] = -∇KL(π ‖ T)
     (2306.13649; thinkingmachines.ai/blog/on-policy-distillation). With a positive discount, a token is also credited for
     the tokens that follow it.

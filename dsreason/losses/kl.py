@@ -1,8 +1,8 @@
 """Estimators of KL(policy ‖ reference) at the sampled tokens, computed elementwise from `[N]` log-probabilities.
 
 Notation: d = ref_logprobs - logprobs, with tokens sampled from the policy (http://joschu.net/blog/kl-approx.html).
-Gradients flow through `logprobs`. In a loss, only the gradient of a term matters, not its value. Only the gradients of k2
-and of the bias-corrected k3 equal the gradient of the KL in expectation; the expected gradient of k1 is zero.
+Gradients flow through `logprobs`. In a loss, only the gradient of a term matters, not its value. In expectation, only the
+gradients of k2 and of the bias-corrected k3 equal the gradient of the KL; the expected gradient of k1 is zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_LOG_RATIO = 20.0
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return -d, `[N]`: unbiased, but with high variance and often negative.
 
-    Use it only for logging: as a loss term it has no effect, because its expected gradient is zero.
+    Use this estimator only for logging: it has no effect as a loss term, because its expected gradient is zero.
 
     Example: logprobs -1 and ref_logprobs -1.5 give 0.5.
     """
@@ -27,7 +27,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return d² / 2, `[N]`: a biased estimate whose expected gradient is that of the KL.
+    """Return d² / 2, `[N]`: a biased estimate whose expected gradient equals the gradient of the KL.
 
     Example: logprobs -1 and ref_logprobs -1.5 give 0.125.
     """
@@ -39,7 +39,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor, *, clamp: float | None = None) ->
 
     Args:
         clamp: maximum value per token (10 in cosmos-rl); None disables clamping. A token above the maximum has no gradient,
-            so precisely the tokens that have drifted furthest are not pulled back.
+            so it is precisely the tokens that have drifted furthest that are not pulled back.
 
     Example: logprobs -1 and ref_logprobs -0.5 give e^0.5 - 0.5 - 1 = 0.1487.
     """
@@ -55,8 +55,8 @@ def bias_corrected_k3(
 ) -> Tensor:
     """Return e^(logprobs - old_logprobs) (e^d - d - 1), `[N]`: k3 times the importance ratio (DeepSeek-V3.2, 2512.02556).
 
-    The ratio is not detached. In expectation, the gradient of the product, ratio (k3 + 1 - e^d) = -d ratio, is that of the
-    KL, even for tokens sampled from an older policy.
+    The ratio is not detached. The gradient of the product is ratio (k3 + 1 - e^d) = -d ratio; in expectation, it equals the
+    gradient of the KL, even for tokens sampled from an older policy.
 
     Example: logprobs -1, ref_logprobs -0.5 and old_logprobs -1.1 give e^0.1 * 0.1487 = 0.1644.
     """

@@ -1,4 +1,4 @@
-"""The objective of a GRPO run: a preset with overrides from the run config."""
+"""Objective of a GRPO run, which is built from a preset and the overrides in the run's configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.losses.presets import PRESETS
 
 @dataclass(frozen=True)
 class Objective:
-    """The functions and coefficients that turn log-probabilities and rewards into the loss.
+    """Functions and coefficients that compute the loss from log-probabilities and rewards.
 
     Example: `build_objective(AlgorithmConfig(preset="dapo", clip_high=0.3)).loss` is `dapo_loss` with clip_high 0.3.
     """
@@ -26,7 +26,7 @@ class Objective:
     advantages: Callable[[Tensor], Tensor]
     """Rewards `[P, G]` → advantages `[P, G]`."""
     loss: Callable[..., MicroBatchLoss]
-    """Loss function from `losses.policy` with its clip bounds already set."""
+    """Loss function from `losses.policy`, with the clip bounds already set."""
     correction: Callable[[Tensor, Tensor], Tensor] | None
     """(log_ratio `[N]`, sequence `[N]`) → importance weights `[N]`; None disables the correction."""
     kl: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,7 +39,7 @@ class Objective:
     def compute_penalty(
         self, logprobs: Tensor, ref_logprobs: Tensor | None, old_logprobs: Tensor, entropy: Tensor
     ) -> Tensor | None:
-        """Return kl_coef KL - entropy_coef H for each token, `[N]`; None if both coefficients are 0."""
+        """Compute kl_coef · KL - entropy_coef · H for each token, `[N]`; return None if both coefficients are 0."""
         terms = []
         if self.kl_coef and ref_logprobs is not None:
             terms.append(self.kl_coef * self.kl(logprobs, ref_logprobs, old_logprobs))
@@ -49,7 +49,7 @@ class Objective:
 
 
 def build_objective(config: AlgorithmConfig) -> Objective:
-    """Build the objective from the config's preset; explicit settings in the config override those of the preset."""
+    """Build the objective from the preset that the config names; other settings in the config override the preset."""
     preset = PRESETS[config.preset]
     names = ("advantage", "clip_low", "clip_high", "kl_coef", "overlong_filter", "dynamic_sampling")
     overrides = {name: getattr(config, name) for name in names if getattr(config, name) is not None}

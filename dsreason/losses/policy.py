@@ -1,7 +1,7 @@
 """Policy-gradient losses, one function per variant.
 
-An infinite `clip_low` or `clip_high` disables clipping on that side. The loss of a micro-batch without tokens is 0 but
-still connected to the graph.
+If `clip_low` or `clip_high` is infinite, clipping is disabled on that side. The loss of a micro-batch without tokens is 0, but
+still part of the autograd graph.
 
 Notation: r = exp(logprobs - old_logprobs), A is the advantage, sg stops the gradient, clip(r) = clamp(r, 1 - clip_low,
 1 + clip_high), o_i is a sequence and |o_i| its number of tokens. The formulas define objectives J; the loss is -J.
@@ -25,9 +25,10 @@ class GlobalCounts:
     """Sizes of the global batch of an optimizer step, over all ranks and micro-batches.
 
     Tokens and sequences that the overlong filter removes are not counted. `max_length` is the maximum length of a sampled
-    completion, which Dr.GRPO uses as a constant divisor.
+    completion, by which Dr.GRPO divides.
 
-    Example: sequences of 5, 3 and 8 tokens, the last one filtered: `GlobalCounts(num_tokens=8, num_sequences=2, max_length=8)`.
+    Example: for sequences of 5, 3 and 8 tokens, the last of which is filtered, the counts are
+    `GlobalCounts(num_tokens=8, num_sequences=2, max_length=8)`.
     """
 
     num_tokens: int
@@ -37,33 +38,33 @@ class GlobalCounts:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A flat micro-batch of complete sequences with `N` tokens in total."""
+    """Inputs of a loss: a flat micro-batch of complete sequences, with `N` tokens in total."""
 
     logprobs: Tensor
-    """`[N]` log-probabilities under the policy being trained, with gradient."""
+    """`[N]` log-probabilities under the policy that is trained; gradients flow through them."""
     old_logprobs: Tensor
-    """`[N]` detached log-probabilities under the policy before the rollout's first update; with a single update per rollout,
-    `logprobs.detach()`."""
+    """`[N]` detached log-probabilities under the policy before the rollout's first update; if a rollout has only one update,
+    these are `logprobs.detach()`."""
     advantages: Tensor
-    """`[N]` advantage of each token: that of its sequence, plus the token's own term under distillation."""
+    """`[N]` advantage of each token: the advantage of its sequence and, under distillation, a term for the token itself."""
     sequence: Tensor
     """`[N]` int64 index of each token's sequence within the micro-batch."""
     counts: GlobalCounts
     """Normalisers that make the losses of all micro-batches on all ranks add up to the loss of the global batch, regardless of
     how the batch is divided."""
     correction: Tensor | None = None
-    """`[N]` detached importance weights (`losses.corrections`), which multiply the clipped objective; None for no correction."""
+    """`[N]` detached importance weights (`losses.corrections`) for the clipped objective; None disables the correction."""
     penalty: Tensor | None = None
-    """`[N]` penalties, kl_coef * kl - entropy_coef * entropy, added to the loss of each token before averaging; None for no
-    penalty."""
+    """`[N]` penalties, kl_coef * kl - entropy_coef * entropy, which are added to the tokens' losses before averaging; None adds
+    nothing."""
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """The loss of a micro-batch, and a mask that marks its clipped tokens."""
+    """Loss of a micro-batch, and a mask that marks the clipped tokens."""
 
     loss: Tensor
-    """Scalar, with gradient."""
+    """Scalar loss through which gradients flow."""
     clipped: Tensor
     """Bool `[N]`: whether each token's update was clipped."""
 
@@ -131,8 +132,8 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Micro
 def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> MicroBatchLoss:
     """Compute the loss of CISPO (MiniMax-M1, 2506.13585): J = 1 / Σ_i |o_i| Σ_i Σ_t sg(clip(r)) A log π.
 
-    No token loses its gradient. The paper uses no lower bound and does not state the upper bound; ScaleRL (2510.13786)
-    found that maximum weights of 4 to 8 work.
+    Every token keeps a gradient. The paper uses no lower bound and does not state the upper bound; ScaleRL (2510.13786)
+    found that maximum weights from 4 to 8 work.
 
     Example: r [1.5, 0.5 | 1], A [1, 1 | -1], log π [-1, -2 | -3] and clip_high 0.2 give J = (-1.2 - 1 + 3) / 3, a loss of
     -0.2667.
@@ -151,10 +152,10 @@ def _compute_ratio(log_ratio: Tensor) -> Tensor:
 def _compute_clipped_losses(
     log_ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses `[N]` of the objective min(r A, clip(r) A), and a bool mask `[N]` of clipped tokens (PPO, 1707.06347).
+    """Compute token losses `[N]` for the objective min(r A, clip(r) A) (PPO, 1707.06347), and a mask `[N]` of clipped tokens.
 
-    With `dual_clip` c (1912.09729; usually c = 3), the objective of tokens with A < 0 is at least c A; otherwise, a large r
-    could make it arbitrarily negative.
+    `dual_clip` is a constant c (1912.09729; usually c = 3). The objective of tokens with A < 0 is then at least c A, whereas a
+    large r could otherwise make the objective arbitrarily negative.
     """
     ratio, advantages = _compute_ratio(log_ratio), inputs.advantages
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)

@@ -1,8 +1,8 @@
-"""Preference losses for pairs of a better and a worse answer to a prompt: one function per variant, `[P]` losses for P pairs.
+"""Preference losses for pairs of a better and a worse answer to a prompt. Each variant is a function that returns `[P]` losses.
 
-Notation: c is the chosen answer, r the rejected answer, π the policy, ρ the reference and σ the logistic function. The
-log-ratio of an answer is log π - log ρ, and h = β (log-ratio of c - log-ratio of r) is the margin. Without a reference,
-log ρ is 0.
+Notation: P is the number of pairs, c is the chosen answer, r the rejected answer, π the policy, ρ the reference and σ the
+logistic function. The log-ratio of an answer is log π - log ρ, and h = β (log-ratio of c - log-ratio of r) is the margin.
+Without a reference, log ρ is 0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-probabilities of P pairs of answers, each `[P]` float64 and summed over the trained tokens, and the answers' lengths.
+    """Log-probabilities of P pairs of answers, summed over the trained tokens, `[P]` float64, and the answers' lengths.
 
-    Example, with a chosen answer of 4 tokens and a rejected answer of 3: `Pairs(chosen=[-10.0], rejected=[-11.0],
+    Example with a chosen answer of 4 tokens and a rejected answer of 3 tokens: `Pairs(chosen=[-10.0], rejected=[-11.0],
     ref_chosen=[-10.5], ref_rejected=[-10.8], chosen_length=[4], rejected_length=[3])`.
     """
 
@@ -40,7 +40,7 @@ class Pairs:
 
     @property
     def margin(self) -> Tensor:
-        """The difference between the log-ratios of the chosen and the rejected answer, h / β."""
+        """Log-ratio of the chosen answer minus log-ratio of the rejected answer, h / β."""
         return self.chosen_ratio - self.rejected_ratio
 
 
@@ -50,23 +50,23 @@ class PairSettings:
 
     beta: float = 0.1
     label_smoothing: float = 0.0
-    """Assumed fraction of pairs whose labels are swapped."""
+    """Assumed fraction of pairs in which the chosen answer is actually the worse one."""
     baseline: float = 0.0
-    """Reward (β · log-ratio) that BCO considers neutral."""
+    """Reward (β · log-ratio) that BCO considers neutral; δ in the formula."""
 
 
 def build_pairs(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
-    """Sum a flat micro-batch's token log-probabilities per answer, and group the answers into pairs.
+    """Sum the token log-probabilities of a flat micro-batch for each answer, and group the answers into pairs.
 
     Args:
         logprobs: `[N]` log-probabilities of the trained tokens, with gradient; in each pair, the chosen answer comes first.
-        lengths: `[P, 2]` int64, number of trained tokens in the chosen and in the rejected answer.
-        ref: `[P, 2]` float64, summed log-probabilities of both answers under the reference.
+        lengths: `[P, 2]` int64, numbers of trained tokens in the chosen and in the rejected answer.
+        ref: `[P, 2]` float64, log-probabilities of the chosen and the rejected answer under the reference.
 
     Example: logprobs [-1, -2, -4] with lengths [[2, 1]] → chosen [-3], rejected [-4].
     """
     answer = torch.arange(lengths.numel(), device=logprobs.device).repeat_interleave(lengths.flatten())
-    # Sum in float64, because a margin is a small difference of large sums.
+    # The sums are float64, because a margin is a small difference between large sums.
     sums = logprobs.new_zeros(lengths.numel(), dtype=torch.float64).index_add(0, answer, logprobs.double())
     chosen_sums, rejected_sums = sums.view(-1, 2).unbind(1)
     return Pairs(chosen_sums, rejected_sums, ref[:, 0], ref[:, 1], lengths[:, 0], lengths[:, 1])
@@ -101,7 +101,7 @@ def hinge_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def ipo_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Compute the loss of IPO (2310.12036): (d - 1 / 2β)², where d is the margin h / β of per-token log-ratios, as in TRL.
+    """Compute the loss of IPO (2310.12036): (d - 1 / 2β)², where d is the difference of per-token log-ratios, as in TRL.
 
     Example: log-ratios 0.5 over 4 tokens and -0.2 over 2 give d = 0.125 + 0.1; with β = 0.1, (0.225 - 5)² = 22.8006.
     """
@@ -145,7 +145,7 @@ def compute_preference_loss(
         num_pairs: number of pairs in the global batch (all ranks, all micro-batches), so that the micro-batches'
             contributions add up to the mean over the global batch, regardless of how the batch is divided.
     """
-    # Without pairs the loss is 0 but still connected to the graph, because every rank must run backward.
+    # Without pairs, the loss is 0 but still part of the autograd graph, because every rank must run the backward pass.
     total = sft_weight * compute_chosen_nll(pairs)
     for name, weight in weights.items():
         total = total + weight * LOSSES[name](pairs, settings)

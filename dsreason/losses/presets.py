@@ -1,4 +1,4 @@
-"""Loss presets by name: the settings of each paper, as defaults that the run config may override."""
+"""Loss presets, which contain the settings of published recipes as defaults; the run's configuration may override them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dsreason.losses.policy import MicroBatchLoss, cispo_loss, dapo_loss, dr_grp
 
 @dataclass(frozen=True)
 class Preset:
-    """A published recipe; its KL term is the k3 estimate, added to the loss.
+    """Settings of a published recipe, in which the KL term is the k3 estimate, added to the loss.
 
     Example: `preset = PRESETS["dapo"]; preset.loss(inputs, clip_low=preset.clip_low, clip_high=preset.clip_high)`.
     """
 
     loss: Callable[..., MicroBatchLoss]
     advantage: str
-    """Key in `ADVANTAGES`."""
+    """Key in `ADVANTAGES` of the function that computes the advantages."""
     clip_low: float
     clip_high: float
     kl_coef: float = 0.0
     overlong_filter: bool = False
-    """Whether truncated completions are excluded from training; they still count in reward statistics."""
+    """Whether to exclude truncated completions from training; reward statistics still include them."""
     dynamic_sampling: bool = False
-    """Whether groups with equal rewards are replaced with newly sampled groups."""
+    """Whether to replace groups whose rewards are all equal with newly sampled groups."""
 
 
 PRESETS: dict[str, Preset] = {

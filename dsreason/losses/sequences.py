@@ -1,4 +1,4 @@
-"""Per-sequence sums and means of a flat micro-batch, repeated for each token of the sequence."""
+"""Functions that compute sums and means over the sequences of a flat micro-batch, with a result for every token."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Models and their processors: loading, positions, log-probabilities, and tiny models for trials and tests."""
+"""Models and their processors: loading, token positions, log-probabilities, and tiny models for trials and tests."""

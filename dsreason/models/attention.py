@@ -1,8 +1,8 @@
 """Attention within the samples of a packed row, and within the windows and frames of the vision tower.
 
-It is registered with transformers under two names, one for the text layers and one for the vision tower. On a GPU, it uses
-torch's variable-length flash attention, with one or two calls per layer; elsewhere, it uses scaled-dot-product attention, with
-one call per part. Neither implementation needs a mask for the entire row.
+The module registers its attention with transformers under two names, one for the text layers and one for the vision tower. On a
+GPU, it calls torch's variable-length flash attention once or twice per layer; on other devices, it calls scaled-dot-product
+attention once per sample, window or frame. Neither implementation needs a mask for the entire row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TEXT, VISION = "segments", "flash_segments"
-"""Names of the implementations in transformers, which passes window and frame starts only if the name contains "flash"."""
+"""Names under which the attention is registered; transformers passes window and frame starts only to names with "flash"."""
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """The arguments of one call of the variable-length kernel: the query and key tokens, and the starts of the parts in both."""
+    """Arguments for one call of the variable-length kernel: query and key tokens, and the parts into which both are divided."""
 
     queries: Tensor | None  # [Q] int64; None: all tokens of the row, in order
     keys: Tensor | None  # [K] int64
@@ -55,7 +55,7 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The layout of a packed row: the positions of its samples, computed once per forward pass and used by every layer."""
+    """Layout of a packed row: the positions of its samples, computed once per forward pass and used by every layer."""
 
     segments: tuple[Segment, ...]
     calls: tuple[KernelCall, ...] = ()
@@ -63,7 +63,7 @@ class RowLayout:
     order: Tensor | None = None
     """Permutation `[T]` that sorts the concatenated results of several calls into row order; None for a single call."""
     group: Group = None
-    """The ranks that compute the row together, each with a part of its tokens; None if this rank has all tokens."""
+    """Ranks that compute the row together, each with a part of the tokens; None if this rank has all tokens."""
 
 
 def build_row_layout(segments: Sequence[Segment], device: torch.device, group: Group = None) -> RowLayout:
@@ -79,7 +79,7 @@ def build_row_layout(segments: Sequence[Segment], device: torch.device, group: G
 
 
 def build_kernel_calls(segments: Sequence[Segment]) -> list[KernelCall]:
-    """Build one call for samples without a parent, and one for samples with a parent, whose keys start with the parent's keys."""
+    """Build one kernel call for samples without a parent, and one for samples with a parent, which also attend to its keys."""
     roots = [segment for segment in segments if segment.parent is None]
     children = [segment for segment in segments if segment.parent is not None and segment.length]
     sizes = [root.length for root in roots]
@@ -107,7 +107,7 @@ def list_token_indices(segment: Segment) -> Tensor:
 
 
 def compute_starts(lengths: Sequence[int]) -> Tensor:
-    """Return the starts, and the end, of consecutive parts with these lengths, `[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
+    """Compute the start of each of several consecutive parts, and the end, `[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
@@ -122,10 +122,10 @@ def attend_text(
     layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention: of a packed row if `layout` is given, otherwise of padded rows with a mask, as in transformers.
+    """Compute causal attention in a packed row if `layout` is set, or otherwise in padded rows with a mask, as transformers does.
 
     `query` is `[1, H, T, d]`, `key` and `value` are `[1, K, T, d]`, and the result is `[1, T, H, d]`. If several ranks compute
-    the row together, `T` is the number of tokens of this rank.
+    the row together, `T` is the number of tokens on this rank.
     """
     if layout is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
@@ -144,7 +144,7 @@ def attend_text(
 def attend_by_segment(
     query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None
 ) -> Tensor:
-    """Compute attention with one call of scaled-dot-product attention per segment."""
+    """Compute a packed row's attention by calling scaled-dot-product attention once per segment."""
     grouped = query.shape[1] != key.shape[1]
     attended = []
     for segment in segments:
@@ -156,7 +156,7 @@ def attend_by_segment(
                 torch.cat([key[:, :, parent_tokens], keys], dim=2),
                 torch.cat([value[:, :, parent_tokens], values], dim=2),
             )
-            # The causal mask is aligned to the lower right: the first token attends to the entire parent and to itself.
+            # The causal mask is aligned to the lower right, so that the first token attends to the entire parent and to itself.
             mask = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
             mask = mask.tril(keys.shape[2] - queries.shape[2])
         attended.append(
@@ -168,7 +168,7 @@ def attend_by_segment(
 
 
 def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None) -> Tensor:
-    """Compute attention with torch's variable-length flash attention, which aligns the causal mask to the lower right."""
+    """Compute a packed row's attention with torch's variable-length kernel, which aligns causal masks to the lower right."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, d]
     attended = []
     for call in layout.calls:
@@ -190,7 +190,7 @@ def attend_vision(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of patches `[1, H, N, d]` → `[1, N, H, d]` within frames or windows, which start at `cu_seq_lens_q`."""
+    """Compute attention between patches of the same frame or window, `[1, H, N, d]` → `[1, N, H, d]`; starts: `cu_seq_lens_q`."""
     assert cu_seq_lens_q is not None
     if has_kernel(query):
         assert max_length_q is not None
@@ -200,7 +200,7 @@ def attend_vision(
         return call_varlen_kernel(queries, keys, values, call, scaling, causal=False)[None], None
     lengths = cu_seq_lens_q.diff().tolist()
     attended, start = [], 0
-    for length, run in groupby(lengths):  # consecutive parts of equal length are computed as a batch
+    for length, run in groupby(lengths):  # consecutive parts of equal length form a batch
         end = start + length * len(list(run))
         q, k, v = (t[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1) for t in (query, key, value))
         attended.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
@@ -209,7 +209,7 @@ def attend_vision(
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Return whether torch's flash attention supports tensors like `query`: half precision on an Ampere or newer GPU."""
+    """Return whether torch's flash attention supports `query`: a half-precision tensor on an Ampere or newer GPU."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -220,7 +220,7 @@ def has_kernel(query: Tensor) -> bool:
 def call_varlen_kernel(
     query: Tensor, key: Tensor, value: Tensor, call: KernelCall, scaling: float | None, *, causal: bool
 ) -> Tensor:
-    """Call the kernel with `query` `[Q, H, d]` and with `key` and `value` `[K, kv heads, d]`; return `[Q, H, d]`."""
+    """Call the variable-length kernel: `query` `[Q, H, d]`, `key` and `value` `[K, kv heads, d]` → output `[Q, H, d]`."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0) if causal else (-1, -1)}
@@ -236,10 +236,10 @@ def call_varlen_kernel(
 
 
 def use_segments(model: PreTrainedModel) -> None:
-    """Make the text layers and the vision tower of a built model use the attention of this module.
+    """Make the text layers and the vision tower of a built model use this module's attention.
 
     Raises:
-        CheckpointError: some text layers attend within a sliding window, which this attention does not support.
+        CheckpointError: some text layers use sliding-window attention, which this module does not support.
     """
     text = model.config.get_text_config()
     sliding = [number for number, kind in enumerate(get_layer_types(text)) if kind != "full_attention"]
@@ -248,15 +248,15 @@ def use_segments(model: PreTrainedModel) -> None:
             f'{model.name_or_path}: {len(sliding)} text layers use sliding-window attention, which model.attention = "auto" '
             'does not support; set model.attention = "sdpa" and train.packing = false'
         )
-    # The names are set after the model is built, because transformers would look for a flash-attention package if it got the
-    # second name as an argument.
+    # The names are set on the built model, because transformers would require the flash-attention package if the second name
+    # were passed when the model is built.
     text._attn_implementation = TEXT
     if get_family(model.config.model_type).vision is not None:
         model.config.vision_config._attn_implementation = VISION
 
 
 def get_layer_types(text: Any) -> list[str]:
-    """Return the attention types of the text layers; empty if the config omits them, as for some models without windows."""
+    """Return the attention types of the text layers; empty if the config omits them, as do some models without windows."""
     return text.to_dict().get("layer_types") or []
 
 
@@ -265,29 +265,29 @@ def has_segment_attention(model: PreTrainedModel) -> bool:
 
 
 def to_model_positions(model: PreTrainedModel, position_ids: Tensor) -> Tensor:
-    """Return the positions `[3, B, T]` in the form that the model expects: `[B, T]` for text-only models."""
+    """Convert positions `[3, B, T]` to the shape that the model expects, which is `[B, T]` for text-only models."""
     return position_ids if get_family(model.config.model_type).vision is not None else position_ids[0]
 
 
 def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
-    """Return the arguments of the forward pass that separate a batch's samples: mask, positions, and a packed row's layout.
+    """Build the forward arguments that separate a batch's samples: a mask, positions, and the layout of a packed row.
 
-    Without this module's attention, transformers takes four rows of positions and starts a new sample wherever the first row
-    restarts, but only if it gets no mask.
+    If the model does not use this module's attention, it needs four rows of positions and no mask: transformers then starts a new
+    sample wherever the first row of positions restarts.
 
     Args:
-        group: the ranks that compute a row together, if the batch has one part per rank.
+        group: ranks that compute a row together, if the batch has one part per rank.
 
     Raises:
-        ValueError: transformers would silently let samples attend to each other, or could not let a completion attend to its
+        ValueError: transformers would silently let samples attend to each other, or could not make a completion attend to its
             prompt.
     """
     if not batch.segments:
         return {"attention_mask": batch.attention_mask, "position_ids": to_model_positions(model, batch.position_ids)}
     if batch.attention_mask is not None:
         raise ValueError(
-            "a packed row has an attention mask, with which transformers would ignore the boundaries of the samples and let "
-            "them attend to each other; remove the mask"
+            "a packed row has an attention mask, which would make transformers ignore the sample boundaries and let samples "
+            "attend to each other; remove the mask"
         )
     if batch.position_ids.shape[0] != 3:
         raise ValueError(
@@ -302,7 +302,9 @@ def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = 
         }
     if any(segment.parent is not None for segment in batch.segments):
         raise ValueError('the samples of a packed row share a prompt, which only model.attention = "auto" supports')
-    if get_family(model.config.model_type).vision is None:  # its only row of positions restarts with each sample
+    if (
+        get_family(model.config.model_type).vision is None
+    ):  # one row of positions suffices: it restarts with each sample
         return {"attention_mask": None, "position_ids": batch.position_ids[0]}
     counts = torch.cat([torch.arange(segment.length) for segment in batch.segments])[None, None]
     four_rows = torch.cat([counts.to(batch.position_ids.device), batch.position_ids])

@@ -44,7 +44,7 @@ SIZES = {
 """Names of the size fields in config.json and its sections; transformers replaces null with a default."""
 LARGEST_SIZE = 100_000_000
 MOST_BYTES = 256 * 1024**2
-"""Maximum size in bytes of a model file without weights; the largest tokenizers are a tenth as large."""
+"""Maximum number of bytes in a model file other than weights; the largest tokenizers have a tenth of this size."""
 
 
 def find_folder(
@@ -52,7 +52,7 @@ def find_folder(
 ) -> Path:
     """Return the local folder for `path`, which is `tiny:<name>`, an s3:// URI, a folder, or a name on the Hub.
 
-    If the folder is missing, the CheckpointError says what was searched for and where.
+    If the folder is missing, a CheckpointError says what was searched for, and where.
     """
     if path.startswith(TINY):
         return tiny(path.removeprefix(TINY))
@@ -60,8 +60,8 @@ def find_folder(
         return fetch()
     if "://" in path:
         raise CheckpointError(
-            f"model.path {mask_credentials(path)}: URLs are not supported; set a folder, an s3:// URI or a model "
-            "on the hub"
+            f"model.path {mask_credentials(path)}: URLs are not supported; use a folder, an s3:// URI or the name of a model "
+            "on the Hub"
         )
     if (local := Path(path).expanduser()).exists():
         check_files(local)
@@ -72,11 +72,11 @@ def find_folder(
 
 
 def check_files(folder: Path) -> None:
-    """Raise CheckpointError for files that transformers would never finish reading: a FIFO, a device or an enormous file."""
+    """Raise CheckpointError if the folder has a file that transformers could not finish reading: a FIFO, device or huge file."""
     for file in sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)):
         opened = OPENED.fullmatch(file.name)
         if not opened and (file.is_dir() or not file.exists()):
-            continue  # for example, a link to a file that was removed from the Hub cache
+            continue  # such as a folder, or a link to a file that was removed from the Hub cache
         try:
             check_regular(file, file)
             size = file.stat().st_size
@@ -86,12 +86,12 @@ def check_files(folder: Path) -> None:
             ) from None
         if opened and size > MOST_BYTES and file.suffix != ".safetensors":
             raise CheckpointError(
-                f"{file}: has {size} bytes, but a model file without weights must not exceed {MOST_BYTES}; download it again"
+                f"{file} has {size} bytes, but files other than weights must not exceed {MOST_BYTES} bytes; download it again"
             )
 
 
 def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
-    """Return the folder of a tiny model, which is built if it is missing. `version` is part of the folder's name."""
+    """Return the folder of a tiny model; build the model if the folder is missing. `version` is part of the folder's name."""
     if name not in builders:
         choices = ", ".join(TINY + model_name for model_name in builders)
         raise CheckpointError(f"model.path {TINY}{name}: the tiny model must be one of {choices}")
@@ -101,11 +101,14 @@ def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]
 
 
 def fetch_model_folder(path: str, is_wanted: Callable[[str], bool], kind: str) -> Path:
-    """Return a local copy of those files of an S3 folder for which `is_wanted` is true; `kind` names the expected folder."""
+    """Copy the files of an S3 folder for which `is_wanted` returns True, and return the local folder.
+
+    `kind` describes the expected folder, for the message of a CheckpointError.
+    """
     try:
         return fetch_folder(path, is_wanted)
     except DataError as error:
-        raise CheckpointError(f"model.path: {error}; it must be {kind}") from None
+        raise CheckpointError(f"model.path: {error}; set model.path to {kind}") from None
 
 
 def download_folder(path: str, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -117,7 +120,7 @@ def download_folder(path: str, revision: str | None, patterns: Sequence[str]) ->
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """Return a hash of a model folder: of its small files, and of the size and up to 256 chunks of each weight file."""
+    """Hash a model folder: its small files completely, and of each weight file only the size and up to 256 chunks."""
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
         digest.update(f"{file.name} ".encode() + file.read_bytes())
@@ -137,9 +140,9 @@ def explain_custom_code(
     kind: str,
     advice: str = "read the code and, if you trust it, set model.trust_remote_code = true",
 ) -> str:
-    """Return which files name which classes of `kind` (a pattern such as "AutoTokenizer"), if transformers needs their code.
+    """Describe the custom code that transformers needs: the classes of `kind`, and the files in which they are named.
 
-    Return "" if the error has another cause.
+    `kind` is a pattern such as "AutoTokenizer". If the error has another cause, return "".
     """
     if "trust_remote_code" not in str(error):
         return ""
@@ -154,7 +157,10 @@ def explain_custom_code(
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
-    """Raise CheckpointError if config.json has an impossible size: 0 would cause a division by zero, and 10^9 exhaust memory."""
+    """Raise CheckpointError if config.json has an impossible size: 0 would cause a division by zero, and 10^9 exhaust memory.
+
+    `within` is the dotted path of the section `config`, for messages.
+    """
     for name, value in config.items():
         if name == "mrope_section" and not (
             isinstance(value, list) and len(value) == 3 and all(type(length) is int and length > 0 for length in value)

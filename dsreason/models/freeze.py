@@ -1,4 +1,4 @@
-"""Freezing of parameters whose names match regular expressions."""
+"""Functions that freeze the parameters whose names match regular expressions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dsreason.errors import ConfigError
 
 
 def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """Return the names to freeze: those that match any pattern (`re.search`, so `visual` matches `model.visual.…`).
+    """Return the names of the parameters to freeze, which match any pattern (`re.search`: `visual` matches `model.visual.…`).
 
     Raises:
-        ConfigError: a pattern is empty or matches no name (the message lists all such patterns, with similar names), or no
-            parameter remains to be trained.
+        ConfigError: a pattern is empty or matches no name (the message lists all such patterns, with similar names), or the
+            patterns match all parameters.
     """
     names = list(names)
     matched: set[str] = set()
@@ -39,9 +39,9 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Disable the gradients of the matching parameters and return their number; raise the errors of `check_freeze`.
+    """Disable gradients for the parameters that match a pattern, and return their number; raise the errors of `check_freeze`.
 
-    A tied embedding has only one name (`….embed_tokens.weight`).
+    A tied embedding is matched by only one name (`….embed_tokens.weight`).
     """
     parameters = dict(model.named_parameters())
     matched = check_freeze(parameters, patterns)
@@ -51,7 +51,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def find_similar_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the names most similar to a mistyped pattern, or one name per part of the model if none is similar."""
+    """Return the names most similar to a mistyped pattern or, if no name is similar, one name from each part of the model."""
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
     words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}

@@ -1,8 +1,8 @@
 """Fused GPU kernels for elementwise operations: RMSNorm from torch, rotary positions and SwiGLU from Liger-Kernel.
 
-transformers computes each of these operations with a chain of small kernels that write their results to memory, partly in
-float32. This module changes the classes of modules in a single model object; their parameters, and transformers' classes
-themselves, stay unchanged.
+transformers computes each of these operations with a chain of small kernels that write intermediate results to memory, some of
+them in float32. This module changes the classes of modules in one model object; the modules' parameters and the classes in
+transformers do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class FusedRMSNorm(nn.Module):
-    """An RMSNorm that rounds once, after the multiplication by the weight; transformers rounds before and after it."""
+    """RMSNorm that rounds once, after the multiplication by the weight; transformers rounds both before and after."""
 
     weight: Tensor
     variance_epsilon: float
@@ -33,7 +33,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedSwiGLU(nn.Module):
-    """The feed-forward block of a decoder layer, with a fused SwiGLU."""
+    """Feed-forward block of a decoder layer that computes SwiGLU with a fused kernel."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -48,7 +48,7 @@ class FusedSwiGLU(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """The self-attention of a decoder layer, with fused rotary positions; norms of queries and keys are optional."""
+    """Self-attention of a decoder layer that applies rotary positions with a fused kernel; `q_norm` and `k_norm` are optional."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -69,7 +69,7 @@ class FusedAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Compute self-attention: `hidden_states` `[B, T, D]` → `[B, T, D]`; cosines and sines are `[B, T, head size]`."""
+        """Compute self-attention, `[B, T, D]` → `[B, T, D]`; `position_embeddings` are cosines and sines `[B, T, head size]`."""
         from liger_kernel.ops.rope import LigerRopeFunction
 
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -90,7 +90,7 @@ class FusedAttention(nn.Module):
 
 
 def use_fused_kernels(model: PreTrainedModel) -> None:
-    """Make the norms and decoder layers of a built model use fused kernels. The kernels run only on GPUs."""
+    """Make the norms and decoder layers of a built model use fused kernels, which run only on GPUs."""
     names = ["RMSNorm"]
     use_fused_norms(model)
     if importlib.util.find_spec("liger_kernel") is None:
@@ -108,7 +108,7 @@ def use_fused_kernels(model: PreTrainedModel) -> None:
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Replace transformers' RMSNorm, whose class depends on the family, in the text layers and the vision tower."""
+    """Make every RMSNorm in the text layers and the vision tower fused; its class in transformers depends on the family."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
             module.__class__ = FusedRMSNorm

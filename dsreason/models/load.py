@@ -1,4 +1,4 @@
-"""Loading of `model.path`: its folder, configuration and weights. Under ZeRO-3, no rank ever holds all of the weights."""
+"""Functions that load `model.path`: its folder, configuration and weights. Under ZeRO-3, no rank ever holds all weights."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TINY_VERSION = 2
-"""Version in the names of cached tiny models; increment it whenever the models of `build_tiny` change."""
+"""Version number in the names of cached tiny models; increment it whenever `build_tiny` builds different models."""
 MAX_BUFFER = 10_000_000
-"""Maximum number of values in a buffer; rotary frequencies, for comparison, have half as many values as a head."""
+"""Maximum number of values in a buffer; for comparison, the buffer of rotary frequencies has half as many values as a head."""
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 
@@ -47,8 +47,8 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
     """Return the local folder of `model.path`.
 
     The result is the folder itself, a `tiny:` model built under `cache`, a copy of an S3 folder, or a download from the Hub.
-    Several ranks may call this function at the same time. If it is missing, the CheckpointError says what was
-    searched for and where.
+    Several ranks may call this function at the same time. If the model is missing, a CheckpointError says what was searched for,
+    and where.
     """
     folder = find_folder(
         config.path,
@@ -57,7 +57,9 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
         download=lambda: download_folder(config.path, config.revision, list_file_patterns(config)),
     )
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"model.path {config.path}: has no config.json; it must be a Hugging Face model folder")
+        raise CheckpointError(
+            f"model.path {config.path}: has no config.json; set model.path to a Hugging Face model folder"
+        )
     return folder
 
 
@@ -68,7 +70,7 @@ def build_tiny_model(family: str, cache: Path) -> Path:
 
 
 def fetch_model(config: ModelConfig) -> Path:
-    """Return a local copy of a model folder in S3, without pickled weights or subfolders."""
+    """Copy a model folder from S3, except for pickled weights and subfolders, and return the local copy."""
     patterns = list_file_patterns(config)
     return fetch_model_folder(
         config.path,
@@ -84,7 +86,7 @@ def list_file_patterns(config: ModelConfig) -> list[str]:
 def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
     """Read the transformers config of a model folder; raise CheckpointError if it is unreadable or the model is unsupported.
 
-    `dtype` is the dtype in which the model will be loaded, if it differs from that of the folder; positions depend on it.
+    `dtype` is the dtype in which the model will be loaded, on which positions depend; None means the dtype in config.json.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -112,7 +114,7 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
 
 
 def read_parameter_names(path: Path) -> list[str]:
-    """Return the in-memory names of the parameters, from the file headers, without a tied `lm_head`."""
+    """Read the in-memory names of a model folder's parameters from the file headers; a tied `lm_head` is omitted."""
     config = read_model_config(path)
     family = get_family(config.model_type)
     names = find_weights(path, family.rename, inside=family.weight_folders).places
@@ -132,13 +134,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model onto `device`, or into ZeRO-3 partitions if `deepspeed` (a complete config) sets stage 3.
 
-    Under ZeRO-3, every rank maps the files into memory and copies its part of each parameter, one parameter at a time: no rank
+    Under ZeRO-3, every rank maps the files into memory and copies its part of each parameter, one parameter at a time. No rank
     holds the complete model, and nothing is sent over the network. All ranks must call this function together, after
-    `init_distributed`. A CheckpointError lists tensors that are missing, are unexpected or have a different shape.
+    `init_distributed`. If tensors are missing, are unexpected or have a different shape, a CheckpointError lists them.
 
     Args:
-        quantize: how to store the matrices of the language model, which are then frozen: "nf4" is 4 bits; None: unquantised.
-        fused_kernels: whether to use the GPU kernels of `dsreason.models.fused_kernels`.
+        quantize: "nf4" freezes the matrices of the language model and stores them in 4 bits; None leaves them unquantised.
+        fused_kernels: whether to use the GPU kernels in `dsreason.models.fused_kernels`.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = get_family(model.config.model_type)
@@ -161,7 +163,7 @@ def load_model(
 def build_checked_model(
     path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles]:
-    """Build a folder's model without weights, and check that the files contain all weights; raise the errors of `load_model`."""
+    """Build a folder's model without weights, and check that its files contain all weights; raise the errors of `load_model`."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
     weights = find_weights(path, family.rename, inside=family.weight_folders)
@@ -178,7 +180,7 @@ def load_weights(
     device: torch.device | str,
     quantized: Sequence[NF4Linear] = (),
 ) -> None:
-    """Load all weights of an empty model onto one device, and quantise those of the `quantized` layers to 4 bits."""
+    """Load all weights of an empty model onto one device, and quantise the weights of the `quantized` layers to 4 bits."""
     map_parameters(model, weights)
     fill_buffers(model, device)
     for layer in quantized:
@@ -189,7 +191,7 @@ def load_weights(
 
 
 def check_depth(config: Any, weights: WeightFiles) -> None:
-    """Raise CheckpointError if config.json claims more layers than the files have tensors; to build them could take forever."""
+    """Raise CheckpointError if config.json claims more layers than there are tensors: building them could take forever."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
     if get_family(config.model_type).vision is not None:
         depths = {
@@ -215,19 +217,19 @@ def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_rem
             )
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"the model cannot be built with model.attention = {attention!r}: {error}") from error
-    except Exception as error:  # for example, a size that is negative or too large, or a name unknown to torch
+    except Exception as error:  # for example, because a size is negative or too large, or torch does not know a name
         raise CheckpointError(
             f"{config.name_or_path}: the model cannot be built from config.json: {type(error).__name__}: {error}"
         ) from error
     if attention == "auto":
         use_segments(model)
-    # DeepSpeed casts floating-point buffers to the training dtype; rotary frequencies in bfloat16 are off by up to 0.4 %.
+    # DeepSpeed would cast the rotary frequencies to the training dtype, but bfloat16 changes them by up to 0.4 %.
     model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, "inv_freq"}
     return model
 
 
 def check_weights(model: nn.Module, weights: WeightFiles) -> None:
-    """Raise CheckpointError unless the files contain every parameter, with its shape, and nothing else except a tied lm_head."""
+    """Raise CheckpointError unless the files contain exactly the model's parameters and, possibly, a tied lm_head."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in expected}
@@ -254,9 +256,9 @@ def check_weights(model: nn.Module, weights: WeightFiles) -> None:
 
 
 def check_tied(weights: WeightFiles, stored: dict[str, str]) -> None:
-    """Raise CheckpointError if a stored tied lm_head differs from the embedding, because its values would be lost.
+    """Raise CheckpointError if a tied lm_head in the files differs from the embedding, because its values would be lost.
 
-    `stored` maps the name of the lm_head to that of the embedding.
+    `stored` maps the lm_head's name to the embedding's name.
     """
     for name, embedding in stored.items():
         tensors: dict[str, Tensor] = {}
@@ -264,12 +266,12 @@ def check_tied(weights: WeightFiles, stored: dict[str, str]) -> None:
         if not torch.equal(tensors[name], tensors[embedding]):
             raise CheckpointError(
                 f"{weights.folder}: config.json has tie_word_embeddings = true, but {name} differs from {embedding}; "
-                "set it to false to keep both"
+                "set tie_word_embeddings = false to keep both"
             )
 
 
 def map_parameters(model: nn.Module, weights: WeightFiles, names: list[str] | None = None) -> None:
-    """Replace empty parameters (`names`, or all) with the tensors in the files, also in modules that share a parameter."""
+    """Replace empty parameters (`names`, or all) with tensors from the files, in every module that shares the parameter."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -285,7 +287,7 @@ def map_parameters(model: nn.Module, weights: WeightFiles, names: list[str] | No
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> None:
-    """Compute the buffers, such as rotary frequencies, which no file contains, with transformers' initialisation."""
+    """Compute the model's buffers, such as rotary frequencies, with transformers' initialisation; no file contains them."""
     for module in model.modules():
         names = [name for name, _ in module.named_buffers(recurse=False)]
         for name in names:

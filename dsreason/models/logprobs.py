@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**27, 2**28
-"""Maximum number of float32 logits in memory (512 MiB, or 1 GiB on a GPU); divided by the vocabulary size, this gives the number
-of tokens in a chunk.
+"""Maximum number of float32 logits in memory (512 MiB, or 1 GiB on a GPU). Divided by the vocabulary size, the maximum gives the
+number of tokens in a chunk.
 
-Every chunk reads the entire weight, and reads and writes its gradient, which makes small chunks slow on a GPU. The backward pass
-starts with the last chunk, whose probabilities are kept: this saves one of four matrix products for that chunk, and takes no more
-memory than any chunk needs.
+For every chunk, the entire weight is read, and its gradient is read and written, so small chunks are slow on a GPU. The backward
+pass starts with the last chunk, whose probabilities the forward pass keeps; this saves one of the chunk's four matrix products,
+and takes no more memory than any other chunk needs.
 """
 PART = 32
-"""Number of tokens whose entropy is computed at a time; this takes another tensor of the size of their logits."""
+"""Number of tokens whose entropy is computed at a time; this needs a second tensor as large as the tokens' logits."""
 
 
 def compute_token_logprobs(
@@ -37,12 +37,12 @@ def compute_token_logprobs(
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
         chunk_size: number of tokens whose logits are in memory at the same time; by default, the result of `choose_chunk_size`.
-        banned_ids: `[K]` token ids with probability 0, which the rollout engine never samples.
+        banned_ids: `[K]` ids of tokens that the rollout engine never samples; their probability is 0.
 
     Returns:
-        The log-probabilities `[N]` float32 and the entropies H = -Σ p log p in nats, `[N]` float32 (`[0]` unless
-        `with_entropy` is set). The backward pass recomputes the logits of each chunk except the last (d logp_t / d logits =
-        onehot_t - softmax, d H / d logits = -p (log p + H)) and accumulates the gradient of `weight` in float32.
+        The log-probabilities `[N]` float32, and the entropies H = -Σ p log p in nats, `[N]` float32 (`[0]` unless `with_entropy`
+        is set). The backward pass uses d logp_t / d logits = onehot_t - softmax and d H / d logits = -p (log p + H). It
+        recomputes the logits of each chunk except the last, and accumulates the gradient of `weight` in float32.
     """
     chunk = chunk_size or choose_chunk_size(weight)
     compute: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
@@ -75,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
             probs = _compute_logits(hidden[part], weight, temperature, banned_ids)
             target_logits = probs.gather(1, targets[part, None]).squeeze(1)
             largest = probs.amax(dim=1)
-            # This works in place; a plain logsumexp would need a second buffer of this size.
+            # The operations work in place; a plain logsumexp would need a second buffer as large as the logits.
             total = probs.sub_(largest[:, None]).exp_().sum(dim=1)
             probs.div_(total[:, None])
             log_norm[part] = total.log().add_(largest)
@@ -85,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.last_probs = probs if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.temperature, ctx.chunk, ctx.banned_ids = temperature, chunk, banned_ids
-        ctx.set_materialize_grads(False)  # so an entropy that is only logged costs nothing here
+        ctx.set_materialize_grads(False)  # an entropy that is only logged then adds no work to the backward pass
         return logprobs, entropy
 
     @staticmethod
@@ -119,13 +119,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def split_tokens(count: int, size: int) -> list[slice]:
-    """Return slices of `size` tokens. Only the first slice may be shorter, because the probabilities of the last one are kept."""
+    """Return slices of `size` tokens. Only the first may be shorter: the last, whose probabilities are kept, must be full."""
     ends = range(count, 0, -size)
     return [slice(max(0, end - size), end) for end in reversed(ends)]
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to `total` in float32, in place. If `total` is None, return the product, so that no tensor of zeros is needed."""
+    """Add a @ b to `total` in place, in float32. If `total` is None, return the product, which saves a tensor of zeros."""
     if total is None:
         return (a @ b).float()
     return total.addmm_(a, b) if a.dtype == torch.float32 else total.add_(a @ b)
@@ -161,9 +161,9 @@ def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float, banned_i
 
 
 class LogprobHead(nn.Linear):
-    """The language model's output layer, which returns log-probabilities instead of logits if it gets `targets`.
+    """Output layer of the language model that returns log-probabilities instead of logits if `targets` are passed.
 
-    The weight still belongs to this module, so ZeRO-3 gathers it for the call, as for any other layer.
+    The weight belongs to this module, so ZeRO-3 gathers it for the call, as it does for any other layer.
     """
 
     def forward(  # type: ignore[override]  # extends the signature of Linear

@@ -1,4 +1,4 @@
-"""LoRA adapters for a Hugging Face model, built from peft's modules, and the deltas that they add to the weights."""
+"""LoRA adapters for a Hugging Face model, which are built from peft's modules, and the deltas that adapters add to weights."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"
-"""Name of the adapter in peft; a model has only one."""
+"""Name of the adapter in peft; a model has only one adapter."""
 BASE = ".base_layer"
 """String that peft inserts into the names of a layer's original parameters when the layer gets an adapter."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-"""Suffixes of the parameter names of an adapter's two matrices."""
+"""Suffixes of the names of an adapter's two matrices."""
 
 
 def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
-    """Return the names of the linear layers that get an adapter, in the model's order.
+    """Return the names of the linear layers that the configuration selects for adapters, in the model's order.
 
     Raises:
         ConfigError: a pattern is empty, matches no linear layer or matches the output layer (the message lists all such
@@ -65,7 +65,8 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
         for pattern in patterns:
             if not pattern or not any(re.search(pattern, name) for name in targets):
                 raise ConfigError(
-                    f"lora.{key}: '{pattern}' matches none of the {len(targets)} layers that get an adapter"
+                    f"lora.{key}: '{pattern}' matches none of the {len(targets)} layers that get an adapter; correct the "
+                    "pattern"
                 )
     return [name for name in linear if name in targets]
 
@@ -83,10 +84,10 @@ def describe_no_match(pattern: str, kinds: Mapping[str, str], linear: list[str])
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None:
-    """Add adapters to layers of `model` and freeze everything else. The output of the model does not change yet.
+    """Add adapters to `model` and freeze all other parameters. New adapters do not change the model's output.
 
     The initial values depend only on `seed`, not on the number of ranks. Under ZeRO-3, every rank has the complete adapters
-    until the engine is built, and then keeps only its part of them, so call `check_alike` first.
+    until the engine is built, and then keeps only its part of them; call `check_alike` while they are complete.
 
     Raises ConfigError as `find_adapted_layers` does.
     """
@@ -127,9 +128,9 @@ def to_peft_pattern(pattern: str) -> str:
 
 
 def check_alike(model: nn.Module) -> None:
-    """Raise DsReasonError on every rank unless the trained parameters of all ranks are equal.
+    """Raise DsReasonError on every rank unless all ranks have the same trained parameters.
 
-    This is a collective call, and the parameters must not be partitioned yet.
+    All ranks must call this function together, before the parameters are partitioned.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -145,7 +146,7 @@ def check_alike(model: nn.Module) -> None:
 
 
 def describe_trained_share(model: nn.Module) -> str:
-    """Return a log message with the number of adapted layers and the share of trained parameters, partitioned or not."""
+    """Describe the adapters for the log: the number of adapted layers and the percentage of parameters that are trained."""
     layers = len(find_adapters(model))
     sizes = [
         (count_values(model, name, parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
@@ -161,7 +162,7 @@ def describe_trained_share(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Delta:
-    """The product that an adapter adds to a weight `[out, in]`: `scale · b @ a`."""
+    """Low-rank product that an adapter adds to a weight `[out, in]`: `scale · b @ a`."""
 
     a: Tensor
     """Matrix `[rank, in]`."""
@@ -170,7 +171,7 @@ class Delta:
     scale: float
 
     def add_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the merged weight in `dtype`, rounded once; `weight` itself stays unchanged. If `b` is 0, no bit changes."""
+        """Return the merged weight in `dtype`, rounded once; `weight` is not modified. If `b` is 0, no bit differs."""
         if not self.b.any():
             return weight.to(dtype)
         return torch.addmm(weight.float(), self.b.float(), self.a.float(), alpha=self.scale).to(dtype)
@@ -183,7 +184,7 @@ class Delta:
 
 
 def to_base_name(name: str) -> str:
-    """Return a parameter's name in a model without adapters: `….q_proj.base_layer.weight` → `….q_proj.weight`."""
+    """Return the name that a parameter has in a model without adapters: `….q_proj.base_layer.weight` → `….q_proj.weight`."""
     return name.replace(f"{BASE}.", ".")
 
 
@@ -198,19 +199,19 @@ def get_adapter_names(name: str) -> tuple[str, ...]:
 
 
 def get_adapter_scales(model: nn.Module) -> dict[str, float]:
-    """Return the scale of each adapter: layer name → factor."""
+    """Return each adapter's scale: layer name → factor."""
     return {name: module.scaling[ADAPTER] for name, module in find_adapters(model).items()}
 
 
 def find_adapters(model: nn.Module) -> dict[str, Any]:
-    """Return peft's layers by name; each contains the original layer (`base_layer`) and the adapter."""
+    """Return the model's adapted layers by name; each is a peft layer with the original layer (`base_layer`) and the adapter."""
     names = tuple(name.removesuffix(A) for name, _ in model.named_parameters() if name.endswith(A))
     return {name: model.get_submodule(name) for name in names}
 
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters inside the block, so that the model computes the base model's output; the block must not train."""
+    """Context manager that disables the adapters, so that the model computes the base model's output; do not train inside it."""
     layers = find_adapters(model).values()
     for layer in layers:
         layer.enable_adapters(False)

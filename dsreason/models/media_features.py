@@ -1,7 +1,7 @@
-"""Media features: a single call of the vision tower encodes each distinct image and video of a batch exactly once.
+"""Media features: one call of the vision tower encodes all distinct images and videos of a batch, each exactly once.
 
-The modules of a model therefore run in the same order for all batches; ZeRO-3 records this order for prefetching. Nothing in this
-module waits for the GPU: the layout of the media is computed on the host and copied to the GPU.
+The modules of a model therefore run in the same order for all batches, which ZeRO-3 records for prefetching. No function in this
+module waits for the GPU, because the layout of the media is computed on the host and then copied to the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[Tensor]:
-    """Encode the media that are concatenated in `pixels` `[patches, dim]` to a list of features, each `[tokens, D]`.
+    """Encode the concatenated media `pixels` `[patches, dim]` to a list of feature tensors, each `[tokens, D]`.
 
     The first tensor replaces the embeddings of the placeholders; any further tensors (DeepStack) are added to the outputs of
     the first decoder layers. `grids` `[media, 3]` must be on the host.
@@ -38,7 +38,7 @@ def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[
 
 
 def build_batch_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
-    """Return the inputs of the language model for the tokens and media of a batch."""
+    """Build the language model's inputs for the tokens and media of a batch."""
     media = find_media_tokens(batch)
     if media is None:
         return {"input_ids": batch.input_ids}
@@ -51,7 +51,7 @@ def build_batch_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
 def build_token_inputs(
     model: PreTrainedModel, input_ids: Tensor, indices: Tensor, features: list[Tensor]
 ) -> dict[str, Any]:
-    """Embed `input_ids` `[B, T]`, with `features` `[M, D]` at the positions `indices` `[M]` of the flattened rows."""
+    """Embed `input_ids` `[B, T]`, with the media `features` `[M, D]` at `indices` `[M]`, which index the flattened rows."""
     embeddings = model.get_input_embeddings()(input_ids)
     first, *deeper = (layer.to(embeddings.device, embeddings.dtype) for layer in features)
     indices = copy_to_device(indices, embeddings.device)
@@ -62,17 +62,17 @@ def build_token_inputs(
 
 
 class PatchProduct(nn.Conv3d):
-    """A convolution whose stride equals its kernel size, computed as a matrix product because cuDNN is slow at it in bf16."""
+    """Convolution whose stride equals its kernel size, computed as a matrix product because cuDNN is slow at it in bf16."""
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Embed patches that are as large as the kernel: `[N, channels, frames, height, width]` → `[N, D, 1, 1, 1]`."""
+        """Embed patches of the kernel's size: `[N, channels, frames, height, width]` → `[N, D, 1, 1, 1]`."""
         return linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
 def patch_vision(model: PreTrainedModel) -> None:
-    """Make this model object embed patches with a matrix product and add DeepStack features by index.
+    """Make a model object embed patches with a matrix product, and add DeepStack features at indices instead of with a mask.
 
-    transformers adds the features with a mask, which makes the host wait for the GPU.
+    A mask, which transformers uses, makes the host wait for the GPU.
     """
     name = get_family(model.config.model_type).modules.vision_tower
     if name is None:
@@ -83,8 +83,8 @@ def patch_vision(model: PreTrainedModel) -> None:
     model.get_decoder()._deepstack_process = add_at_indices
 
 
-def add_at_indices(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Add `features` `[M, D]` to `hidden` `[B, T, D]` at `places`: indices into the flattened rows, or transformers' mask."""
-    indices = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
+def add_at_indices(hidden: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+    """Add `features` `[M, D]` to `hidden` `[B, T, D]` at `positions`: indices into the flattened rows, or transformers' mask."""
+    indices = positions.flatten().nonzero().flatten() if positions.dtype == torch.bool else positions
     features = features.to(hidden.device, hidden.dtype)
     return hidden.flatten(0, 1).index_add(0, indices.to(hidden.device), features).view_as(hidden)

@@ -1,8 +1,8 @@
 """Multimodal rotary positions (mRoPE): each token has a temporal, a height and a width index.
 
-These positions replace those of transformers, because a model must be trained with the same positions with which it is served.
-In transformers 5.19, the text after a Qwen2.5-VL video continues from the spatial extent only. Like the models' original code and
-vLLM, this module continues the text after an image or video from the largest index on any axis, plus 1.
+These positions replace those of transformers, because a model must be trained with the positions that are used to serve it. In
+transformers 5.19, the positions of text after a Qwen2.5-VL video depend only on the video's spatial extent. In this module, as in
+the models' original code and vLLM, text after an image or video continues from the largest index on any axis, plus 1.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def compute_position_ids(
 ) -> Tensor:
     """Compute the positions `[3, T]` of a sample.
 
-    Text has equal indices on all axes; the indices of a grid start after the preceding text, and the next text continues
-    from the largest index on any axis, plus 1.
+    A text token has the same index on all axes. The indices of a grid start after the preceding text, and the text after the grid
+    continues from the largest index on any axis, plus 1.
 
     Source: `get_mrope_input_positions` in vLLM's qwen2_5_vl.py and qwen3_vl.py, which follow the rule of the models'
     original code. `mm_token_type_ids` `[T]` (0 text, 1 image, 2 video) and `mm_kwargs` belong to the sample; `config` is the
     model's configuration, which `grid_rule` reads.
 
     Raises:
-        DataError: placeholders and media do not match.
+        DataError: the placeholders do not match the media.
     """
     images, videos = grid_rule(mm_kwargs, config)
     runs = {IMAGE: iter(images), VIDEO: iter(videos)}
@@ -49,14 +49,14 @@ def compute_position_ids(
 
 
 def compute_grid_positions(grid: Grid) -> Tensor:
-    """Compute the positions `[3, frames * height * width]` of a grid, from 0. Float64 times are truncated, as in vLLM."""
+    """Compute the positions `[3, frames * height * width]` of a grid, starting at 0. Float64 times are truncated, as in vLLM."""
     time = (torch.arange(grid.frames, dtype=torch.float64) * grid.time_step).long()
     axes = torch.meshgrid(time, torch.arange(grid.height), torch.arange(grid.width), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
 def compute_row_positions(types: list[int], runs: dict[int, Iterator[Grid]]) -> Tensor:
-    """Compute the positions `[3, T]` of a sample without padding, consuming grids from `runs`."""
+    """Compute the positions `[3, T]` of an unpadded sample, and consume the sample's grids from `runs`."""
     parts, start, index = [torch.empty(3, 0, dtype=torch.int64)], 0, 0
     while index < len(types):
         kind = types[index]

@@ -1,4 +1,4 @@
-"""Creation of ZeRO-3 partitions directly from memory-mapped files."""
+"""Code that creates ZeRO-3 partitions directly from memory-mapped files."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from dsreason.models.nf4.layers import NF4Linear
 def partition_model(
     model: nn.Module, dtype: torch.dtype, config: dict[str, Any], quantized: Sequence[NF4Linear] = ()
 ) -> None:
-    """Partition each parameter of `model` across the ranks, in `dtype`; all ranks must call this with the same values.
+    """Partition each parameter of `model` across the ranks, in `dtype`; every rank must pass the same parameter values.
 
-    The weights of the `quantized` layers must be complete. They become 4-bit blocks, of which a rank computes only those that it
-    keeps.
+    The weights of the `quantized` layers must be complete. The function converts them to 4-bit blocks; each rank computes only
+    the blocks that it keeps.
     """
-    # DeepSpeed takes the dtype from its config; the `dtype` argument of `Init` would turn float32 into bfloat16 on a CPU.
+    # DeepSpeed takes the dtype from its config, because the `dtype` argument of `Init` turns float32 into bfloat16 on a CPU.
     config_dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
     if dtype != config_dtype:
-        raise ValueError(f"load_model: dtype is {dtype}, but the DeepSpeed config trains in {config_dtype}")
+        raise ValueError(
+            f"load_model: dtype is {dtype}, but the DeepSpeed config sets {config_dtype}; pass the same dtype"
+        )
     InitWithoutBroadcast(model, config, frozenset(id(layer.weight) for layer in quantized))
 
 
 class InitWithoutBroadcast(Init):
-    """A variant of `deepspeed.zero.Init` without the broadcast from rank 0, because every rank has mapped the files.
+    """Variant of `deepspeed.zero.Init` without the broadcast from rank 0, which is unnecessary because all ranks map the files.
 
-    For the broadcast, each rank would have to load every complete parameter and write to the mapped pages. Only the part that
-    this rank keeps is copied to the GPU.
+    For the broadcast, each rank would have to load every parameter completely and write to the mapped pages. This class copies
+    only the part that this rank keeps to the GPU.
     """
 
     def __init__(self, model: nn.Module, config: dict[str, Any], quantized: frozenset[int]) -> None:
         self.quantized = quantized
-        """Results of `id()` for the parameters that become 4-bit blocks."""
+        """`id()` of each parameter that becomes 4-bit blocks."""
         super().__init__(module=model, config_dict_or_path=config)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[Any]) -> None:
@@ -51,12 +53,12 @@ class InitWithoutBroadcast(Init):
                     param.data = self._convert(param.data)
                 self._convert_to_deepspeed_param(param)
                 param.partition()
-                param.data = param.data.to(self.local_device)  # empty for now, but gathered on this device
+                param.data = param.data.to(self.local_device)  # empty now, but later gathered on the same device
 
     def _convert(self, values: Tensor) -> Tensor:
-        """Convert this rank's part of `values` to the training dtype; the rest of the result is undefined.
+        """Convert this rank's part of `values` to the training dtype; the rest of the returned tensor is undefined.
 
-        Pages that are never written take no memory, so a rank needs memory only for its part, even of a large embedding.
+        Pages that are never written take no memory, so a rank needs memory only for its part, even if the tensor is large.
         """
         if (
             values.dtype == self.dtype or self.num_param_groups > 1
@@ -69,7 +71,7 @@ class InitWithoutBroadcast(Init):
         return converted
 
     def _quantize(self, values: Tensor) -> Tensor:
-        """Quantise this rank's blocks of `values`; as in `_convert`, the rest of the result is undefined."""
+        """Quantise this rank's blocks of `values`; as in `_convert`, the rest of the returned tensor is undefined."""
         if self.num_param_groups > 1:
             return quantize(values)
         blocks = count_blocks(values.shape)

@@ -1,6 +1,6 @@
-"""Placement of a model's weights for inference: on one device, across several GPUs, or partly left in the files.
+"""Functions that place a model's weights for inference: on one device, across several GPUs, or partly in the model's files.
 
-The library accelerate assigns modules to devices and moves inputs between devices.
+The library accelerate assigns modules to devices and moves inputs between the devices.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHTS_SHARE = 0.9
-"""Fraction of a device's free memory that weights may use; the rest is left for activations and the key-value cache."""
+"""Fraction of a device's free memory that weights may use; the rest is for activations and the key-value cache."""
 FILES = "disk"
-"""accelerate's name for weights that stay in their files and are read whenever their module is called."""
+"""Device name that accelerate uses for weights that stay in their files and are read at every call of their module."""
 DeviceMap = dict[str, int | str]
-"""Module name → GPU index, "cpu" or `FILES`; submodules of a listed module are omitted."""
+"""Module name → GPU index, "cpu" or `FILES`; an entry also applies to all submodules."""
 
 
 def load_where_it_fits(
@@ -43,10 +43,10 @@ def load_where_it_fits(
     attention: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a model for inference, without gradients, onto `device` if it fits there.
+    """Load a model for inference, without gradients, onto `device` or, if it does not fit there, onto several devices.
 
-    The layers of a larger model are distributed across all devices of this rank (see `list_devices`). Weights that fit on none
-    of them stay in their files and are read again for every token, at best from the page cache. Inputs must be on `device`;
+    The layers of a larger model are distributed across all devices of this rank (see `list_devices`). Weights that fit on no
+    device stay in their files and are read again for every token, at best from the page cache. Inputs must be on `device`;
     outputs may be on another device.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
@@ -67,19 +67,19 @@ def load_where_it_fits(
 
 
 def list_devices(device: torch.device) -> list[torch.device]:
-    """Return `device` and the other GPUs that this rank may use: the first of 2 ranks on a host with 4 GPUs gets GPUs 0 and 2."""
+    """Return `device` and the other GPUs that this rank may use: with 2 ranks and 4 GPUs, rank 0 may use GPUs 0 and 2."""
     if device.type != "cuda":
         return [device]
     return [torch.device("cuda", i) for i in range(device.index or 0, torch.cuda.device_count(), count_local_ranks())]
 
 
 def get_device_name(device: torch.device) -> int | str:
-    """Return accelerate's name for a device."""
+    """Return the name that accelerate uses for a device."""
     return "cpu" if device.type == "cpu" else device.index or 0
 
 
 def compute_budget(device: torch.device) -> int:
-    """Return the number of bytes available for weights on a device. Host memory is divided among the ranks of the host."""
+    """Return the number of bytes that weights may use on a device. Host memory is divided among the host's ranks."""
     free = (
         count_available_bytes() // count_local_ranks() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     )
@@ -87,7 +87,7 @@ def compute_budget(device: torch.device) -> int:
 
 
 def plan_devices(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
-    """Choose a device for each module. Decoder layers and the vision tower are never split, and GPUs get about equal shares."""
+    """Assign modules to devices so that the GPUs hold about equal shares. Decoder layers and the vision tower stay whole."""
     block_classes = [*model._no_split_modules, *get_vision_class(model, family)]
     balanced = get_balanced_memory(model, budgets, no_split_module_classes=block_classes)
     device_map: DeviceMap = infer_auto_device_map(
@@ -97,7 +97,7 @@ def plan_devices(model: PreTrainedModel, family: Family, budgets: dict[int | str
 
 
 def get_vision_class(model: PreTrainedModel, family: Family) -> list[str]:
-    """Return a list with the class name of the vision tower, empty if the model has none."""
+    """Return a list with the class name of the vision tower; empty for a model without a vision tower."""
     tower = family.modules.vision_tower
     return [] if tower is None else [type(model.get_submodule(tower)).__name__]
 
@@ -105,7 +105,7 @@ def get_vision_class(model: PreTrainedModel, family: Family) -> list[str]:
 def distribute_weights(
     model: PreTrainedModel, weights: WeightFiles, device_map: DeviceMap, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Load the weights of an empty model onto the devices in the map, and make each module move its inputs to its device."""
+    """Load an empty model's weights onto the devices in the map, and make each module move its inputs to its own device."""
     family = get_family(model.config.model_type)
     homes = {name: find_home(name, device_map) for name, _ in model.named_parameters(remove_duplicate=False)}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -128,12 +128,12 @@ def distribute_weights(
         offload_index=index,
         skip_keys="past_key_values",  # each layer's cache is on the layer's device
         preload_module_classes=get_vision_class(model, family),
-        force_hooks=True,  # even if all weights are on one GPU, the inputs may be on another
+        force_hooks=True,  # inputs may be on another GPU, even if all weights are on one
     )
 
 
 def find_home(name: str, device_map: DeviceMap) -> int | str:
-    """Return the device of the module that owns the parameter."""
+    """Return the device of a parameter: the map's entry for the innermost module that contains the parameter."""
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map[name]
@@ -145,7 +145,7 @@ def build_index_entry(weights: WeightFiles, name: str, dtype: torch.dtype) -> di
 
 
 def describe_placement(model: PreTrainedModel, device_map: DeviceMap, devices: Sequence[torch.device]) -> str:
-    """Return a warning that the model does not fit on the first of these devices, with the placement of its weights."""
+    """Describe, for a warning, that the model does not fit on the first of `devices`, and where its weights are placed."""
     sizes: dict[int | str, int] = {}
     for name, parameter in model.named_parameters():
         home = find_home(name, device_map)
@@ -160,6 +160,6 @@ def describe_placement(model: PreTrainedModel, device_map: DeviceMap, devices: S
             f"{sizes[FILES] / GIB:.1f} GiB stay in their files and are read again for every token, which is slow"
         )
         if devices[0].type == "cuda" and count_local_ranks() > 1:
-            parts.append("use --nproc 1 to spread one copy of the model over all GPUs")
+            parts.append("use --nproc 1 to distribute a single copy of the model across all GPUs")
     total = sum(sizes.values())
     return f"the weights need {total / GIB:.1f} GiB and do not fit on {devices[0]}: {'; '.join(parts)}"

@@ -1,4 +1,4 @@
-"""The policy: a model that maps a batch to the log-probabilities of its trained tokens, and its gradient checkpointing."""
+"""Policy model, which maps a batch to the log-probabilities of the trained tokens, and gradient checkpointing for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_decoder(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
-    """Run the model without its output layer on a batch; media that occur several times are encoded only once."""
+    """Run the model without its output layer on a batch; media that occur several times in the batch are encoded once."""
     inputs = build_batch_inputs(model, batch) | build_attention_inputs(model, batch)
     output: BaseModelOutputWithPast = model.get_decoder()(use_cache=use_cache, **inputs)
     return output
@@ -47,10 +47,10 @@ def run_decoder_on_part(model: PreTrainedModel, batch: Batch, group: Group) -> B
 
 
 class Policy(nn.Module):
-    """A wrapper around a Hugging Face model (`.model`) that returns log-probabilities.
+    """Wrapper of a Hugging Face model (`.model`) that returns log-probabilities.
 
     Args:
-        group: the ranks that compute a row together, if the batch has a `part`.
+        group: ranks that compute a row together, if the batch has a `part`.
     """
 
     def __init__(self, model: PreTrainedModel, group: Group = None) -> None:
@@ -60,7 +60,7 @@ class Policy(nn.Module):
         self.head = get_family(model.config.model_type).modules.head
         head = model.get_submodule(self.head)
         if type(head) is not nn.Linear or head.bias is not None:
-            raise TypeError(f"{self.head} must be a Linear without bias; got {head}")
+            raise TypeError(f"{self.head} must be an nn.Linear without bias; got {head}")
         head.__class__ = LogprobHead
 
     def forward(
@@ -68,12 +68,12 @@ class Policy(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the float32 log-probabilities `[N]` of the tokens `batch.targets`.
 
-        With `with_entropy`, the entropies `[N]` of their distributions are returned as well. `banned_ids` have probability 0,
-        because the rollout engine never samples them, and policy and engine must use the same distribution.
+        If `with_entropy` is set, the entropies `[N]` of the tokens' distributions are returned as well. `banned_ids` have
+        probability 0, because the rollout engine never samples them, and policy and engine must use the same distribution.
         For a batch without trained tokens, the result is empty but still part of the autograd graph, because under ZeRO-3 every
         rank must run the same layers forward and backward.
 
-        If several ranks compute a row together, each returns all values, with gradients only for those that it computed.
+        If several ranks compute a row together, each rank returns all values, but gradients flow only to those it computed.
         """
         part, predictors, places = batch.part, batch.predictors, batch.targets
         if part is None:
@@ -96,10 +96,10 @@ class Policy(nn.Module):
 def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = False) -> None:
     """Make the backward pass recompute each decoder layer and vision block.
 
-    With `offload`, the saved inputs of the layers are kept in host memory until the backward pass.
+    If `offload` is set, the saved inputs of the layers stay in host memory until the backward pass.
 
-    transformers also makes the outputs of the embeddings require gradients. That is undone here: only reentrant
-    checkpointing needs it, and it would cause a useless backward pass through a frozen vision tower.
+    transformers also makes the outputs of the embeddings require gradients. This function undoes that, because only reentrant
+    checkpointing needs these gradients, which would cause a useless backward pass through a frozen vision tower.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.disable_input_require_grads()
@@ -110,7 +110,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = Fal
 
 
 def run_checkpoint_in_host_memory(function: Any, *args: Any) -> Any:
-    """Call `torch.utils.checkpoint` and save its inputs on the CPU, unless they come from a frozen part of the model."""
+    """Call `torch.utils.checkpoint`, and save its inputs in host memory unless a frozen part of the model computed them."""
     trained_args = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     if not trained_args:
         return checkpoint(function, *args, use_reentrant=False)

@@ -1,10 +1,10 @@
-"""Sequence parallelism: the ranks of a group compute one packed row together (Ulysses, arXiv 2309.14509).
+"""Sequence parallelism, in which the ranks of a group compute one packed row together (Ulysses, arXiv 2309.14509).
 
 Each rank processes a part of the row's tokens, from the embedding to the log-probabilities of the targets that these tokens
 predict. For attention, the ranks exchange tokens for heads and back, so that each rank attends over the entire row with its share
 of the heads. Each rank encodes a part of the media and sends the features to the ranks that hold the placeholders. The
-log-probabilities are gathered, so every rank has those of the entire row and computes the same loss, but only the gradient of
-its own part. The gradient of the row is therefore the **sum** of the ranks' gradients.
+log-probabilities are gathered, so every rank computes the loss of the entire row, but only the gradient of its own part. The
+gradient of the row is therefore the **sum** of the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from dsreason.data.types import MediaPart
 
 Group = Any
-"""A process group of torch; None for a single rank. The type is Any because mypy does not find the class in builds of torch
-without distributed support."""
+"""torch process group; None for a single rank. The type is Any because mypy does not find the class in builds of torch without
+distributed support."""
 
 
 class _RowExchange(torch.autograd.Function):
@@ -38,7 +38,7 @@ class _RowExchange(torch.autograd.Function):
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Exchange rows all-to-all: sorted by receiving rank → sorted by sending rank. Gradients take the opposite way."""
+    """Exchange rows all-to-all: sorted by receiving rank → sorted by sending rank. Gradients are exchanged in reverse."""
     exchanged: Tensor = _RowExchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return exchanged
 
@@ -46,7 +46,8 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """All-to-all: `[local tokens, all heads]` → `[all tokens, local heads]`.
 
-    `query` `[1, H, T / n, d]` → `[1, H / n, T, d]`; likewise `key` and `value`, whose heads are repeated if there are too few.
+    `query`: `[1, H, T / n, d]` → `[1, H / n, T, d]`. `key` and `value` are exchanged in the same way; if they have too few heads,
+    the heads are repeated.
     """
     size = dist.get_world_size(group)
     times = size // gcd(size, key.shape[1])
@@ -69,20 +70,20 @@ def to_tokens(attended: Tensor, group: Group) -> Tensor:
 
 
 def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> list[Tensor]:
-    """Exchange the features of several layers: `[tokens encoded by this rank, D]` → `[placeholders of this rank, D]`."""
+    """Exchange the features of several layers: `[tokens that this rank encoded, D]` → `[placeholders on this rank, D]`."""
     widths = [feature.shape[1] for feature in features]
     sent = torch.cat(features, dim=1).index_select(0, part.sent)
     received = exchange_rows(sent, part.sent_counts, part.received_counts, group)
     return list(received.index_select(0, part.order).split(widths, dim=1))
 
 
-def gather_values(values: Sequence[Tensor], places: Tensor, count: int, group: Group) -> list[Tensor]:
-    """Gather each tensor of local `values` from all ranks: `[M]` → `[count]`.
+def gather_values(values: Sequence[Tensor], indices: Tensor, count: int, group: Group) -> list[Tensor]:
+    """Gather each tensor in `values` from all ranks: `[M]` local values → `[count]`.
 
-    `places` `[M]` are the indices of the local values in the result. Only the local values get gradients; the other ranks
-    compute the gradients of their own values.
+    `indices` `[M]` are the indices of the local values in the result. Gradients flow only to the local values, because the other
+    ranks compute the gradients of their own values.
     """
     local_values = torch.stack([value.detach() for value in values])
-    gathered = local_values.new_zeros(len(local_values), count).index_copy(1, places, local_values)
+    gathered = local_values.new_zeros(len(local_values), count).index_copy(1, indices, local_values)
     dist.all_reduce(gathered, group=group)
-    return [all_values.index_copy(0, places, value) for all_values, value in zip(gathered, values, strict=True)]
+    return [all_values.index_copy(0, indices, value) for all_values, value in zip(gathered, values, strict=True)]

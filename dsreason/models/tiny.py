@@ -1,8 +1,8 @@
-"""Tiny random checkpoints for each family: complete folders that transformers and vLLM load like real ones.
+"""Tiny checkpoints with random weights for each family: complete model folders that transformers and vLLM load like real ones.
 
-With these checkpoints, every command can run without downloads: they have the classes, tensor names, special tokens, chat format
-and processors of the real models, but a vocabulary of only 512 tokens. In larger sizes, they replace big models in memory tests;
-weights are drawn and written shard by shard, so only one shard is in memory at a time.
+Tiny checkpoints make it possible to run every command without downloads: they have the classes, tensor names, special tokens,
+chat format and processors of the real models, but a vocabulary of only 512 tokens. Larger sizes can replace real models in memory
+tests; weights are drawn and written shard by shard, so only one shard is in memory at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsreason.families.family import Modules, Tokens
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
 
-# The merges are learned from sentences, and from words of the chat format and of answers, each of which becomes one token.
+# The tokenizer's merges are learned from sentences, and from words of the chat format and of answers, which become single tokens.
 WORDS = (
     "system user assistant yes no left right up down red green blue yellow white purple one two three four five six "
     "circle square triangle The There Is Does Will Which What How Answer"
@@ -54,7 +54,7 @@ CORPUS = (
     "Think step by step, and answer the question: <think> </think> <answer> </answer> 0.5 seconds",
 )
 
-# `$name` in the templates stands for a token of the family.
+# In the templates, `$name` stands for a token of the family.
 PART_TEMPLATE = """\
 {%- macro render(content) -%}
 {%- if content is string -%}{{ content }}{%- else -%}{%- for part in content -%}
@@ -95,12 +95,12 @@ def build_tiny(
     max_shard_bytes: int = 1 << 28,
     device: str = "cpu",
 ) -> Path:
-    """Write a random checkpoint with tokenizer, processor and chat template into `folder`, and return the folder.
+    """Write a checkpoint with random weights, a tokenizer, a processor and a chat template to `folder`; return the folder.
 
     `hidden_size` must be a multiple of `num_key_value_heads` x `head_size`; `head_size` and `vision_hidden_size` must be
-    multiples of 32. A `vocabulary_size` above 512 adds embedding rows without a token in the tokenizer. The weights are drawn
-    on `device`. The same arguments always produce the same files. config.json is written last, so a folder that contains it
-    is complete.
+    multiples of 32. A `vocabulary_size` above 512 adds embedding rows for which the tokenizer has no token. The weights are drawn
+    on `device`. The same arguments always produce the same files. config.json is written last, so a folder with config.json is
+    complete.
     """
     if hidden_size % (num_key_value_heads * head_size) or vision_hidden_size % HEAD_SIZE or head_size % HEAD_SIZE:
         raise ValueError(
@@ -164,13 +164,13 @@ def build_tiny(
 
 
 def list_special_tokens(tokens: Tokens) -> tuple[str, ...]:
-    """Return all special tokens of a family in the order of their ids."""
+    """Return all special tokens of a family, in the order of their ids."""
     media = (tokens.media_start, tokens.media_end, *tokens.unused_media, tokens.image, tokens.video)
     return (tokens.padding, tokens.turn_start, tokens.turn_end, *tokens.others, *media)
 
 
 def build_tokenizer(family: Family) -> Qwen2Tokenizer:
-    """Build a byte-level BPE tokenizer of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
+    """Build a byte-level BPE tokenizer with 512 tokens: bytes, merges learned from `CORPUS`, and the family's special tokens."""
     special = list_special_tokens(family.tokens)
     learner = Tokenizer(models.BPE())
     splits = Qwen2Tokenizer().backend_tokenizer
@@ -197,7 +197,7 @@ def build_tokenizer(family: Family) -> Qwen2Tokenizer:
 
 
 def build_chat_template(family: Family) -> str:
-    """Build a chat template in Qwen's format, with the tokens and the default system message (if any) of the family."""
+    """Build a chat template in Qwen's format, with the family's tokens and its default system message, if it has one."""
     system = family.tiny.default_system
     template = PART_TEMPLATE + (DEFAULT_SYSTEM_TEMPLATE if system is not None else "") + TURNS_TEMPLATE
     return Template(template).substitute(vars(family.tokens), default_system=system)
@@ -206,7 +206,7 @@ def build_chat_template(family: Family) -> str:
 def _draw(
     name: str, shape: torch.Size, modules: Modules, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw matrices from N(0, 1 / inputs), embeddings and positions from N(0, 0.02^2); set norm weights to 1 and biases to 0."""
+    """Draw a matrix from N(0, 1 / inputs), or an embedding or positions from N(0, 0.02^2); norm weights are 1, and biases 0."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:
@@ -224,7 +224,7 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    # named_parameters yields tied parameters only once.
+    # named_parameters yields each tied parameter only once, as the files need it.
     parameters = {family.to_published_name(name): p.to(dtype) for name, p in model.named_parameters()}
     parameters |= {name: torch.empty(2, dtype=dtype, device="meta") for name in family.tiny.others}
     plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)

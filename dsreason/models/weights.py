@@ -1,4 +1,4 @@
-"""The tensors of a model folder, read one at a time from memory-mapped safetensors files.
+"""Functions that read the tensors of a model folder one at a time from memory-mapped safetensors files.
 
 Pickled weights (`.bin`, `.pt`) are never opened, because unpickling runs code.
 """
@@ -18,12 +18,12 @@ from dsreason.errors import CheckpointError
 from dsreason.files.disk import read_small
 
 STEM = "model"
-"""Stem of the weight files: `model.safetensors`, or several files that are listed in `model.safetensors.index.json`."""
+"""Stem of the weight files: the weights are in `model.safetensors`, or in files that `model.safetensors.index.json` lists."""
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder; `places` maps an in-memory name to (file, name in that file)."""
+    """Locations of a model folder's tensors; `places` maps an in-memory name to (file, name in that file)."""
 
     folder: Path
     places: dict[str, tuple[Path, str]]
@@ -31,8 +31,8 @@ class WeightFiles:
     def read(self, names: list[str], take: Callable[[str, Tensor], None]) -> None:
         """Call `take(name, tensor)` for each of the `names`, file by file.
 
-        The tensors are views of the mapped files: until a tensor is written to, its pages are those of the file (shared memory,
-        not anonymous memory).
+        The tensors are views of the mapped files: until a tensor is modified, it uses the pages of the file (shared memory
+        instead of anonymous memory).
         """
         file_names: dict[Path, list[str]] = {}
         for name in names:
@@ -43,7 +43,7 @@ class WeightFiles:
                     take(name, tensors.get_tensor(self.places[name][1]))
 
     def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and dtype of each tensor by in-memory name, in the form `((512, 64), "BF16")`."""
+        """Return each tensor's shape and dtype by in-memory name: `{"lm_head.weight": ((512, 64), "BF16")}`."""
         headers = {}
         for file in {place[0] for place in self.places.values()}:
             with open_file(file) as tensors:
@@ -59,10 +59,10 @@ def find_weights(
 ) -> WeightFiles:
     """Read the headers of `<stem>.safetensors`, or of the files listed in `<stem>.safetensors.index.json`.
 
-    If `folder` has no such files, the files in its subfolders `inside` are read. Tensors for which `rename` returns None are
-    omitted.
+    If `folder` has no such files, the weight files in its subfolders `inside` are used instead. Tensors for which `rename`
+    returns None are omitted.
 
-    A CheckpointError names the file that is missing, damaged or in an unsupported format.
+    If a file is missing, damaged or in an unsupported format, a CheckpointError names the file.
     """
     places: dict[str, tuple[Path, str]] = {}
     for file in list_files_inside(folder, inside) or list_tensor_files(folder, stem):
@@ -82,7 +82,7 @@ def find_weights(
 
 
 def list_files_inside(folder: Path, inside: Sequence[str]) -> list[Path]:
-    """Return the weight files in the subfolders `inside`; empty if the folder itself has weight files."""
+    """Return the weight files in the subfolders `inside`, or an empty list if the folder itself has weight files."""
     weights_file = next(folder.glob("*.safetensors*"), None)
     return [] if weights_file else [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
 
@@ -97,7 +97,9 @@ def list_tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}); download it again") from error
         if outside := [name for name in names if Path(name).name != name]:
-            raise CheckpointError(f"{index} lists files outside its folder: {', '.join(outside)}")
+            raise CheckpointError(
+                f"{index} lists files outside its folder: {', '.join(outside)}; download the model again"
+            )
         return [folder / name for name in names]
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:

@@ -1,1 +1,1 @@
-"""Rollout engines: they complete prompts with the policy's weights, and release their memory while the policy trains."""
+"""Rollout engines, which complete prompts with the policy's weights and release their memory while the policy trains."""

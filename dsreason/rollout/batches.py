@@ -1,4 +1,4 @@
-"""Batching of prompts for rollout engines."""
+"""Functions that divide prompts into batches for rollout engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsreason.monitor.memory import GIB
 T = TypeVar("T")
 
 MAX_ROWS = 256
-"""Maximum number of rows in a batch; beyond this number, the time per decoding step grows with the number of rows."""
+"""Maximum number of rows in a batch; in larger batches, the time per decoding step grows with the number of rows."""
 
 
 def merge_groups(
@@ -26,14 +26,14 @@ def merge_groups(
 ) -> Iterator[list[T]]:
     """Merge groups into as few lists as memory allows, because an engine waits for the longest completion of every list.
 
-    A list ends with the group that takes it above `memory_gib` on any rank, provided that it then has at least `least` items on
-    that rank.
+    A list ends with the group that raises its size above `memory_gib` on any rank, provided that the list then has at least
+    `least` items on that rank.
 
     Args:
-        groups: groups of items, some of which may be empty; all ranks that need the same number of lists must pass the same
-            number of groups.
+        groups: groups of items, some of which may be empty; ranks that need the same number of lists must pass the same number
+            of groups.
         size: function that returns the size of an item in bytes.
-        any_rank: collective function that returns whether its argument is true on any of these ranks.
+        any_rank: collective function that returns whether its argument is true on at least one of these ranks.
     """
     batch: list[T] = []
     num_bytes = 0
@@ -67,7 +67,7 @@ def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) 
 
 
 def count_tokens_that_fit(config: Any, dtype: torch.dtype, memory: int) -> int:
-    """Return the number of tokens that fit into `memory` bytes, with their keys, values and widest activations.
+    """Return the number of tokens whose keys, values and widest activations fit into `memory` bytes.
 
     Args:
         config: Hugging Face configuration of the model.

@@ -1,4 +1,4 @@
-"""Construction of a rollout engine, based on vLLM or on plain transformers, for training and evaluation."""
+"""Function that opens a rollout engine for training or evaluation, based on vLLM or on plain transformers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def open_rollout_engine(
     loaded_version: int | None = None,
     trust_remote_code: bool = False,
 ) -> Iterator[RolloutEngine]:
-    """Open a rollout engine for the model folder `path`. Collective; call it after `init_world`.
+    """Open a rollout engine for the model folder `path`. All ranks must call this function together, after `init_world`.
 
     Args:
         settings: settings of the engine; their type selects vLLM or transformers.
-        loaded_version: version of the weights in the folder; the engine then starts awake with these weights. If None, the
-            engine starts asleep and without weights.
+        loaded_version: version number of the weights in the folder, with which the engine starts awake. If None, the engine
+            starts asleep and without weights.
     """
     if isinstance(settings, TransformersSettings):
         device = world.device

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines: they hold a copy of the policy, complete prompts with it, and can release their memory."""
+"""Protocol of rollout engines, which hold a copy of the policy, complete prompts with it, and can release their memory."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class SyncError(RuntimeError):
-    """Error raised when a weight sync does not deliver every tensor of the policy; the message names the tensors."""
+    """Error for a weight sync that does not deliver every tensor of the policy; the message names the tensors."""
 
 
 class StaleWeightsError(RuntimeError):
-    """Error raised when completions are requested for a version of the weights that the engine does not hold."""
+    """Error for a request of completions with a version of the weights that the engine does not hold."""
 
 
 class RolloutError(RuntimeError):
-    """Error raised when a completion cannot be used for training; the message names the sample.
+    """Error for a completion that cannot be used for training; the message names the sample.
 
-    Possible reasons: the engine read a different prompt than the trainer; prompt and completion together are too long for the
-    engine; the completion ended abnormally, or contains a media token.
+    Possible causes: the engine read a different prompt than the trainer; prompt and completion together are too long for the
+    engine; the completion ended abnormally or contains a media token.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling settings for completions. The stop tokens come from the model's generation config.
+    """Sampling settings for completions. The stop tokens are not included, because the model's generation config defines them.
 
     Example: `Sampling(temperature=0.9, top_p=0.95, max_completion_length=512, seed=7)`.
     """
@@ -45,15 +45,15 @@ class Sampling:
     temperature: float = 1.0
     """Sampling temperature; 0 always picks the most probable token (greedy)."""
     top_p: float = 1.0
-    """Probability mass for nucleus sampling: only the smallest set of tokens that reaches it is kept; 1 keeps all tokens."""
+    """Probability mass for nucleus sampling: only the smallest set of tokens with at least this mass is kept; 1 keeps all."""
     top_k: int = 0
     """Number of most probable tokens from which to sample; 0 keeps all tokens."""
     max_completion_length: int = 64
     """Maximum length of a completion in tokens, including the stop token."""
     seed: int = 0
-    """Seed of the random streams. A prompt's stream depends only on the seed and its stream number, not on its batch."""
+    """Seed of the random streams. A prompt's stream depends only on the seed and the stream number, not on the batch."""
     repetition_penalty: float = 1.0
-    """Divisor for positive logits and factor for negative logits of tokens already in prompt or completion; 1: no penalty."""
+    """Number that divides positive logits and multiplies negative logits of tokens already in prompt or completion; 1: none."""
     presence_penalty: float = 0.0
     """Amount subtracted from the logits of tokens that the completion already contains; 0: no penalty."""
     frequency_penalty: float = 0.0
@@ -71,25 +71,25 @@ class Sampling:
 
 @dataclass(frozen=True)
 class CompletionSegment:
-    """Consecutive tokens of a completion that were either all sampled or all inserted, such as a tool result or another turn.
+    """Consecutive tokens of a completion that were either all sampled or all inserted, such as a tool's result or another turn.
 
-    Sampled tokens are trained on. Inserted tokens are only context and may include media.
+    The policy is trained on sampled tokens. Inserted tokens serve only as context and may include media.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
-    """Float32 log-probabilities of sampled tokens; None for inserted tokens. They refer to the sampling distribution, that
-    is, after temperature, top_p, top_k, penalties and the ban on media tokens (temperature 1 for greedy decoding)."""
+    """Float32 log-probabilities of sampled tokens; None for inserted tokens. The values refer to the sampling distribution: they
+    include temperature, top_p, top_k, penalties and the ban on media tokens (greedy decoding counts as temperature 1)."""
     encoded: EncodedSample | None = None
     """Encoding of inserted tokens, with positions that start at 0; None for sampled tokens and for plain text."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion of a prompt: one segment, or several if tools or an environment took part.
+    """Completion of a prompt: one segment, or several segments if tools or an environment took part.
 
-    The ids end with the stop token, if one was sampled; `text` omits special tokens. `version` is the version of the weights
-    that sampled the completion.
+    If a stop token was sampled, the ids end with it; `text` omits special tokens. `version` is the version of the weights with
+    which the completion was sampled.
     """
 
     segments: tuple[CompletionSegment, ...]
@@ -104,7 +104,7 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """Number of `ids`, computed without concatenating them."""
+        """Number of tokens, sampled and inserted, computed without building `ids`."""
         return sum(len(segment.ids) for segment in self.segments)
 
     @property
@@ -119,7 +119,7 @@ class Completion:
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """One flag per element of `ids`: True if the policy sampled the token."""
+        """Flag for each token in `ids`: True if the policy sampled the token."""
         return tuple(segment.logprobs is not None for segment in self.segments for _ in segment.ids)
 
 
@@ -134,25 +134,25 @@ def make_single_turn(
 
 
 class TensorFingerprints(NamedTuple):
-    """Fingerprints, by name, of the tensors with which a rank's engine computes."""
+    """Fingerprints of the tensors that a rank's engine uses: tensor name → fingerprint."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
 
 class RolloutEngine(Protocol):
-    """A rollout engine. Every rank calls wake, find_retained, sync, generate (any number of times) and sleep, in this order."""
+    """Rollout engine. Every rank calls wake, find_retained, sync, generate (any number of times) and sleep, in this order."""
 
     dtype: torch.dtype
     """Data type of the weights."""
     max_num_seqs: int
-    """Number of prompts that the engine completes at the same time; with fewer prompts, it is partly idle."""
+    """Number of prompts that the engine completes at the same time; with fewer prompts, the engine is partly idle."""
     reads_pixels: bool
-    """True if the engine reads the `mm_kwargs` of prompts, False if it processes the media itself."""
+    """Whether the engine uses the `mm_kwargs` of prompts; if False, it processes the media itself."""
 
     @property
     def keeps_weights(self) -> bool:
-        """True if the weights survive `sleep`, so that `generate` works after `wake` without a sync."""
+        """Whether the weights survive `sleep`, so that `generate` works after `wake` without a sync."""
 
     def wake(self) -> None:
         """Allocate the memory that generation needs.
@@ -164,27 +164,27 @@ class RolloutEngine(Protocol):
     def find_retained(self, names: Collection[str]) -> set[str]:
         """Return the subset of `names` (frozen parameters) whose values the engine still holds, so that `sync` can skip them.
 
-        Collective; call it between `wake` and `sync`. The result is the same on every rank. Frozen parameters that must be
-        sent again are logged, but only once.
+        All ranks must call this method together, between `wake` and `sync`. The result is the same on every rank. Frozen
+        parameters that must be sent again are logged, but only once.
         """
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         """Replace the engine's weights with the policy's.
 
-        Collective: every rank exhausts the iterator over the same gathered (full) tensors.
+        All ranks must call this method together, and each exhausts an iterator over the same gathered (full) tensors.
 
         Args:
-            weights: names from `named_parameters()` of the Hugging Face model in memory, and the tensors.
+            weights: parameter names (as in `named_parameters()` of the Hugging Face model) and tensors.
             version: version of the weights.
             retained: names that `find_retained` returned, which `weights` omits.
 
         Raises:
-            SyncError: a tensor is missing or unknown, has a different shape, or was not retained after all; the engine then holds
+            SyncError: a tensor is missing or unknown, has a different shape, or was not actually retained; the engine then holds
                 no usable weights.
         """
 
     def fingerprints(self) -> TensorFingerprints:
-        """Return the fingerprints of this rank's tensors. The engine must be awake."""
+        """Return the fingerprints of this rank's tensors; the engine must be awake."""
 
     def generate(
         self,
@@ -197,11 +197,11 @@ class RolloutEngine(Protocol):
         """Complete this rank's prompts with the weights of `version`; return the completions in the order of the prompts.
 
         Args:
-            streams: random stream number of each prompt; 0, 1, … by default. If the numbers are unique across ranks, a
-                prompt's completion does not depend on which rank samples it.
+            streams: random-stream number of each prompt; by default, 0, 1, …. If the numbers are unique across ranks, a
+                prompt's completion does not depend on the rank that samples it.
 
         Raises:
-            StaleWeightsError: the engine holds another version of the weights, or none.
+            StaleWeightsError: the engine holds a different version of the weights, or no weights.
         """
         streams = range(len(prompts)) if streams is None else streams
         completions = dict(self.iter_completions(prompts, [sampling] * len(prompts), version=version, streams=streams))
@@ -210,10 +210,9 @@ class RolloutEngine(Protocol):
     def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield the index of each prompt and its completion as soon as the completion is finished.
+        """Yield the index and the completion of each prompt as soon as the completion is finished.
 
-        Each prompt has separate sampling settings. If the weights are sharded over several ranks, all of them must exhaust
-        the iterator.
+        Each prompt has its own sampling settings. If several ranks share the weights, all of them must exhaust the iterator.
         """
 
     def sleep(self) -> None:
@@ -229,14 +228,14 @@ def find_media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> 
 def check_no_media_tokens(
     sample_id: str, ids: Sequence[int], banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise RolloutError if a completion contains a media token despite the ban."""
+    """Raise RolloutError if a completion contains a media token, although the engine must not sample these tokens."""
     if media := set(ids) & set(banned_ids):
         names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(media)))
         raise RolloutError(f"sample {sample_id!r}: the completion contains {names}, but media tokens are banned")
 
 
 def check_version(requested: int, current: int | None) -> None:
-    """Raise StaleWeightsError if `current`, the version of the engine's weights, is not the requested one."""
+    """Raise StaleWeightsError if the engine's weights have another version (`current`) than the requested one."""
     if requested != current:
         raise StaleWeightsError(
             f"completions with weights version {requested} were requested, but the engine holds "
@@ -245,6 +244,6 @@ def check_version(requested: int, current: int | None) -> None:
 
 
 def draw_random_streams(sampling: Sampling, streams: Sequence[int]) -> NDArray[np.float64]:
-    """Draw uniform numbers in [0, 1), `[len(streams), max_completion_length]`, without a global generator."""
+    """Draw uniform random numbers in [0, 1), `[len(streams), max_completion_length]`, without using a global generator."""
     shape = sampling.max_completion_length
     return np.stack([np.random.default_rng((sampling.seed, stream)).random(shape) for stream in streams])

@@ -1,6 +1,6 @@
-"""The start-up self-test: perturb the weights, sleep, wake, sync, and check that the log-probabilities are restored.
+"""Self-test at start-up: perturb the weights, sleep, wake, sync, and check that the log-probabilities are restored.
 
-The test detects a faulty sync or sleep before the first step. Without it, the only symptom would be rewards that never rise.
+The test detects a faulty sync or sleep before the first step. Without it, the only symptom would be that rewards never rise.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, SyncE
 from dsreason.rollout.weight_sync import find_changed
 
 REAL, PERTURBED = -1, -2
-"""Versions of the weights in the self-test, which no training step uses."""
+"""Version numbers of the weights in the self-test, which no training step uses."""
 TOLERANCES = {torch.float32: 1e-4}
 COARSE_TOLERANCE = 0.1
-"""Tolerance for differences between log-probabilities. The same weights, prompts and kernels should reproduce them exactly. If
-not, rounding changes a logit by 1e-6 in float32, and by 0.06 in bfloat16 if the logit is between 8 and 16."""
+"""Tolerance for differences between log-probabilities. The same weights, prompts and kernels should reproduce the values exactly;
+if they do not, rounding changes a logit by 1e-6 in float32, and by 0.06 in bfloat16 if the logit is between 8 and 16."""
 
 
 class Round(NamedTuple):
-    """The results of one round, in which the engine wakes, generates and sleeps."""
+    """Results of one round, in which the engine wakes, generates and sleeps."""
 
     completions: list[Completion]
     """Greedy completions of this rank's prompts, one per prompt."""
@@ -43,19 +43,20 @@ def run_self_test(
 ) -> Round:
     """Run three rounds of wake, sync, generate and sleep: with the policy's weights, perturbed weights, and the policy's again.
 
-    If the engine keeps its weights during sleep, a fourth round omits the sync. The engine is asleep afterwards and holds the
-    policy's weights under a version that no step requests. Collective: every rank passes the same number of prompts.
+    If the engine keeps its weights during sleep, a fourth round omits the sync. Afterwards, the engine is asleep and holds the
+    policy's weights under a version that no step requests. All ranks must call this function together, with the same number of
+    prompts.
 
     Args:
         weights: function that returns a new iterator over the policy's full weights.
-        prompts: should include one with media and one without. Each is completed separately, to find faults that affect
-            only one of them.
+        prompts: prompts to complete, which should include one with media and one without. Each prompt is completed separately,
+            to find faults that affect only one kind of prompt.
 
     Returns:
         The first round.
 
     Raises:
-        SyncError: any rank found a fault; raised on every rank. The message names the tensors that did not take on
+        SyncError: at least one rank found a fault; all ranks raise the error. The message names the tensors that did not receive
             the perturbed values or were not restored.
     """
     sampling = Sampling(temperature=0, max_completion_length=max_completion_length)
@@ -82,24 +83,24 @@ def run_self_test(
 
 
 def iter_perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with its values halved plus 0.01; this changes even zeros and ones, and keeps activations finite."""
+    """Yield every tensor times 0.5 plus 0.01, which changes even zeros and ones, but keeps activations finite."""
     for name, tensor in weights:
         yield name, tensor * 0.5 + 0.01
 
 
 def find_unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
-    """Return an error message if the perturbed weights left a tensor, or all completions, unchanged; otherwise None."""
+    """Return an error message if a sync of perturbed weights changed not every tensor, or no completion; otherwise None."""
     before, after = real.tensors.parameters, moved.tensors.parameters
     different = set(find_changed(before, after))
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
         return f"a sync of changed weights left {len(stuck)} of {len(before)} tensors unchanged: {join_first(stuck)}"
     if compute_largest_difference(real.completions, moved.completions) <= tolerance:
-        return "every tensor has the changed values, but the completions stay the same: the engine does not compute with them"
+        return "every tensor has the changed values, but the completions are the same: the engine does not use these tensors"
     return None
 
 
 def find_not_restored(real: Round, again: Round, tolerance: float, when: str) -> str | None:
-    """Return an error message if tensors or completions differ although the policy's weights were restored; otherwise None."""
+    """Return an error message if tensors or completions differ after the policy's weights were restored; otherwise None."""
     pairs = zip(real.tensors, again.tensors, strict=True)
     if different := [name for before, after in pairs for name in find_changed(before, after)]:
         return f"{when}, {len(different)} tensors changed: {join_first(different)}"
@@ -107,7 +108,7 @@ def find_not_restored(real: Round, again: Round, tolerance: float, when: str) ->
     if difference <= tolerance:
         return None
     symptom = "completions differ" if difference == math.inf else f"log-probabilities differ by {difference:.2g}"
-    return f"{when}, {symptom}, although every parameter and buffer is unchanged: the engine does not compute with these tensors"
+    return f"{when}, {symptom}, although every parameter and buffer is unchanged: the engine does not use these tensors"
 
 
 def compute_largest_difference(first: Sequence[Completion], second: Sequence[Completion]) -> float:

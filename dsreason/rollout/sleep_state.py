@@ -1,7 +1,7 @@
-"""Preservation of tensors in vLLM's memory pools that are neither weights nor KV cache; vLLM's sleep loses their values.
+"""Code that preserves tensors in vLLM's memory pools, other than weights and KV cache, whose values vLLM loses during sleep.
 
 Examples are the zeros that Qwen3-VL adds to prompts without media, the positions of a CUDA graph's unused rows and, in
-older versions, the block tables. vLLM has no list of such tensors, so they are found by memory address.
+older versions, the block tables. vLLM has no list of such tensors, so this module finds them by their memory addresses.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 DROPPED = ("weights", "kv_cache")
-"""Tags of the pools that get new memory when they are woken by tag. vLLM preserves other pools, or uses them as scratch space."""
+"""Tags of the pools whose contents are lost in sleep. vLLM preserves other pools itself, or uses them only as scratch space."""
 Pools = Callable[[int], str | None]
-"""Function that maps a device address to the tag of the vLLM pool that contains it; None if no pool does."""
+"""Function that maps a device address to the tag of the vLLM pool that contains the address; None if no pool does."""
 
 
 def find_pools() -> Pools:
-    """Return a lookup function for the current pools. Without sleep mode, for example on a CPU, vLLM has no pools."""
+    """Return a function that looks up addresses in the current pools. Without sleep mode, as on a CPU, vLLM has no pools."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.instance
@@ -41,11 +41,11 @@ def find_pools() -> Pools:
 
 @dataclass
 class SleepState:
-    """Memory of the tensors to preserve, as byte tensors by pool tag, and its contents before the engine's last sleep."""
+    """Byte views of the tensors to preserve, by pool tag, and copies of their contents from before the last sleep."""
 
     memory: dict[str, list[Tensor]] = field(default_factory=dict)
     contents: dict[str, list[Tensor | None]] = field(default_factory=dict)
-    """Copies on the CPU, by pool tag; None represents a tensor of zeros."""
+    """Pool tag → copies in host memory; None stands for a tensor of zeros."""
 
     @property
     def gib(self) -> float:
@@ -69,7 +69,7 @@ class SleepState:
 def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
     """Find all tensors in the pools, except the weights, buffers and KV cache of vLLM's model `runner`.
 
-    Call this once after vLLM has started: no tensors are created in the pools later.
+    One call after vLLM has started is enough, because no tensors are created in the pools later.
     """
     model: nn.Module = runner.model
     restored = [*model.parameters(), *model.buffers(), *runner.kv_caches]
@@ -79,18 +79,18 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
         storage = tensor.untyped_storage()
         try:
             address = storage.data_ptr()
-        except RuntimeError:  # wrapper tensors left by torch's compiler have no memory
+        except RuntimeError:  # torch's compiler leaves wrapper tensors behind, which have no memory
             continue
         if address in restored_storages or not storage.nbytes() or (tag := pools(address)) not in DROPPED:
             continue
         restored_storages.add(address)
-        # Wrap the storage in a new byte tensor: vLLM's tensors are inference tensors, which are read-only outside inference mode.
+        # A new byte tensor wraps the storage, because vLLM's inference tensors are read-only outside inference mode.
         memory.setdefault(tag, []).append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
     return SleepState(memory)
 
 
 def iter_all_tensors() -> Iterator[Tensor]:
-    """Yield all tensors of the process, including those that vLLM has hidden from the garbage collector by `gc.freeze`."""
+    """Yield all tensors of the process, including those that vLLM has hidden from the garbage collector with `gc.freeze`."""
     if frozen := gc.get_freeze_count():
         gc.unfreeze()
     objects = gc.get_objects()

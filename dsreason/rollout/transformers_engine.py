@@ -1,4 +1,4 @@
-"""A rollout engine that samples from an unsharded transformers copy of the policy, without vLLM."""
+"""Rollout engine that samples from an unsharded transformers copy of the policy, without vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt
 
 PAD_ID = 0
-"""Id of padding tokens. They are always masked, so any id would do."""
+"""Id of padding tokens; padding is always masked, so any id would work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,12 @@ class TransformersSettings:
     attention: str = "auto"
     batch_size: int = 8
     batch_tokens: int = 0
-    """Maximum number of tokens, with completions and padding, in a batch of more than `batch_size` prompts; 0 allows none."""
+    """Maximum number of tokens, including completions and padding, in a batch with more than `batch_size` prompts; 0 disables
+    such batches."""
 
 
 class TransformersEngine(RolloutEngine):
-    """A `RolloutEngine` whose model exists from `wake` to `sleep`; a CPU keeps the model, as no GPU memory must be freed."""
+    """`RolloutEngine` whose model exists only between `wake` and `sleep`; on a CPU, the model stays in memory."""
 
     reads_pixels = True
 
@@ -97,7 +98,7 @@ class TransformersEngine(RolloutEngine):
         self.awake = True
 
     def load(self, version: int) -> None:
-        """Wake the engine with the weights in the model folder, and label them `version`."""
+        """Wake the engine and load the weights in the model folder as version `version`."""
         self.model = load_where_it_fits(
             self.path,
             dtype=self.dtype,
@@ -129,7 +130,7 @@ class TransformersEngine(RolloutEngine):
     def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """Complete the prompts in batches of equal sampling settings. Each prompt has a separate random stream."""
+        """Complete the prompts in batches with equal sampling settings. Each prompt has its own random stream."""
         check_version(version, self.version if self.awake else None)
         for sampling in dict.fromkeys(samplings):
             positions = [i for i, prompt_sampling in enumerate(samplings) if prompt_sampling == sampling]
@@ -172,7 +173,7 @@ class TransformersEngine(RolloutEngine):
         ]
 
     def _build_completion(self, sample_id: str, ids: list[int], logprobs: list[float], version: int) -> Completion:
-        """Build a completion, dropping the tokens that were sampled after the stop token while other rows were unfinished."""
+        """Build a completion; tokens after the stop token, which were sampled while other rows were unfinished, are dropped."""
         stops = set(self.stop_ids.tolist())
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
         ids, logprobs = ids[:length], logprobs[:length]
@@ -196,13 +197,13 @@ def draw_tokens(
     banned_ids: Tensor,
     stop_ids: Tensor,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each step, the tokens sampled for the `B` rows and their log-probabilities, both `[B]`.
+    """Yield, for each decoding step, the tokens sampled for the `B` rows and their log-probabilities, both `[B]`.
 
-    Sampling ends when every row has sampled a stop token; until then, finished rows keep sampling. Positions are computed
-    here, without transformers' generation state. The model's layers may be on several devices; inputs and
+    Sampling ends when every row has sampled a stop token; until then, finished rows keep sampling. The function computes
+    positions itself, without transformers' generation state. The model's layers may be on several devices; inputs and
     sampled tokens are on the device of `banned_ids`.
     """
-    prompts = list({id(row): row for row in rows}.values())  # completions of the same prompt share its prefill
+    prompts = list({id(row): row for row in rows}.values())  # completions of a prompt share one prefill
     index_by_prompt = {id(prompt): i for i, prompt in enumerate(prompts)}
     device = banned_ids.device
     prompt_indices = torch.tensor([index_by_prompt[id(row)] for row in rows])  # [B]
@@ -245,7 +246,7 @@ def draw_tokens(
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, sending: WeightStream) -> None:
-    """Copy each tensor into the parameter of the same name; for tied parameters, that is the first of their names.
+    """Copy each tensor to the parameter of the same name; tied parameters have only the first of their names.
 
     Raises:
         SyncError: a tensor is missing or wrong.
@@ -257,8 +258,10 @@ def copy_weights(model: nn.Module, sending: WeightStream) -> None:
 
 
 def read_stop_token_ids(path: Path) -> list[int]:
-    """Return the ids that end a completion: those of the generation config or, if the folder has none, of the model config, and
-    the id of the token that ends a turn in the chat template.
+    """Return the ids of the tokens that end a completion.
+
+    The ids are taken from the generation config or, if the folder has none, from the model config; the token that ends a turn in
+    the chat template is added.
 
     Raises:
         CheckpointError: `eos_token_id` is missing, or is neither a token id nor a list of token ids.
@@ -275,7 +278,7 @@ def read_stop_token_ids(path: Path) -> list[int]:
 
 
 class Penalties:
-    """Penalties on the logits of tokens that have already been used, for `B` rows and a vocabulary of `V` tokens.
+    """Penalties that change the logits of tokens that have already been used, for `B` rows and a vocabulary of `V` tokens.
 
     Source: `apply_penalties` in vLLM; the repetition penalty is from CTRL (arXiv:1909.05858), the others from OpenAI's API.
     """
@@ -319,7 +322,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
         logits = TopPLogitsWarper(sampling.top_p)(None, logits)
     logprobs = logits.log_softmax(dim=-1)
     cumulated = logprobs.double().exp().cumsum(dim=-1)
-    # Scale by the last value, which is not exactly 1 because of rounding; `right` skips tokens of probability 0.
+    # The threshold is scaled, because rounding makes the last cumulative value differ from 1. `right` skips zero probabilities.
     threshold = uniform[:, None].double() * cumulated[:, -1:]
     token = torch.searchsorted(cumulated, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     return token.squeeze(1), logprobs.gather(1, token).squeeze(1)

@@ -1,4 +1,4 @@
-"""Arguments for vLLM's engine: their defaults, and a check of the arguments that users add."""
+"""Arguments for vLLM's engine: defaults, and a check of the arguments that users add."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dsreason.job.ranks import World
 from dsreason.problems import find_nearest
 
 MAX_SEQUENCES = 256
-"""Maximum number of completions sampled at the same time; for each one, vLLM keeps token counts over the full vocabulary."""
+"""Maximum number of completions to sample at the same time; for each, vLLM keeps counts of all tokens in the vocabulary."""
 MIN_SEQUENCES = 64
-"""Minimum for the limit on concurrent completions, even if a GRPO rollout has fewer, because validation may need more."""
+"""Lower bound for the limit on concurrent completions; it may exceed the size of a GRPO rollout, as validation may need more."""
 BATCHED_TOKENS = 8192
 """Maximum number of tokens per forward pass; longer prompts are split. vLLM reserves activation memory for each token."""
 MEDIA_BYTES_PER_TOKEN = 32 * 1024
-"""Upper bound for the bytes per token of a processed image or video in float32; the actual maximum is 24 KiB, for Qwen3-VL."""
+"""Upper bound for the float32 bytes per token of a processed image or video; the actual maximum, for Qwen3-VL, is 24 KiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class VLLMSettings:
     """Sleep level of vLLM: 1 keeps a copy of the weights in host memory, 2 discards the weights."""
     enforce_eager: bool = False
     max_num_seqs: int = MAX_SEQUENCES
-    """Number of completions requested together; at most `MAX_SEQUENCES` are sampled at a time, and the others are queued."""
+    """Number of completions that are requested together; at most `MAX_SEQUENCES` are sampled at a time, and the others wait."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     """Additional arguments of vLLM's `LLM`."""
 
@@ -45,7 +45,7 @@ class VLLMSettings:
 def build_engine_arguments(
     world: World, settings: VLLMSettings, *, dtype: torch.dtype, sleep_mode: bool, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Build all arguments of vLLM's `LLM` except the model. vLLM's defaults are meant for servers and take gigabytes more."""
+    """Build all arguments of vLLM's `LLM` except the model; vLLM's own defaults suit servers and take gigabytes more."""
     on_cuda = world.device.type == "cuda"
     arguments = {
         "dtype": str(dtype).removeprefix("torch."),
@@ -57,15 +57,15 @@ def build_engine_arguments(
         "max_num_batched_tokens": BATCHED_TOKENS,
         "enforce_eager": settings.enforce_eager or not on_cuda,
         "logprobs_mode": "processed_logprobs",
-        # Space for the media of two prompts is enough, because all completions of a prompt are requested in succession.
+        # The cache needs space for the media of only two prompts, because a prompt's completions are requested in succession.
         "mm_processor_cache_gb": max(1.0, 2 * settings.max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
         "use_tqdm_on_load": False,
         "trust_remote_code": trust_remote_code,
     }
     if on_cuda:
         return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": settings.gpu_memory_utilization}
-    # Disable chunked prefill: after each part of a prompt except the last, it rewinds the request's random stream, which vLLM
-    # cannot do on a CPU.
+    # Chunked prefill is disabled, because after each part of a prompt except the last, vLLM would rewind the request's random
+    # stream, which is impossible on a CPU.
     return arguments | {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(BATCHED_TOKENS, settings.max_model_len),
@@ -73,13 +73,13 @@ def build_engine_arguments(
 
 
 def check_engine_options(options: Mapping[str, Any], key: str) -> None:
-    """Raise ConfigError if the installed vLLM has no argument for one of `options`; `key` is their configuration key."""
+    """Raise ConfigError if one of `options` is not an argument of the installed vLLM; `key` is the options' configuration key."""
     known_options = read_known_arguments() if options else set()
     unknown = {name: find_nearest(name, known_options) for name in sorted(options) if name not in known_options}
     if unknown:
         advice = {name: f"did you mean {near}?" if near else "remove it" for name, near in unknown.items()}
         raise ConfigError(
-            "\n".join(f"{key}.{name}: is not an argument of the installed vLLM; {advice[name]}" for name in unknown)
+            "\n".join(f"{key}.{name} is not an argument of the installed vLLM; {advice[name]}" for name in unknown)
         )
 
 
@@ -87,7 +87,7 @@ def read_known_arguments() -> set[str]:
     """Read the public fields of vLLM's `EngineArgs` from its source, because importing vLLM takes seconds and needs a device."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
-        raise ConfigError("engine_options need vLLM, but vLLM is not installed; install it, or remove them")
+        raise ConfigError("engine_options need vLLM, which is not installed; install vLLM, or remove the options")
     source = (Path(package.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     (arguments,) = (
         node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"

@@ -1,4 +1,4 @@
-"""A rollout engine based on vLLM, which runs in the trainer's processes and sleeps while the policy trains."""
+"""Rollout engine based on vLLM, which runs in the trainer's processes and sleeps while the policy trains."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ log = logging.getLogger(__name__)
 
 
 class VLLMEngine(RolloutEngine):
-    """A `RolloutEngine` on vLLM. Each group of `tensor_parallel_size` consecutive ranks shares one copy of the policy.
+    """`RolloutEngine` based on vLLM. Each group of `tensor_parallel_size` consecutive ranks shares one copy of the policy.
 
-    All ranks must construct it together, after `init_world`. On a CPU, vLLM goes through the same states, but keeps its
+    All ranks must construct the engine together, after `init_world`. On a CPU, vLLM goes through the same states, but keeps its
     memory.
 
     Args:
-        loaded_version: version of the weights in the folder; the engine then starts awake and generates with them. If None,
-            the engine starts asleep.
+        loaded_version: version number of the weights in the folder, with which the engine starts awake. If None, the engine
+            starts asleep.
     """
 
     reads_pixels = False
@@ -98,7 +98,7 @@ class VLLMEngine(RolloutEngine):
         self.stop_ids = read_stop_token_ids(path)
         self.version = loaded_version
         self.sent: dict[str, Tensor] = {}
-        """Fingerprints of the tensors sent by the last sync."""
+        """Fingerprints of the tensors that the last sync sent."""
         self.buffers: dict[str, Tensor] = {}
         """Fingerprints of the model's buffers before the last sleep."""
         self.logged_lost_weights = False
@@ -137,7 +137,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        """The gloo process group of the ranks that share one copy of the policy; it transfers Python objects and CPU tensors."""
+        """Gloo process group of the ranks that share one copy of the policy; it transfers Python objects and CPU tensors."""
         from vllm.distributed.parallel_state import get_tp_group
 
         group: dist.ProcessGroup = get_tp_group().cpu_group
@@ -150,7 +150,7 @@ class VLLMEngine(RolloutEngine):
     # ------------------------------------------------------------ phases
 
     def wake(self) -> None:
-        """Allocate memory for the weights. `sync` allocates the KV cache once all weights have been gathered."""
+        """Allocate memory for the weights. The KV cache is allocated by `sync`, after all weights have been gathered."""
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
@@ -158,7 +158,7 @@ class VLLMEngine(RolloutEngine):
                 raise SyncError(f"{len(lost)} buffers lost their values during sleep: {join_first(lost)}")
 
     def find_retained(self, names: Collection[str]) -> set[str]:
-        """Return the frozen weights that still have the sent values. Sleep level 2 loses weights on a GPU, but not on a CPU."""
+        """Return the frozen weights that still have the sent values. Sleep level 2 discards weights, except on a CPU."""
         if not self.weights_awake:
             return set()
         frozen = self.sent.keys() & set(names)
@@ -195,7 +195,7 @@ class VLLMEngine(RolloutEngine):
 
     @torch.no_grad()
     def fingerprints(self) -> TensorFingerprints:
-        """Return the fingerprints; parameters are named `Hugging Face name (vLLM name)`."""
+        """Return the fingerprints of this rank's tensors; parameters are named `Hugging Face name (vLLM name)`."""
         parameters = {
             f"{slot.name} ({slot.engine_name})": compute_fingerprint(*iter_engine_values(slot)) for slot in self.slots
         }
@@ -204,7 +204,7 @@ class VLLMEngine(RolloutEngine):
     def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """Complete the prompts of all ranks in the tensor-parallel group; yield this rank's completions. Collective."""
+        """Complete the prompts of all ranks in the tensor-parallel group together; yield this rank's completions."""
         shares = self._gather(prompts, samplings, version, streams)
         if not self.cache_awake:  # the last sleep kept the weights, and no sync has run since
             self._reset_cache()
@@ -217,7 +217,7 @@ class VLLMEngine(RolloutEngine):
                 yield number - first, to_completion(output, version, self.tokenizer)
 
     def _iter_outputs(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield the index and output of each request as it finishes.
+        """Yield the index and output of each request as soon as the request is finished.
 
         At most `max_num_seqs` requests are enqueued at a time, because vLLM holds the pixels of all enqueued requests.
         """
@@ -228,7 +228,7 @@ class VLLMEngine(RolloutEngine):
                 ended: list[RequestOutput] = []
                 with preserve_process_state(self.world):
                     for number, (request, vllm_input) in islice(waiting, self.max_num_seqs - len(running)):
-                        # Outputs contain this id; enqueue returns a different one.
+                        # Outputs contain the id from the counter, whereas enqueue returns a different id.
                         running[str(self.llm.request_counter.counter)] = number
                         params = make_sampling_params(request.sampling, request.seed, self.stop_ids, self.banned_ids)
                         self.llm.enqueue([vllm_input], [params], use_tqdm=False)
@@ -246,7 +246,7 @@ class VLLMEngine(RolloutEngine):
         if not self.keeps_weights:
             self.version = None
         if self.weights_awake:
-            if not self.cache_awake:  # a sync has failed; vLLM can put pools to sleep only all together
+            if not self.cache_awake:  # a sync has failed, and vLLM can put pools to sleep only if all are awake
                 self._wake("kv_cache")
             with preserve_process_state(self.world):
                 self._sleep()
@@ -254,11 +254,11 @@ class VLLMEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
-        """Shut down the engine and its process groups, but not those of the trainer. A second call does nothing."""
+        """Shut down the engine and its process groups, but not the trainer's process groups. A second call does nothing."""
         if self.llm is None:
             return
         llm, self.llm, self.model, self.version = self.llm, None, None, None
-        # Free the tensors in vLLM's pools before the pools themselves.
+        # The tensors in vLLM's pools must be freed before the pools themselves.
         self.slots, self.sent, self.buffers, self.state = [], {}, {}, SleepState()
         release(llm)
         del llm
@@ -269,7 +269,7 @@ class VLLMEngine(RolloutEngine):
     def _wake(self, tag: str) -> None:
         """Wake the pool `tag` and check that it is awake, because vLLM only logs a warning if it is not."""
         if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM maps GPU memory itself, so it cannot use memory that torch has cached
+            torch.cuda.empty_cache()  # vLLM maps GPU memory itself and cannot use memory that torch has cached
         with preserve_process_state(self.world):
             self.llm.wake_up(tags=[tag])
             self.state.write_back(tag)
@@ -284,7 +284,7 @@ class VLLMEngine(RolloutEngine):
         self.weights_awake = self.cache_awake = False
 
     def _reset_cache(self) -> None:
-        """Discard keys, values and vision features that were computed with the old weights; wake the KV cache if it is asleep."""
+        """Discard keys, values and vision features computed with old weights; wake the KV cache if it is asleep."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -297,7 +297,7 @@ class VLLMEngine(RolloutEngine):
     def _gather(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]
     ) -> list[list[RolloutRequest]]:
-        """Gather the requests of all ranks in the group, which runs them together; return one list, possibly empty, per rank."""
+        """Gather the requests of all ranks in the tensor-parallel group; return one list, which may be empty, per rank."""
         rank_requests = [
             RolloutRequest(
                 prompt.sample.id,

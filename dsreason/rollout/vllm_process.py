@@ -1,4 +1,4 @@
-"""Containment of vLLM's side effects on the trainer's process: on environment, random state, shared memory and process groups."""
+"""Code that contains vLLM's side effects on the trainer's process: environment, random state, shared memory, process groups."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
-"""Default environment variables on every device. Only errors are logged, because vLLM warns about layers without weights at each
-reload, and at each sleep on a CPU; real problems are found by our own checks."""
+"""Environment variables that are set by default on every device. vLLM logs only errors, because it would otherwise warn about
+layers without weights at each reload, and at each sleep on a CPU; dsreason's own checks find real problems."""
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Additional defaults on a CPU: GiB of KV cache, and no binding to cores, because the trainer's threads would inherit it."""
+"""Additional defaults on a CPU: GiB of KV cache, and no binding to cores, which the trainer's threads would inherit."""
 
 
 def set_environment(world: World) -> None:
-    """Set the variables that vLLM reads on import; keep values that the user has set unless the engine cannot work with them."""
+    """Set the variables that vLLM reads on import; keep the user's values unless the engine cannot work with them."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher requires the engine core in this process
     for name, value in (DEFAULTS if world.device.type == "cuda" else DEFAULTS | CPU_DEFAULTS).items():
         os.environ.setdefault(name, value)
@@ -36,11 +36,11 @@ def set_environment(world: World) -> None:
 
 @contextmanager
 def preserve_process_state(world: World) -> Iterator[None]:
-    """Isolate trainer and engine from each other. Every call into vLLM must run inside this context.
+    """Context manager that isolates trainer and engine from each other; every call into vLLM must run inside it.
 
-    vLLM seeds every random generator and, on a CPU, replaces `torch.set_num_threads`; both are restored. DeepSpeed's ZeRO-3
-    replaces torch's `linear` with its own autograd function, which vLLM's layers would run and compile; the block therefore
-    uses torch's original function.
+    vLLM seeds every random generator and, on a CPU, replaces `torch.set_num_threads`; both changes are undone. DeepSpeed's ZeRO-3
+    replaces torch's `linear` with its own autograd function, which vLLM's layers would run and compile; torch's original function
+    is therefore restored for the duration of the call.
     """
     devices = [world.device] if world.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
@@ -61,7 +61,7 @@ def preserve_process_state(world: World) -> Iterator[None]:
 
 @contextmanager
 def rename_shared_memory(world: World) -> Iterator[None]:
-    """Give vLLM's shared-memory files names that are unique to this job, and delete the files once all ranks have opened them.
+    """Context manager that gives vLLM's shared-memory files unique names, and deletes the files once all ranks have opened them.
 
     Ranks on a CPU exchange tensors through these files. vLLM uses the same names in every job and does not delete the files,
     so a second job on the machine would fail at startup.
@@ -94,7 +94,7 @@ def release(llm: LLM) -> None:
 
     map_pools()
     client = llm.llm_engine.engine_core
-    # vLLM's own shutdown, which runs when the engine is garbage-collected, would also destroy the default group.
+    # vLLM's finalizer is detached, because it would also destroy the default group when the engine is garbage-collected.
     if (finalizer := getattr(client, "_finalizer", None)) is not None:
         finalizer.detach()
     client.engine_core.model_executor.shutdown()
@@ -103,13 +103,13 @@ def release(llm: LLM) -> None:
 
 
 def map_pools() -> None:
-    """Remap the memory of pools that are asleep if enough GPU memory is free.
+    """Map memory for the pools that are asleep, if enough GPU memory is free.
 
-    vLLM unmaps a pool when it frees it; if sleep has already unmapped the pool, the allocator prints CUDA errors.
+    vLLM unmaps a pool when it frees the pool; if the pool is already unmapped because of sleep, the allocator prints CUDA errors.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    if (allocator := CuMemAllocator.instance) is None:  # no sleep mode, for example on a CPU
+    if (allocator := CuMemAllocator.instance) is None:  # sleep mode is disabled, for example on a CPU
         return
     asleep = [data for data in allocator.pointer_to_data.values() if data.is_asleep]
     with suppress(RuntimeError):  # another process may take the memory first, or a GPU error caused the shutdown

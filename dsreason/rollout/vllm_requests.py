@@ -1,4 +1,4 @@
-"""Conversion of prompts to vLLM inputs, and of vLLM outputs to completions."""
+"""Functions that convert prompts to vLLM inputs, and vLLM outputs to completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RolloutRequest(NamedTuple):
-    """A prompt, its media and its sampling settings, as sent to all ranks of a tensor-parallel group."""
+    """Prompt with its media and sampling settings, which is sent to all ranks of a tensor-parallel group."""
 
     sample_id: str
     prompt_ids: list[int]
@@ -30,7 +30,7 @@ class RolloutRequest(NamedTuple):
 
 
 def make_request_seed(seed: int, stream: int) -> int:
-    """Return vLLM's seed for a random stream. It has 63 bits, because vLLM's seeds are signed 64-bit integers."""
+    """Return vLLM's seed for a random stream; the seed has 63 bits, because vLLM uses signed 64-bit integers."""
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -52,16 +52,16 @@ def make_sampling_params(
         logprobs=0,  # return the log-probability of the sampled token only
         ignore_eos=True,  # `stop_ids` come from the generation config; vLLM would use the tokenizer's
         stop_token_ids=list(stop_ids),
-        # The bias is added before the division by the temperature, so a high temperature would weaken any finite bias.
+        # The bias is infinite, because vLLM divides it by the temperature, which would weaken a finite bias.
         logit_bias=dict.fromkeys(banned_ids, -float("inf")),
         detokenize=False,
     )
 
 
 def to_inputs(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
-    """Return vLLM's inputs: token ids with one placeholder per media item, and media that have already been resized and sampled.
+    """Convert requests to vLLM's inputs: token ids with one placeholder per media item, and the resized and sampled media.
 
-    vLLM processes each media item once and caches the result by digest, which is the same in all requests with the same prompt.
+    vLLM processes each media item once and caches the result by its digest, which is the same in all requests for a prompt.
     """
     digests: dict[int, str] = {}
     inputs = []
@@ -83,7 +83,7 @@ def to_inputs(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
 
 
 def compute_digest(medium: Medium) -> str:
-    """Compute a digest of everything that the processor reads: pixels, their layout, and the metadata of videos."""
+    """Compute a digest of all data that the processor reads: pixels, their layout, and a video's metadata."""
     if isinstance(medium, Image.Image):
         facts = repr((medium.mode, medium.size))
         pixels: bytes | memoryview = medium.tobytes()
@@ -99,11 +99,11 @@ def compute_digest(medium: Medium) -> str:
 def check_output(
     request: RolloutRequest, output: RequestOutput, banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise RolloutError if vLLM read a different prompt than the trainer, ended abnormally, or sampled a media token."""
+    """Raise RolloutError if vLLM read a different prompt than the trainer, stopped abnormally, or sampled a media token."""
     engine_ids = list(output.prompt_token_ids)
     if engine_ids != request.expanded_ids:
         raise RolloutError(
-            f"sample {request.sample_id!r}: the prompt of the engine differs from that of the trainer: "
+            f"sample {request.sample_id!r}: the engine's prompt differs from the trainer's: "
             + describe_difference(engine_ids, request.expanded_ids, tokenizer)
         )
     completion = output.outputs[0]
@@ -128,7 +128,7 @@ def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedToke
 
 
 def describe_difference(actual: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Describe how two lists of token ids differ: by their lengths, and by the tokens around the first difference."""
+    """Describe how two lists of token ids differ: give both lengths, and the tokens around the first difference."""
     pairs = zip(actual, expected, strict=False)
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
     actual_text, expected_text = (

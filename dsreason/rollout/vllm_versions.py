@@ -1,4 +1,4 @@
-"""Workarounds for specific versions of vLLM and its dependencies; all other code is the same for all versions."""
+"""Workarounds for specific versions of vLLM; all other code is the same for all versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsreason.data.media_plan import convert_video_metadata
 
 
 def read_weights_beside_config(path: Path) -> None:
-    """Make vLLM read Cosmos3's weights from the folder of config.json, where exports have them; vLLM searches only subfolders."""
+    """Make vLLM read Cosmos3's weights from the folder with config.json, as in exports, instead of only from subfolders."""
     from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
 
     if next(path.glob("*.safetensors"), None) is not None:
@@ -17,9 +17,9 @@ def read_weights_beside_config(path: Path) -> None:
 
 
 def keep_video_times() -> None:
-    """Make vLLM 0.26 read the frame times of videos for Qwen2.5-VL; otherwise, it would assume 24 frames per second.
+    """Make vLLM 0.26 use the frame times of videos for Qwen2.5-VL; otherwise, vLLM would assume 24 frames per second.
 
-    vLLM 0.32 reads the times itself. The positions of a video's tokens, and of all later tokens, depend on the times.
+    vLLM 0.32 uses the times itself. The positions of a video's tokens, and of all later tokens, depend on the times.
     """
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLMultiModalProcessor, Qwen2_5_VLProcessingInfo
     from vllm.model_executor.models.qwen2_vl import Qwen2VLMultiModalDataParser

@@ -1,15 +1,15 @@
-"""Weight sync into a vLLM engine, with checks by name and by fingerprint that every tensor arrived.
+"""Weight sync to a vLLM engine, with checks of names and fingerprints that every tensor arrived.
 
 vLLM's `reload_weights` returns nothing and only warns about tensors that it did not load, so this module makes two checks:
 
-1. Every tensor of the Hugging Face model must be sent exactly once, with its shape, and no other tensor (`WeightStream`). Frozen
-   tensors may be omitted if an earlier sync sent them and the engine still holds them.
-2. After loading, the fingerprint of each sent tensor is compared with that of the rows that hold it in the engine
+1. Every tensor of the Hugging Face model must be sent exactly once, with the right shape, and no other tensor may be sent
+   (`WeightStream`). Frozen tensors may be omitted if an earlier sync sent them and the engine still holds them.
+2. After loading, the fingerprint of each sent tensor is compared with the fingerprint of the engine's rows for this tensor
    (`check_arrival`). The two differ if the tensor was lost or the engine holds old values. A fingerprint consists of the
    number of values, their sum and the sum of their squares, in float64. Tensors that were omitted are compared with the
-   values last sent.
+   values that were last sent.
 
-A fingerprint does not detect values that were permuted within a tensor, or swapped tensors with equal sums. Parts
+Fingerprints do not reveal that values within a tensor were permuted, or that tensors with equal sums were swapped. The parts
 of a fused layer (query, key and value; gate and up) are compared separately, so swapped parts are detected.
 """
 
@@ -29,16 +29,17 @@ from dsreason.problems import join_first
 from dsreason.rollout.protocol import SyncError
 
 VLLMModule: TypeAlias = Any
-"""Type of an `nn.Module` of vLLM, whose attributes depend on its class."""
+"""Type of vLLM's modules: an `nn.Module` whose attributes depend on its class."""
 CHUNK = 2**24
-"""Number of values converted to float64 at a time."""
+"""Number of values that are converted to float64 at a time."""
 TOLERANCE = 1e-12
-"""Tolerance of a sum relative to its upper bound. Another order of addition changes it by less, one bfloat16 step by more."""
+"""Tolerance of a sum, relative to its upper bound. A different order of addition changes a sum by less, and a difference of one
+bfloat16 step changes it by more."""
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """The rows of a parameter in the engine that hold a tensor of the model, or this rank's shard of it."""
+    """Rows of an engine parameter that hold a tensor of the model, or this rank's shard of the tensor."""
 
     name: str
     """Name in the Hugging Face model."""
@@ -50,11 +51,11 @@ class TensorSlot:
 
 @dataclass
 class WeightStream:
-    """The iterator from which vLLM loads weights. It yields copies of expected tensors and records all others in `wrong`.
+    """Iterator from which vLLM loads weights. It yields copies of expected tensors, and records unexpected ones in `wrong`.
 
-    The copies are on the engine's device. They are needed because vLLM keeps the parts of a fused layer until all parts have
-    arrived, whereas gathered tensors are freed earlier. `fingerprints` initially contains the tensors that the engine still
-    holds; the fingerprints of sent tensors are added and stay on the device until `finish` moves them to the CPU.
+    The copies are on the engine's device. Copies are needed because vLLM keeps the parts of a fused layer until all parts have
+    arrived, whereas gathered tensors are freed earlier. `fingerprints` initially contains the fingerprints of tensors that the
+    engine still holds; those of sent tensors are added, and stay on the device until `finish` moves them to the CPU.
     """
 
     weights: Iterator[tuple[str, Tensor]]
@@ -78,7 +79,7 @@ class WeightStream:
                 yield name, copy
 
     def read_remaining(self) -> None:
-        """Consume the tensors that vLLM did not read, because every rank must take part in every gather."""
+        """Consume the tensors that vLLM did not read, because every rank must take part in gathering every tensor."""
         for _ in self:
             pass
 
@@ -95,7 +96,7 @@ def raise_sync_error(wrong: list[str]) -> None:
 
 
 def find_slots(model: VLLMModule, names: list[str], family: Family) -> list[TensorSlot]:
-    """Find the slot of each tensor in vLLM's `model`. A tied output layer is a second slot of the embedding.
+    """Find the slot of each tensor in vLLM's `model`. A tied output layer is a second slot for the embedding.
 
     Raises:
         SyncError: a tensor has no slot, or a parameter of the engine would get no tensor.
@@ -129,7 +130,7 @@ def find_slots(model: VLLMModule, names: list[str], family: Family) -> list[Tens
 
 
 def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
-    """Return vLLM's names of the model's tensors, with separate names for the parts of fused layers.
+    """Convert the names of the model's tensors to vLLM's names, with separate names for the parts of fused layers.
 
     vLLM's mapping yields only the name of the fused layer, not the part to which the tensor belongs.
     """
@@ -142,7 +143,7 @@ def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> li
 def find_part(
     model: VLLMModule, name: str, parameters: dict[str, tuple[VLLMModule, str]]
 ) -> tuple[str | None, int | None]:
-    """Return the name of the engine parameter that holds `name` (None if not found) and its part's index (None if not fused)."""
+    """Return the engine parameter that holds `name` (None if not found), and the index of its part (None if not fused)."""
     if name in parameters:
         return name, None
     for fused, parts in model.packed_modules_mapping.items():
@@ -154,7 +155,7 @@ def find_part(
 
 
 def find_rows(layer: VLLMModule, part: int | None) -> slice:
-    """Return the rows of this rank's weight that hold a part of a fused layer; for None, all rows except vocabulary padding."""
+    """Return the rows of this rank's weight that hold a part of a fused layer; if `part` is None, all except padding."""
     if part is not None:
         sizes = layer.output_partition_sizes
         return slice(sum(sizes[:part]), sum(sizes[: part + 1]))
@@ -164,7 +165,7 @@ def find_rows(layer: VLLMModule, part: int | None) -> slice:
 
 
 def repair_tied_output(model: VLLMModule) -> None:
-    """Repack the output weight on a CPU, where vLLM uses a copy for the logits that a reload of a tied weight does not update."""
+    """On a CPU, repack the output weight, because vLLM computes logits with a copy that a reload of a tied weight misses."""
     for layer in model.modules():
         if is_output_layer(layer) and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
@@ -177,7 +178,7 @@ def is_output_layer(layer: VLLMModule) -> bool:
 
 
 def find_complete_layers(slots: list[TensorSlot], names: Collection[str]) -> set[str]:
-    """Return those of `names` whose layers are completely in `names`, because vLLM reloads a layer completely or not at all."""
+    """Return the names whose layers have all their tensors in `names`, because vLLM cannot reload a layer partially."""
     names_by_layer: dict[VLLMModule, set[str]] = {}
     for slot in slots:
         names_by_layer.setdefault(slot.layer, set()).add(slot.name)
@@ -199,10 +200,10 @@ def check_arrival(slots: list[TensorSlot], sent: dict[str, Tensor], group: dist.
 
 @torch.no_grad()
 def find_different(slots: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> list[TensorSlot]:
-    """Return the slots whose values differ from the sent ones. Collective over the tensor-parallel `group`.
+    """Return the slots whose values differ from the sent values. All ranks of the tensor-parallel `group` must call this.
 
-    The fingerprints of the group's shards are added up. A tensor that several ranks hold is counted several times; the number of
-    values reveals this.
+    The fingerprints of the group's shards are added up. A tensor that several ranks hold counts several times, which the number
+    of values reveals.
     """
     if not slots:
         return []
@@ -228,7 +229,7 @@ def is_same_fingerprint(actual: Tensor, sent: Tensor) -> bool:
 
 
 def iter_engine_values(slot: TensorSlot) -> Iterator[Tensor]:
-    """Yield the values that the engine's layer computes with, in blocks."""
+    """Yield the values that an engine layer uses for a slot, in blocks."""
     weight = getattr(slot.layer, slot.parameter)
     packed = getattr(slot.layer, "cpu_linear", None)
     repacked = weight.numel() == 0 or is_output_layer(
@@ -237,7 +238,7 @@ def iter_engine_values(slot: TensorSlot) -> Iterator[Tensor]:
     if packed is None or not repacked or slot.parameter != "weight":
         yield weight[slot.rows]
         return
-    # Only the layer's kernel can read the repacked weight, so multiply it by unit vectors, which is exact.
+    # Only the layer's kernel can read the repacked weight, so the weight is multiplied by unit vectors, which is exact.
     width = weight.shape[1] if weight.numel() else slot.layer.input_size_per_partition
     for start in range(0, width, 1024):
         units = torch.zeros(min(1024, width - start), width, dtype=weight.dtype)
@@ -246,9 +247,9 @@ def iter_engine_values(slot: TensorSlot) -> Iterator[Tensor]:
 
 
 def compute_fingerprint(*blocks: Tensor) -> Tensor:
-    """Compute the number of values, their sum and the sum of their squares as float64 `[3]` on the device of the values.
+    """Compute a fingerprint, float64 `[3]` on the values' device: number of values, sum, and sum of squares.
 
-    This does not wait for the device.
+    The function does not wait for the device.
     """
     numbers = torch.zeros(3, dtype=torch.float64, device=blocks[0].device)
     for chunk in (chunk.double() for block in blocks for chunk in block.detach().reshape(-1).split(CHUNK)):
@@ -278,7 +279,7 @@ def compute_fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Ten
 
 
 def find_changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """Return the names whose fingerprints differ. Equal infinities or NaN count as unchanged, as constants may contain them."""
+    """Return the names whose fingerprints differ. Equal infinities and NaNs count as unchanged, as constants may contain them."""
     unchanged = {
         name
         for name in before.keys() & after.keys()

@@ -1,8 +1,8 @@
-"""The NF4 format (QLoRA, arXiv 2305.14314, appendix E): blocks of 64 values with a 4-bit code per value and a float32 scale.
+"""The NF4 format (QLoRA, arXiv 2305.14314, appendix E): each block of 64 values has a 4-bit code per value and a float32 scale.
 
-A block is a row of 36 bytes: 32 bytes of two codes each, the first code in the high half, and the 4 bytes of the scale. Because
-codes and scales are bytes of one tensor, code that partitions, gathers or moves weights handles a single tensor and never casts
-the scales. Values and codes are those of bitsandbytes' `nf4` with `blocksize=64` and without quantised scales.
+A block is a row of 36 bytes: 32 bytes with two codes each, the first of which is in the high half, and the 4 bytes of the scale.
+Because codes and scales are bytes of one tensor, code that partitions, gathers or moves weights handles a single tensor and never
+casts the scales. Values and codes are the same as in bitsandbytes' `nf4` with `blocksize=64` and without quantised scales.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ TABLE = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""Value of each code, in units of the block's scale."""
+"""Value of each code; multiply it by the block's scale."""
 BLOCK = 64
 """Number of values in a block."""
 CODE_BYTES = BLOCK // 2
 ROW_BYTES = CODE_BYTES + 4
 AT_ONCE = 2**18
-"""Number of blocks to compute at a time, small enough to keep the float32 and index tensors below 200 MB."""
+"""Number of blocks to process at a time, which keeps the float32 and index tensors below 200 MB."""
 
 
 def count_blocks(shape: torch.Size) -> int:
@@ -35,7 +35,7 @@ def count_blocks(shape: torch.Size) -> int:
 def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
     """Quantise a complete weight to `[blocks, 36]` uint8 on its device. Rows outside `blocks` (default: all) are undefined.
 
-    Pages that are never written take no memory, so a call for some of the blocks needs memory only for those blocks.
+    Pages that are never written take no memory, so a call for a range of blocks needs memory only for these blocks.
     """
     rows = torch.empty(count_blocks(weight.shape), ROW_BYTES, dtype=torch.uint8, device=weight.device)
     blocks = range(len(rows)) if blocks is None else blocks
@@ -53,7 +53,7 @@ def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
 
 
 def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Compute the weight of `shape` from the rows of `quantize`: code value times scale in float32, rounded once to `dtype`."""
+    """Compute a weight from the rows that `quantize` returned: code value times scale in float32, rounded once to `dtype`."""
     values = torch.empty(len(rows), BLOCK, dtype=dtype, device=rows.device)
     for part, part_values in zip(rows.split(AT_ONCE), values.split(AT_ONCE), strict=True):
         scales = part[:, CODE_BYTES:].contiguous().view(torch.float32)
@@ -64,7 +64,7 @@ def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @cache
 def make_code_pairs(device: torch.device) -> Tensor:
-    """Return the two values encoded by each possible byte of codes, `[256, 2]` float32."""
+    """Return the two values that each possible byte encodes, `[256, 2]` float32."""
     table = torch.tensor(TABLE)
     byte = torch.arange(256)
     return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).to(device)

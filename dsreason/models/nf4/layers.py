@@ -1,4 +1,4 @@
-"""Linear layers that store their weights in 4 bits and otherwise behave like any linear layer."""
+"""Linear layers that store their weights in 4 bits, but otherwise behave like any other linear layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsreason.models.nf4.blocks import dequantize, quantize
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer whose frozen `weight` holds the `[blocks, 36]` bytes from `quantize`; products are computed in `dtype`.
+    """Linear layer whose frozen `weight` contains the `[blocks, 36]` bytes from `quantize`; products are computed in `dtype`.
 
     `convert_to_nf4` turns an `nn.Linear` into this class by changing its type; the loading code sets the weight.
     """
@@ -28,12 +28,12 @@ class NF4Linear(nn.Linear):
         return torch.Size((self.out_features, self.in_features))
 
     def whole(self) -> Tensor:
-        """Return the dequantised weight `[out, in]` in `dtype`. Under ZeRO-3, the bytes must be gathered first."""
+        """Return the dequantised weight `[out, in]` in `dtype`. Under ZeRO-3, gather the bytes before calling this method."""
         return dequantize(self.weight.detach(), self.shape, self.dtype)
 
 
 class NF4Product(torch.autograd.Function):
-    """A product with a frozen 4-bit weight that saves only the weight's bytes for the backward pass."""
+    """Product with a frozen 4-bit weight that saves only the weight's bytes for the backward pass."""
 
     @staticmethod
     def forward(
@@ -50,9 +50,9 @@ class NF4Product(torch.autograd.Function):
 
 
 def convert_to_nf4(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[NF4Linear]:
-    """Make the linear layers whose names match `pattern` compute in `dtype` with 4-bit weights, and return the layers.
+    """Make the linear layers whose names match `pattern` compute in `dtype` with 4-bit weights, and return these layers.
 
-    Their weights stay unquantised or empty until `quantize_weight` is called.
+    The weights remain unquantised or empty until `quantize_weight` is called.
     """
     layers: list[Any] = [
         module
@@ -65,7 +65,7 @@ def convert_to_nf4(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[N
 
 
 def is_quantized(parameter: str, pattern: str) -> bool:
-    """Return whether a parameter with this name is the weight of a layer whose name matches `pattern`."""
+    """Return whether the name belongs to the weight of a layer that `pattern` matches."""
     return parameter.endswith(".weight") and re.search(pattern, parameter.removesuffix(".weight")) is not None
 
 

@@ -1,1 +1,1 @@
-"""The processor of a model folder: its loading, and checks that it fits the model and that its chat template terminates."""
+"""Functions that load a model folder's processor, and check that it fits the model and that its chat template terminates."""

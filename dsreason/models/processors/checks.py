@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PATCH = 64
-"""Upper bound for a patch's side in pixels, the patches merged per side, and the frames per patch; real models have 2 to 16."""
+"""Upper limit for a patch's side in pixels, the patches merged per side, and the frames per patch; real models have 2 to 16."""
 
 
 def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -29,12 +29,12 @@ def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizerBase) -> None:
     if not isinstance(holder.chat_template, str):
         raise CheckpointError(
-            f"{path}: the chat template is missing; copy chat_template.jinja (or .json) of the original model to this folder"
+            f"{path}: the chat template is missing; copy the original model's chat_template.jinja (or .json) to this folder"
         )
 
 
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
-    """Raise CheckpointError if a processor's sizes are impossible or its patches differ from those that the model expects."""
+    """Raise CheckpointError if a processor's sizes are impossible, or differ from the patch sizes that the model expects."""
     expected = {
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
@@ -64,7 +64,7 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
 
 
 def check_scaling(path: Path, media: Any) -> None:
-    """Raise CheckpointError if a mean, standard deviation or factor for scaling pixels is not a valid finite number."""
+    """Raise CheckpointError if a mean, standard deviation or factor with which pixels are scaled is not a valid number."""
     for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
         values = media.to_dict().get(name)
         numbers = values if isinstance(values, list | tuple) else [values] * 3

@@ -1,4 +1,4 @@
-"""Loading of a model folder's processor and of the encoder that uses it."""
+"""Functions that load a model folder's processor and open an encoder that uses the processor."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load a model folder's tokenizer, image and video processors and chat template; raise CheckpointError if one is missing.
+    """Load a model folder's processor: tokenizer, chat template, and image and video processors.
 
-    For a text-only model, the processor only wraps the tokenizer.
+    The processor of a text-only model wraps only the tokenizer. If a component is missing, a CheckpointError is raised.
     """
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     if get_family(config.model_type).vision is None:
         return load_text_processor(path, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # no common class, see `read_model_config`; tokenizers raises bare Exceptions
+    except Exception as error:  # the errors have no common base class, and tokenizers raises bare Exceptions
         problem = explain_custom_code(path, error, "Auto(Processor|Tokenizer|ImageProcessor|VideoProcessor)")
         raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {problem or error}") from error
     if not isinstance(processor, ProcessorMixin):
         raise CheckpointError(
-            f"{path}: has a tokenizer but no processor for images and videos; copy the model's processor files to this folder"
+            f"{path} has a tokenizer but no processor for images and videos; copy the model's processor files to this folder"
         )
     check_chat_template(path, processor)
     check_length(path, processor.tokenizer)
-    # transformers creates an empty tokenizer if the tokenizer files are missing.
+    # The ids are compared because transformers creates an empty tokenizer if the tokenizer files are missing.
     for kind, token_id, expected in (
         ("image", processor.image_token_id, config.image_token_id),
         ("video", processor.video_token_id, config.video_token_id),
@@ -57,7 +57,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 class TextProcessor(ProcessorMixin):  # type: ignore[misc]  # transformers is not typed
-    """A processor that wraps only a tokenizer."""
+    """Processor that wraps only a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, chat_template=tokenizer.chat_template)
@@ -82,7 +82,7 @@ def open_encoder(
     """Open an encoder for a Hugging Face model folder.
 
     Args:
-        dtype: dtype of the engine that serves the model; the engine rounds video times to it.
+        dtype: dtype of the engine that serves the model, to which the engine rounds video times.
         max_length_key: configuration key of `max_length`, for error messages.
     """
     config = read_model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)

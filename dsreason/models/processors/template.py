@@ -1,4 +1,4 @@
-"""A trial run of the chat template in a model's folder, before rows and ranks depend on it."""
+"""Trial run of a model folder's chat template, which happens before rows are rendered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.errors import CheckpointError, ConfigError
 
 FORK = multiprocessing.get_context("fork")
 CPU_SECONDS, MEMORY_BYTES = 10, 1024**3
-"""Limits of CPU time and memory for rendering a few short conversations, which normally takes milliseconds."""
+"""Limits of CPU time and memory for the trial, which renders a few short conversations and normally takes milliseconds."""
 LEAST_MEMORY_BYTES = 64 << 20
 TEXT = "What is it?"
 LONG_TEXT = 1000 * TEXT
@@ -27,16 +27,16 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": TEXT}],
     [{"role": role, "content": LONG_TEXT} for role in ("system", "user", "assistant", "user")],
 )
-"""Conversations that a template must render within the limits; it need not support all of them."""
+"""Conversations that a template must process within the limits; a template need not support all of them."""
 
 
 def check_template(path: Path, processor: Any, conversations: Sequence[list[dict[str, Any]]] = CONVERSATIONS) -> None:
     """Raise CheckpointError if the chat template does not terminate, needs gigabytes or fails on all `conversations`.
 
     A template is a program that comes with the model. Jinja's sandbox denies it access to files and code, but does not prevent
-    endless loops or huge strings, so the template is tested in a process with limits on time and memory. Errors that a template
-    raises itself (`raise_exception`) may depend on the roles, so they are accepted here; if one occurs for a row, its message
-    names the row.
+    endless loops or huge strings, so the template is tested in a process with limits on time and memory. Errors that the template
+    raises itself (`raise_exception`) may depend on the roles, so the test accepts them; if such an error occurs for a row later,
+    the message names the row.
     """
     compute_memory_limit()
     reader, writer = FORK.Pipe(duplex=False)
@@ -55,32 +55,34 @@ def check_template(path: Path, processor: Any, conversations: Sequence[list[dict
 
 
 def compute_memory_limit() -> int:
-    """Return the memory in bytes that a template may use: `MEMORY_BYTES`, or what the shell's limit (`ulimit -v`) leaves if less.
+    """Return how many bytes of memory a template may use: `MEMORY_BYTES`, or less if the shell's limit (`ulimit -v`) is lower.
 
     Raises:
-        ConfigError: the shell's limit leaves too little for any template.
+        ConfigError: the shell's limit leaves too little memory for any template.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory_limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - read_address_space())
     if memory_limit < LEAST_MEMORY_BYTES:
         raise ConfigError(
             f"ulimit -v: the limit of {hard >> 20} MiB leaves {max(memory_limit, 0) >> 20} MiB for the chat template, but at "
-            f"least {LEAST_MEMORY_BYTES >> 20} MiB are needed; raise it (`ulimit -v unlimited`)"
+            f"least {LEAST_MEMORY_BYTES >> 20} MiB are needed; raise the limit (`ulimit -v unlimited`)"
         )
     return memory_limit
 
 
 def read_address_space() -> int:
-    """Return the size of this process's address space in bytes."""
+    """Return the size of the current process's address space, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _try_template(processor: Any, conversations: Sequence[list[dict[str, Any]]], writer: Connection) -> None:
-    """Test the template in the child process and send a description of the problem, or "" if there is none.
+    """Test the template in the child process, and send a description of the problem, or "" if the template works.
 
-    Send nothing if the template exceeds the limits.
+    If the template exceeds a limit, nothing is sent.
     """
-    signal.alarm(6 * CPU_SECONDS)  # ends the child if it waits for a lock that a thread of the parent held
+    signal.alarm(
+        6 * CPU_SECONDS
+    )  # ends the child if it hangs on a lock that a thread of the parent held during the fork
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     seconds = CPU_SECONDS if hard == resource.RLIM_INFINITY else min(CPU_SECONDS, hard)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

@@ -305,7 +305,7 @@ def test_output_folder_of_another_run_is_rejected(
 ) -> None:
     Path("out/checkpoints").mkdir(parents=True)
     assert call("sft", "--config", "run.toml", "--output-dir", "out", monkeypatch=monkeypatch) == 2
-    assert "error: out: already contains a run (checkpoints)" in capsys.readouterr().err
+    assert "error: out already contains a run (checkpoints)" in capsys.readouterr().err
     assert started == []
 
 

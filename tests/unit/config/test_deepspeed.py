@@ -337,8 +337,8 @@ def test_stage_0_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1,\n"b": }', "ds.json: line 2 is not valid JSON: Expecting value; correct it"),
-        ("[1]", "ds.json: must consist of sections with keys; got a list"),
+        ('{"a": 1,\n"b": }', "ds.json: line 2 is not valid JSON: Expecting value; correct the line"),
+        ("[1]", "ds.json: the file must consist of sections with keys; got a list"),
         ('{"bf16": {}, "bf16": {}}', "ds.json: duplicate keys in the same section: bf16; keep one of each"),
     ],
 )

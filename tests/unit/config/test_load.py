@@ -233,11 +233,11 @@ def test_misspelt_world_key_is_rejected(key: str, near: str) -> None:
         ),
         (
             "[data]\nbalance = ' '",
-            "data.balance: must be \"answer\" or the name of a field of the rows; got ' '",
+            "data.balance: must be \"answer\" or the name of a field in the rows; got ' '",
         ),
         (
             "[data]\nvalidation = true",
-            "data.validation: must be a share or a number of rows, such as 0.1; got True",
+            "data.validation: must be a fraction or a number of rows, such as 0.1; got True",
         ),
         ("[lora]\nrank = 65537", "lora.rank: must be at most 65536; got 65537"),
         ("[optim]\nmin_lr_share = 2", "optim.min_lr_share: must be at most 1; got 2"),
@@ -319,11 +319,11 @@ def test_all_config_problems_are_reported_at_once() -> None:
         (
             "run.toml",
             "[a\n",
-            "run.toml: is not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 3)",
+            "run.toml is not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 3)",
         ),
         ("run.json", '{"a": 1,\n"b": }', "run.json: line 2 is not valid JSON: Expecting value"),
         ("run.yaml", "a: 1\nb: [", "run.yaml: line 2 is not valid YAML"),
-        ("run.json", "[1]", "run.json: must consist of sections with keys; got a list"),
+        ("run.json", "[1]", "run.json: the file must consist of sections with keys; got a list"),
         ("run.yaml", "train: {seed: 1}\ntrain: {seed: 2}", "run.yaml: line 2 is not valid YAML: duplicate key 'train'"),
         (
             "run.json",
@@ -339,12 +339,12 @@ def test_unparsable_file_is_reported_with_line(name: str, text: str, message: st
 
 def test_binary_file_is_rejected() -> None:
     Path("run.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"run\.toml: cannot be read: .*; choose a readable text file"):
+    with pytest.raises(ConfigError, match=r"run\.toml cannot be read: .*; choose a readable text file"):
         load_config(SFTConfig, Path("run.toml"), default_recipe=RECIPE)
 
 
 def test_missing_file_is_reported_with_path() -> None:
-    with pytest.raises(ConfigError, match=r"configs/run\.toml: does not exist; correct the path"):
+    with pytest.raises(ConfigError, match=r"configs/run\.toml does not exist; correct the path"):
         load_config(SFTConfig, Path("configs/run.toml"), default_recipe=RECIPE)
 
 

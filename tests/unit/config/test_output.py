@@ -43,7 +43,7 @@ def test_folder_with_run_is_rejected_without_resume(tmp_path: Path, held: str) -
     with pytest.raises(ConfigError) as caught:
         check_output_dir(tmp_path, SFTConfig(), None)
     assert str(caught.value) == (
-        f"{tmp_path}: already contains a run ({held}); continue it with --resume auto, or choose another --output-dir"
+        f"{tmp_path} already contains a run ({held}); continue the run with --resume auto, or choose another --output-dir"
     )
 
 
@@ -74,9 +74,9 @@ def test_different_run_is_rejected_with_both_values(tmp_path: Path, now: dict[st
     with pytest.raises(ConfigError) as caught:
         check_output_dir(tmp_path, make(**now), "auto")
     text = str(caught.value)
-    assert text.startswith(f"{tmp_path}: contains a run with different settings: ")
+    assert text.startswith(f"{tmp_path} contains a run with different settings: ")
     assert shown in text
-    assert text.endswith("restore the old values to continue it, or choose another --output-dir and omit --resume")
+    assert text.endswith("restore the old values to continue the run, or choose another --output-dir and omit --resume")
 
 
 def test_key_missing_in_old_config_means_default(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_run_of_external_checkpoint_is_compared(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     write_run_config(tmp_path / "old", make(optim={"lr": 0.1}), {})
     with pytest.raises(
-        ConfigError, match=r"old: contains a run with different settings: optim\.lr was 0\.1 and is now 1e-05"
+        ConfigError, match=r"old contains a run with different settings: optim\.lr was 0\.1 and is now 1e-05"
     ):
         check_output_dir(tmp_path / "new", SFTConfig(), str(checkpoint))
 
@@ -107,7 +107,7 @@ def test_run_continues_only_with_its_command(tmp_path: Path, trainer: Trainer[An
     if trainer is before:
         check_output_dir(tmp_path, config, "auto")
         return
-    words = f"{tmp_path}: contains a run of dsreason {before.name}, but this is dsreason {trainer.name}; choose another"
+    words = f"{tmp_path} contains a run of dsreason {before.name}, but this is dsreason {trainer.name}; choose another"
     with pytest.raises(ConfigError, match=re.escape(words)):
         check_output_dir(tmp_path, config, "auto")
 
@@ -132,7 +132,7 @@ def test_unwritable_folder_is_rejected() -> None:
 )
 def test_foreign_config_json_is_rejected_with_cause(tmp_path: Path, text: str, cause: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=rf"config\.json: is not a valid run configuration \(.*{cause}"):
+    with pytest.raises(ConfigError, match=rf"config\.json is not a valid run configuration \(.*{cause}"):
         read_run_config(tmp_path)
 
 
@@ -146,7 +146,9 @@ def test_resume_finds_the_folder_of_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_resume_without_checkpoint_folder_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--resume auto: needs the folder of the run; specify it with --output-dir"):
+    with pytest.raises(
+        ConfigError, match="--resume auto needs the folder of the run; specify the folder with --output-dir"
+    ):
         resolve_output_dir("auto", None)
-    with pytest.raises(ConfigError, match="--resume .*/nothing: does not exist or is not a folder; pass a checkpoint"):
+    with pytest.raises(ConfigError, match="--resume .*/nothing: the folder does not exist; pass a checkpoint"):
         resolve_output_dir(str(tmp_path / "nothing"), None)

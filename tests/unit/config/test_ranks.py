@@ -19,7 +19,7 @@ def test_batch_that_reaches_every_rank_is_accepted(batch: int, ranks: int) -> No
 def test_ranks_without_a_sample_are_pointed_out() -> None:
     assert make(2).check_ranks(4) == [
         (
-            "train.global_batch_size is 2, but the number of ranks is 4, so 2 of them have no samples in each step; "
+            "train.global_batch_size is 2, but the number of ranks is 4, so 2 of them have no samples in a step; "
             "increase the batch size, or start fewer ranks"
         )
     ]
@@ -34,7 +34,7 @@ def test_each_sequence_parallel_group_needs_sample() -> None:
     assert shared_rows(2, 4).check_ranks(8) == []
     assert shared_rows(4, 1).check_ranks(8) == [
         (
-            "train.global_batch_size is 1, but the number of groups of 4 ranks is 2, so 1 of them have no samples in each "
+            "train.global_batch_size is 1, but the number of groups of 4 ranks is 2, so 1 of them have no samples in a "
             "step; increase the batch size, or start fewer ranks"
         )
     ]

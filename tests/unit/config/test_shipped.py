@@ -36,7 +36,7 @@ def test_current_folder_takes_precedence_over_shipped_files() -> None:
 
 
 def test_path_is_never_resolved_to_shipped_file() -> None:
-    with pytest.raises(ConfigError, match=r"^other/zero3\.json: does not exist; correct the path"):
+    with pytest.raises(ConfigError, match=r"^other/zero3\.json does not exist; correct the path"):
         find_file("other/zero3.json", "ds_configs")
 
 
@@ -44,14 +44,14 @@ def test_unknown_file_error_lists_shipped_files() -> None:
     with pytest.raises(ConfigError) as caught:
         find_file("zero33.json", "ds_configs")
     assert str(caught.value) == (
-        "zero33.json: exists neither in the current folder nor among the shipped files; did you mean zero3.json? "
+        "zero33.json exists neither in the current folder nor among the shipped files; did you mean zero3.json? "
         f"(available in ds_configs: {', '.join(list_shipped('ds_configs'))})"
     )
 
 
 def test_folder_is_rejected_as_file() -> None:
     Path("configs").mkdir()
-    with pytest.raises(ConfigError, match="configs: is a folder; specify a file in it"):
+    with pytest.raises(ConfigError, match="configs is a folder; specify a file in this folder"):
         find_file("configs", "ds_configs")
 
 

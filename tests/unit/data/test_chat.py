@@ -214,7 +214,7 @@ def test_reasoning_opened_by_prompt_is_not_trained(encoder):
 
 def test_template_without_end_of_turn_is_rejected(encoder):
     changed = with_template(encoder, TURNS.replace("%s", TEXT).replace("<|im_end|>", "") + PROMPT)
-    with pytest.raises(DataError, match=r"must end the assistant's turn with '<\|im_end\|>', but continues with '\\n'"):
+    with pytest.raises(DataError, match=r"must end the assistant's turn with '<\|im_end\|>', but writes '\\n'"):
         changed.encode(Sample("1", [user("a"), assistant("b")]))
 
 
@@ -428,7 +428,7 @@ def test_excessive_vision_tokens_are_rejected_before_expansion(encoder, files, m
     large = [video(files["long"], nframes=60, min_pixels=150_000_000), image(files["small"], min_pixels=100_000_000)]
     sample = Sample("r1", [user("?", *large), assistant("b")])
     with pytest.raises(
-        SampleTooLong, match=r"^sample 'r1' has \d{7} tokens of images and videos, but the maximum is 1000000;"
+        SampleTooLong, match=r"^sample 'r1' has \d{7} media tokens, but a sample may have only 1000000;"
     ):
         use(encoder, sample)
 
@@ -451,7 +451,7 @@ def test_reply_marked_untrained_is_not_trained(encoder):
 
 
 def test_sample_without_trained_reply_is_rejected(encoder):
-    with pytest.raises(DataError, match='every reply has "loss": false or is part of the prompt'):
+    with pytest.raises(DataError, match='every reply has "loss": false or belongs to the prompt'):
         encoder.encode(Sample("1", [user("a"), {**assistant("no"), "trained": False}]))
 
 
@@ -480,8 +480,8 @@ def test_tool_call_is_trained_as_rendered(encoder):
 @pytest.mark.parametrize(
     ("sample", "reason"),
     [
-        (Sample("1", [user("On."), CALL]), "does not show the tool call 'lamp'"),
-        (Sample("1", [user("On."), assistant("Yes.")], tools=[LAMP]), "does not show the tool 'lamp'"),
+        (Sample("1", [user("On."), CALL]), "omits the tool call 'lamp'"),
+        (Sample("1", [user("On."), assistant("Yes.")], tools=[LAMP]), "omits the tool 'lamp'"),
     ],
 )
 def test_template_without_tools_is_rejected(encoder, sample, reason):

@@ -155,8 +155,12 @@ def test_label_is_last_reply_when_answer_missing():
     [
         (None, "answer", r"^the row has no one-line answer of at most 40 characters"),
         ("It turns left at the crossing, then right again.", "answer", "no one-line answer of at most 40 characters"),
-        ("B", "sight", r"^sample\.meta has no string or number named sight; .*available: site, label\.weather\)$"),
-        ("B", "label", r"no string or number named label; .*available: site, label\.weather\)$"),
+        (
+            "B",
+            "sight",
+            r"^sample\.meta has no string or number named sight; .*available fields \(site, label\.weather\)$",
+        ),
+        ("B", "label", r"no string or number named label; .*available fields \(site, label\.weather\)$"),
     ],
 )
 def test_unlabelled_row_is_reported_with_available_fields(answer, field, text):

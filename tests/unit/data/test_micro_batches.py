@@ -91,10 +91,10 @@ def test_micro_batches_follow_the_configuration(train: dict[str, object], expect
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({}, r"sample 'of 2' has 9 tokens, but the maximum is 8 \(model\.max_length\)"),
+        ({}, r"sample 'of 2' has 9 tokens, but a micro-batch may have only 8 \(model\.max_length\)"),
         (
             {"max_tokens_per_micro_batch": 6},
-            r"sample 'of 2' has 9 tokens, but the maximum is 6 \(train\.max_tokens_per_micro_batch\)",
+            r"sample 'of 2' has 9 tokens, but a micro-batch may have only 6 \(train\.max_tokens_per_micro_batch\)",
         ),
     ],
 )

@@ -314,14 +314,14 @@ def test_row_columns_can_be_renamed(folder):
 
 
 def test_unknown_column_is_reported_with_known_ones(folder):
-    with pytest.raises(DataError, match="data.columns names 'problem', but the row has only id, "):
+    with pytest.raises(DataError, match="data.columns names 'problem', but the row has only the columns id, "):
         open_datasets(config(folder, columns={"question": "problem"}))[0][0]
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ("raise OSError(5, 'broken')", r"rows\(data\) failed for .*rows.jsonl: OSError"),
+        ("raise OSError(5, 'broken')", r"rows\(data\) failed on .*rows.jsonl: OSError"),
         ("yield {}", r"rows\(data\) must return a list or another sequence with a length, but returned generator"),
         ("return None", r"rows\(data\) must return a list or another sequence with a length, but returned NoneType"),
     ],

@@ -58,7 +58,7 @@ def test_references_share_the_policy_buffer_exclusively() -> None:
         with reference.in_place():
             assert held(engine) == {"a": inside}
         assert held(engine) == {"a": [11.0, 21.0]}
-    with first.in_place(), pytest.raises(AssertionError, match="already holds a policy"), second.in_place():
+    with first.in_place(), pytest.raises(AssertionError, match="still holds another policy"), second.in_place():
         pass
     assert held(engine) == {"a": [11.0, 21.0]}
 
@@ -75,5 +75,5 @@ def test_each_rank_loads_its_shard(tmp_path: Path, rank: int, expected: list[flo
 
 def test_folder_missing_a_trained_tensor_is_rejected(tmp_path: Path) -> None:
     save_file({"b": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="tensor a, which the reference policy needs, is missing"):
+    with pytest.raises(CheckpointError, match="the tensor a, which the reference policy needs, is missing"):
         ReferencePolicy(engine_of(0, a=[0.0])).load(tmp_path)

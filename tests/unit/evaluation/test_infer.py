@@ -133,7 +133,7 @@ def test_prompts_are_read_from_file(tmp_path) -> None:
     [
         ("", "the prompt is empty"),
         ('{"prompt": "a"}\n{"prompt": ""}', "the prompt is empty"),
-        ('{"prompt": "a"}\n{prompt', r"p\.jsonl, line 2: is not valid JSON"),
+        ('{"prompt": "a"}\n{prompt', r"p\.jsonl, line 2: the line is not valid JSON"),
         ('{"question": "a"}', r"p\.jsonl, row 1: must be {\"prompt\": \"…\"}; got {'question': 'a'}"),
         ("[1]", r"p\.jsonl, row 1: must be .*; got \[1\]"),
     ],

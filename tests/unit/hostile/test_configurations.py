@@ -37,10 +37,10 @@ JSON_CASES: dict[str, tuple[str | bytes, str]] = {
     "400 digits": ('{"train_batch_size": ' + "9" * 400 + "}", DIGITS),
     "200,000 keys": (
         "{" + ",".join(f'"{i}":1' for i in range(200_000)) + "}",
-        "larger than the maximum of 1048576 bytes",
+        "has more than 1048576 bytes",
     ),
     "30,000 keys": ("{" + ",".join(f'"{i}":1' for i in range(30_000)) + "}", VALUES),
-    "a line of 10 MB": ('{"a": "' + "a" * 10**7 + '"}', "larger than the maximum of 1048576 bytes"),
+    "a line of 10 MB": ('{"a": "' + "a" * 10**7 + '"}', "has more than 1048576 bytes"),
     "key twice": ('{"a": 1, "a": 2}', "duplicate keys in the same section: a"),
     "UTF-16": ("{}".encode("utf-16"), "cannot be read: 'utf-8' codec can't decode byte 0xff"),
     "NUL": ('{"a\0": 1}', "line 1 is not valid JSON: Invalid control character"),
@@ -127,9 +127,7 @@ def test_ordinary_yaml_aliases_and_merges_work(here: Path) -> None:
 
 def test_endless_file_is_rejected_early(here: Path) -> None:
     (here / "run.toml").symlink_to("/dev/zero")
-    refused(
-        lambda: load.read_document(here / "run.toml", "run.toml"), ConfigError, "run.toml: is larger than the maximum"
-    )
+    refused(lambda: load.read_document(here / "run.toml", "run.toml"), ConfigError, "run.toml has more than")
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000])

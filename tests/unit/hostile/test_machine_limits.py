@@ -104,7 +104,7 @@ def test_overlong_line_is_rejected_by_number(
 ) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
     (here / "rows.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=f"line {number}: exceeds the maximum length of .* MiB; write one row per line"):
+    with pytest.raises(DataError, match=f"line {number}: the line is longer than .* MiB; write one row per line"):
         JsonLinesRows(here / "rows.jsonl")
 
 

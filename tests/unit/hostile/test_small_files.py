@@ -94,7 +94,7 @@ def test_invalid_lock_is_rejected_by_name(put: Put, here: Path) -> None:
 def test_invalid_run_folder_is_rejected_before_loading(name: str, put: Put, here: Path) -> None:
     put(here / name)
     if put is not folder:
-        with pytest.raises(ConfigError, match=f"{name}: exists but is not a folder; remove it"):
+        with pytest.raises(ConfigError, match=f"{name} exists but is not a folder; remove it"):
             check_output_dir(here, SFTConfig(), "auto")
 
 

@@ -164,7 +164,11 @@ def test_ranks_share_the_gpus_of_host(
         (
             4,
             (0.7,),
-            ["GiB are placed on cuda:0", "GiB stay in", "use --nproc 1 to spread one copy of the model over all GPUs"],
+            [
+                "GiB are placed on cuda:0",
+                "GiB stay in",
+                "use --nproc 1 to distribute a single copy of the model across all GPUs",
+            ],
         ),
     ],
 )

@@ -51,7 +51,7 @@ def test_different_tokens_or_nan_differ_infinitely(second: Completion, expected:
 def test_perturbed_weights_must_change_tensors_and_completions() -> None:
     assert find_unmoved(REAL, made_round(0.5, -2.0, -3.0), 1e-4) is None
     assert "left 2 of 2 tensors unchanged: a; b" in str(find_unmoved(REAL, made_round(1.0, -2.0, -3.0), 1e-4))
-    assert "the completions stay the same" in str(find_unmoved(REAL, made_round(0.5, -0.5, -1.0), 1e-4))
+    assert "the completions are the same" in str(find_unmoved(REAL, made_round(0.5, -0.5, -1.0), 1e-4))
 
 
 def test_unrestored_tensors_and_logprobs_are_reported() -> None:

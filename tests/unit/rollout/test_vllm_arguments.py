@@ -77,11 +77,11 @@ def test_engine_has_room_for_rollout_share(
     [
         (
             {"max_num_seq": 8},
-            "rollout.engine_options.max_num_seq: is not an argument of the installed vLLM; did you mean max_num_seqs?",
+            "rollout.engine_options.max_num_seq is not an argument of the installed vLLM; did you mean max_num_seqs?",
         ),
         (
             {"qqqqqqqq": 8, "_api_process_rank": 0},
-            "rollout.engine_options.qqqqqqqq: is not an argument of the installed vLLM; remove it",
+            "rollout.engine_options.qqqqqqqq is not an argument of the installed vLLM; remove it",
         ),
     ],
 )
