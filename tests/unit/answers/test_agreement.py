@@ -102,7 +102,7 @@ def test_exact_match_matches_answer_parsed_by_evaluation(completion, reference):
     assert matches == (answer.casefold().split() == reference.casefold().split())
 
 
-def test_exact_match_rejects_a_final_full_stop():
+def test_exact_match_rejects_answer_with_full_stop():
     sample = Sample("7", [{"role": "user", "content": "?"}], "red car")
     assert is_correct("Red  car.", sample)
     assert [exact_match(text, sample) for text in ("Red  car.", "Red  car")] == [0, 1]

@@ -32,7 +32,7 @@ def sample(answer=None, options=None, *, last=None, **meta):
         (sample(), "open"),
     ],
 )
-def test_question_kind_follows_from_sample(given, kind):
+def test_question_kind_is_inferred_from_sample(given, kind):
     assert get_question_kind(given) == kind
 
 
@@ -48,7 +48,7 @@ def test_question_kind_follows_from_sample(given, kind):
         (sample(last=" \n"), None),
     ],
 )
-def test_reference_is_answer_or_last_turn(given, reference):
+def test_reference_is_answer_field_or_last_reply(given, reference):
     assert get_reference(given) == reference
 
 
@@ -65,7 +65,7 @@ def test_reference_is_answer_or_last_turn(given, reference):
         ("anything", sample(), False),
     ],
 )
-def test_a_completion_is_graded_like_an_answer(completion, given, right):
+def test_completion_is_graded_like_an_evaluated_answer(completion, given, right):
     assert is_correct(completion, given) is right
 
 

@@ -20,7 +20,7 @@ def own() -> str:
     return read_ours(ROWS)
 
 
-def test_responses_are_numerous_and_varied():
+def test_parser_test_responses_are_numerous_and_varied():
     """Check for at least 300 responses; each part has some without an answer, with 2 to 10 options and with none."""
     assert len(ROWS) >= 300
     assert len({(row.response, str(row.options)) for row in ROWS}) == len(ROWS)
@@ -40,7 +40,7 @@ def test_outcomes_are_counted_against_human_readings():
 
 @pytest.mark.parametrize("part", ["tuned", "held-out", None])
 @pytest.mark.parametrize("other", OTHERS)
-def test_own_parser_reads_more_and_misreads_less(other, part, own):
+def test_dsreason_parser_reads_more_and_misreads_less(other, part, own):
     we, they = count_outcomes(ROWS, own, part), count_outcomes(ROWS, OTHERS[other], part)
     assert we.read > they.read
     assert we.misread < they.misread

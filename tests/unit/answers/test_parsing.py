@@ -50,12 +50,12 @@ def read(text, options=OPTIONS, **arguments):
         ("", "", "", False),
     ],
 )
-def test_response_is_split_into_thoughts_and_answer(text, thoughts, answer, tagged):
+def test_response_is_split_into_reasoning_and_answer(text, thoughts, answer, tagged):
     assert split_response(text) == (thoughts, answer, tagged)
 
 
 @pytest.mark.parametrize("answer_type", ["letter", "reasoning"])
-def test_thoughts_are_kept_but_not_parsed(answer_type):
+def test_reasoning_is_returned_but_not_parsed(answer_type):
     text = "<think>Is it A? The answer is A.</think> <answer>C. left</answer>"
     assert parse(text, answer_type) == Parsed("C", "Is it A? The answer is A.", "letter and text")
 
@@ -254,7 +254,7 @@ def test_response_without_single_option_yields_nothing(text):
         ("İ", ""),
     ],
 )
-def test_any_letter_is_read_without_listed_options(text, letter):
+def test_any_letter_counts_if_options_are_unknown(text, letter):
     assert read(text, None)[0] == letter
 
 
@@ -374,7 +374,7 @@ def test_option_text_is_ignored_outside_answer_sentences(text):
         ("Its lid is red.", ""),
     ],
 )
-def test_number_or_thing_is_read_after_introduction(text, key):
+def test_option_text_is_read_after_introduction(text, key):
     assert read(text, {"A": "10", "B": "a cat", "C": "red", "D": "20"})[0] == key
 
 
@@ -566,7 +566,7 @@ def test_sentences_do_not_end_at_abbreviations(text, sentences):
         ("I believe that's true.", "yes"),
     ],
 )
-def test_yes_or_no_is_read(text, answer):
+def test_yes_or_no_answer_is_read(text, answer):
     assert read(text, None, kind="yes_no")[0] == answer
 
 
@@ -597,7 +597,7 @@ def test_yes_or_no_is_read(text, answer):
         (".5", ""),
     ],
 )
-def test_number_is_read(text, answer):
+def test_ordinal_answer_is_read_as_number(text, answer):
     assert read(text, None, kind="ordinal")[0] == answer
 
 

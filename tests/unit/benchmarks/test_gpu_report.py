@@ -102,7 +102,7 @@ def test_unfinished_or_goalless_part_is_not_judged() -> None:
     assert (late["verdict"], late["measurements"][0]["ok"]) == ("timed out", None)
 
 
-def test_reports_merge_and_newer_result_counts(tmp_path: Path) -> None:
+def test_merging_reports_keeps_newer_results(tmp_path: Path) -> None:
     head, sync = (next(part for part in PARTS if part.name == name) for name in ("head", "sync"))
     write_report(tmp_path, {"sync": build_record(sync, Ended("failed", 1.0, {}, "exit code 1"), CARD)})
     records = read_records(tmp_path)
@@ -175,7 +175,7 @@ def test_one_card_parts_fit_time_limits() -> None:
 
 
 @pytest.mark.parametrize(("gib", "size"), [(79.0, "2B"), (24.0, "0.5B"), (15.7, None)])
-def test_model_size_fits_card(gib: float, size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_chosen_to_fit_gpu_memory(gib: float, size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(materials, "get_card_gib", lambda: gib)
     if size is not None:
         assert materials.find_largest_size(CARD) == size
@@ -184,7 +184,7 @@ def test_model_size_fits_card(gib: float, size: str | None, monkeypatch: pytest.
         materials.find_largest_size(CARD)
 
 
-def test_other_parts_run_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_parts_run_after_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = []
 
     def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:

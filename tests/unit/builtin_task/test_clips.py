@@ -67,7 +67,7 @@ def prompt(sample: Sample) -> str:
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", NUM_TRAIN), ("validation", NUM_VALIDATION)])
-def test_answers_are_balanced_and_half_are_videos(task: Path, split: str, count: int) -> None:
+def test_answers_are_balanced_and_half_use_videos(task: Path, split: str, count: int) -> None:
     result = samples(task, split)
     answers: dict[str, Counter[str | None]] = defaultdict(Counter)
     for sample in result:
@@ -78,7 +78,7 @@ def test_answers_are_balanced_and_half_are_videos(task: Path, split: str, count:
     assert {sample.meta["kind"] for sample in result} == {item.kind for item in iter_block()}
 
 
-def test_media_of_one_prompt_have_one_size(task: Path) -> None:
+def test_media_of_same_prompt_have_equal_size(task: Path) -> None:
     sizes = defaultdict(set)
     for sample in samples(task, "train"):
         sizes[prompt(sample)].add(pixels(sample).shape)
@@ -138,7 +138,7 @@ def test_files_are_determined_by_seed(tmp_path: Path, task: Path) -> None:
     assert contents(write_builtin(tmp_path / "other", seed=4, **sizes)) != contents(task)
 
 
-def test_complete_folder_is_reused_and_different_rejected(task: Path) -> None:
+def test_folder_is_reused_only_if_settings_match(task: Path) -> None:
     before = (task / "task.json").stat().st_mtime_ns
     assert write_builtin(task, seed=3, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION) == task
     assert (task / "task.json").stat().st_mtime_ns == before

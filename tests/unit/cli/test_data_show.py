@@ -32,7 +32,7 @@ def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["show", *map(str, arguments)])
 
 
-def test_json_has_an_object_per_row(rows: Path) -> None:
+def test_data_show_json_has_object_per_row(rows: Path) -> None:
     result = call(rows, "--json")
     first, second = map(json.loads, result.stdout.splitlines())
     assert first["id"] == "7"
@@ -49,7 +49,7 @@ def test_json_has_an_object_per_row(rows: Path) -> None:
     assert result.exit_code == 1
 
 
-def test_text_marks_what_is_trained(rows: Path) -> None:
+def test_data_show_marks_trained_text(rows: Path) -> None:
     result = call(rows, "--row", 1)
     assert result.exit_code == 0, result.output
     assert "image a.png (28x28)" in result.stdout
@@ -57,12 +57,12 @@ def test_text_marks_what_is_trained(rows: Path) -> None:
     assert "uses id, image, messages; keeps site for rewards" in result.stderr
 
 
-def test_grpo_shows_only_the_prompt(rows: Path) -> None:
+def test_data_show_for_grpo_prints_only_prompt(rows: Path) -> None:
     shown = [json.loads(line) for line in call(rows, "--json", "--for", "grpo").stdout.splitlines()]
     assert [[message["role"] for message in row["messages"]] for row in shown] == [["user"], ["user"]]
 
 
-def test_dpo_shows_both_replies(tmp_path: Path) -> None:
+def test_data_show_for_dpo_prints_both_replies(tmp_path: Path) -> None:
     pair = {"prompt": "Up?", "chosen": "Yes.", "rejected": "No."}
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, [pair, {**pair, "rejected": "Yes."}])))
     first, second = map(json.loads, call(tmp_path / "pairs.jsonl", "--json", "--for", "dpo").stdout.splitlines())
@@ -72,7 +72,7 @@ def test_dpo_shows_both_replies(tmp_path: Path) -> None:
     assert "the same answer" in second["error"]
 
 
-def test_model_adds_token_counts(rows: Path) -> None:
+def test_data_show_with_model_prints_token_counts(rows: Path) -> None:
     shown = json.loads(call(rows, "--json", "--row", 1, "--model", "tiny:qwen3_vl").stdout)
     assert set(shown["tokens"]) == {"text", "image", "video", "trained"}
     assert shown["tokens"]["image"] == 1  # 28x28 pixels become 32x32
@@ -82,7 +82,7 @@ def test_model_adds_token_counts(rows: Path) -> None:
     ("options", "reason"),
     [(("--for", "world"), "--for must be one of sft, grpo, dpo"), (("--row", 3), "has only 2 rows")],
 )
-def test_wrong_option_is_rejected(rows: Path, options: tuple[object, ...], reason: str) -> None:
+def test_data_show_rejects_invalid_options(rows: Path, options: tuple[object, ...], reason: str) -> None:
     result = call(rows, *options)
     assert isinstance(result.exception, ConfigError)
     assert reason in str(result.exception)
@@ -98,7 +98,7 @@ def test_wrong_option_is_rejected(rows: Path, options: tuple[object, ...], reaso
         ({"video": "empty.mp4", "question": "Up?", "answer": "Yes."}, "the file is empty"),
     ],
 )
-def test_json_refuses_what_training_refuses(rows: Path, row: dict[str, Any], reason: str) -> None:
+def test_data_show_json_rejects_unusable_rows(rows: Path, row: dict[str, Any], reason: str) -> None:
     folder = rows.parent
     Image.effect_noise((64, 64), 90).save(folder / "cut.png")
     (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:1000])

@@ -18,7 +18,7 @@ def recipe(name: str) -> WorldConfig:
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "nft"])
-def test_both_repairs_share_prompts_size_and_reward(name: str) -> None:
+def test_demo_repairs_share_prompts_size_and_reward(name: str) -> None:
     first, repair = recipe("sft"), recipe(name)
     assert repair.model.path == "outputs/squares/export/final"  # what the first one's comment writes
     assert repair.world.algorithm == name

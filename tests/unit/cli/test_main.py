@@ -191,7 +191,7 @@ def test_full_disk_is_reported_without_traceback(
     assert "Traceback" not in text
 
 
-def test_other_exceptions_keep_their_traceback(
+def test_unexpected_exceptions_keep_their_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check(trainer: object, config: SFTConfig, resume: str | None) -> None:
@@ -309,7 +309,7 @@ def test_output_folder_of_another_run_is_rejected(
     assert started == []
 
 
-def test_a_deepspeed_contradiction_names_both_files(
+def test_deepspeed_contradiction_error_names_both_files(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 64}')

@@ -97,7 +97,7 @@ def test_table_has_values_parts_and_seconds(folder: Path) -> None:
         (["--config", "run.toml", "--completions", "none.jsonl"], "none.jsonl: cannot be read"),
     ],
 )
-def test_unusable_options_are_named(folder: Path, arguments: list[str], text: str) -> None:
+def test_unusable_reward_options_are_named(folder: Path, arguments: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         call(*arguments)
 
@@ -134,7 +134,7 @@ def test_conflicting_origins_are_refused(options: list[str], message: str, folde
         call("--reward", "exact_match", "--path", "rows.jsonl", *options)
 
 
-def test_functions_can_read_rank_outside_of_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_functions_can_read_rank_outside_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     (folder / "ranked.py").write_text(
         "import os\ndef rank(completion, sample):\n    return float(os.environ['RANK'])\n"

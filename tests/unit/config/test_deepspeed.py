@@ -194,7 +194,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("document", "message"), CONTRADICTIONS)
-def test_a_contradiction_names_both_keys_and_values(document: dict[str, Any], message: str) -> None:
+def test_contradiction_error_names_both_keys_and_values(document: dict[str, Any], message: str) -> None:
     result = errors(ZERO3 | document, make(train={"micro_batch_size": 4}))
     assert result == [f'ds.json: {message}; set it to "auto" or remove it']
 
@@ -316,7 +316,7 @@ def test_removed_block_is_reported_as_removed(key: str) -> None:
         ),
     ],
 )
-def test_unusable_value_is_reported_with_key(document: dict[str, Any], message: str) -> None:
+def test_invalid_deepspeed_value_is_reported_with_key(document: dict[str, Any], message: str) -> None:
     assert errors(document, make(train={"precision": "fp32"})) == [f"ds.json: {message}"]
 
 
@@ -329,7 +329,7 @@ def test_partition_size_must_divide_rank_count() -> None:
     resolve(document, world_size=2)  # DeepSpeed takes all ranks for one host
 
 
-def test_stage_0_is_refused() -> None:
+def test_zero_stage_0_is_rejected() -> None:
     (result,) = errors({"zero_optimization": {"stage": 0}})
     assert "stage: is 0, but must be 1, 2 or 3; set one of them" in result
 
@@ -346,7 +346,7 @@ def test_unreadable_json_is_reported_with_line(text: str, message: str) -> None:
     assert errors(text) == [message]
 
 
-def test_other_file_type_is_rejected() -> None:
+def test_deepspeed_file_must_be_json() -> None:
     Path("ds.toml").write_text("")
     with pytest.raises(ConfigError, match=r"ds\.toml: is not a \.json file"):
         resolve_deepspeed("ds.toml", SFTConfig(), device="cpu", world_size=1)

@@ -68,7 +68,7 @@ def test_yaml_exponents_without_point_are_numbers() -> None:
     assert load("optim: {warmup: 1e2}", name="run.yaml").optim.warmup == 100.0
 
 
-def test_an_empty_yaml_file_is_all_defaults() -> None:
+def test_empty_yaml_file_yields_default_configuration() -> None:
     assert load("", name="run.yaml") == SFTConfig()
 
 
@@ -103,7 +103,7 @@ def test_last_override_wins_over_file() -> None:
 
 
 @pytest.mark.parametrize("text", ['["a\\.b"]', "[1, 2", "{a = }"])
-def test_broken_list_or_table_is_rejected(text: str) -> None:
+def test_malformed_list_or_table_override_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="is not valid TOML"):
         parse_value(text)
 
@@ -173,7 +173,7 @@ def test_invalid_override_is_named_in_error(text: str, override: str, message: s
         ),
     ],
 )
-def test_an_unknown_key_suggests_the_nearest(text: str, message: str) -> None:
+def test_unknown_key_error_suggests_nearest_key(text: str, message: str) -> None:
     assert errors(text) == [message]
 
 
@@ -337,7 +337,7 @@ def test_unparsable_file_is_reported_with_line(name: str, text: str, message: st
     assert errors(text, name=name)[0].startswith(message)
 
 
-def test_binary_file_is_rejected() -> None:
+def test_binary_configuration_file_is_rejected() -> None:
     Path("run.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"run\.toml cannot be read: .*; choose a readable text file"):
         load_config(SFTConfig, Path("run.toml"), default_recipe=RECIPE)
@@ -356,7 +356,7 @@ def test_missing_file_is_reported_with_path() -> None:
         '[[data.sources]]\npath = "a"\nweight = 2\n[data]\nworkers = 0\n[data.validation]\npath = "v"',
     ],
 )
-def test_dumped_config_loads_equal(text: str) -> None:
+def test_dumped_config_loads_as_equal_config(text: str) -> None:
     config = load(text)
     document = json.dumps(dump_config(config))
     assert load(document, name="config.json") == config

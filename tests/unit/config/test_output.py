@@ -112,7 +112,7 @@ def test_run_continues_only_with_its_command(tmp_path: Path, trainer: Trainer[An
         check_output_dir(tmp_path, config, "auto")
 
 
-def test_file_in_place_of_folder_is_rejected(tmp_path: Path) -> None:
+def test_file_as_output_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
         check_output_dir(tmp_path / "file" / "run", SFTConfig(), None)

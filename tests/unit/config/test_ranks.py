@@ -12,11 +12,11 @@ def make(global_batch_size: int) -> SFTConfig:
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [(8, 8), (10, 4), (1, 1)])
-def test_batch_that_reaches_every_rank_is_accepted(batch: int, ranks: int) -> None:
+def test_batch_covering_all_ranks_causes_no_warning(batch: int, ranks: int) -> None:
     assert make(batch).check_ranks(ranks) == []
 
 
-def test_ranks_without_a_sample_are_pointed_out() -> None:
+def test_ranks_without_samples_cause_warning() -> None:
     assert make(2).check_ranks(4) == [
         (
             "train.global_batch_size is 2, but the number of ranks is 4, so 2 of them have no samples in a step; "

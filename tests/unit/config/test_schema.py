@@ -107,7 +107,7 @@ def test_impossible_grpo_settings_are_rejected(refused: Any, accepted: Any, mess
     assert message in str(caught.value)
 
 
-def test_samples_per_step_is_share_of_rollout() -> None:
+def test_samples_per_step_divide_rollout_completions() -> None:
     grpo = {"prompts_per_step": 6, "num_generations": 4, "optimizer_steps_per_rollout": 3}
     assert GRPOConfig.model_validate(REWARD | {"grpo": grpo}).samples_per_step == 8
 

@@ -59,7 +59,7 @@ def test_preference_accuracy_is_rejected_outside_dpo() -> None:
 @pytest.mark.parametrize(
     ("packing", "attention", "shares"), [(True, "auto", True), (True, "sdpa", False), (False, "auto", False)]
 )
-def test_prompt_is_shared_when_dsreason_attention_packs(packing: bool, attention: str, shares: bool) -> None:
+def test_pair_shares_prompt_only_with_dsreason_attention(packing: bool, attention: str, shares: bool) -> None:
     config = DPOConfig.model_validate({"train": {"packing": packing}, "model": {"attention": attention}})
     assert config.shares_prompts is shares
 

@@ -69,7 +69,7 @@ def test_contradictory_lora_settings_are_rejected(schema: type[RunConfig], docum
     assert text in str(raised.value)
 
 
-def test_rank_0_disables_a_recipe_adapter(tmp_path: Path) -> None:
+def test_rank_0_disables_recipe_adapters(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[lora]\nrank = 16\ntargets = ["q_proj"]\n')
     config = load_config(SFTConfig, file, ["lora.rank=0"], default_recipe="builtin_sft.toml")

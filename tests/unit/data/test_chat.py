@@ -111,7 +111,7 @@ def is_qwen3(encoder: Encoder) -> bool:
 # ---------------------------------------------------------------- labels
 
 
-def test_only_assistant_turns_are_trained(encoder, files):
+def test_loss_mask_covers_only_assistant_turns(encoder, files):
     encoded = encoder.encode(conversation(files))
     assert runs(encoder, encoded) == ["The ball is red.<|im_end|>", "It moves left<|im_end|>", "\n\nup<|im_end|>"]
 
@@ -188,7 +188,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TEXT = "{{ m.content if m.content is string else m.content[0].text }}"
 
 
-def test_template_dropping_reasoning_fails_for_training_only(encoder):
+def test_template_may_drop_reasoning_except_in_training(encoder):
     dropped = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else " + TEXT[3:-3] + " }}"
     changed = with_template(encoder, TURNS.replace("%s", dropped) + PROMPT)
     talk = Sample("talk", [user("a"), assistant("<think>x</think>one"), user("b"), assistant("<think>y</think>two")])
@@ -344,7 +344,7 @@ def test_encoded_prompt_has_media_and_frame_metadata(encoder, files):
     assert not prompt.encoded.loss_mask.any()
 
 
-def test_prompt_ending_with_user_is_kept_whole(encoder):
+def test_prompt_includes_final_user_turn(encoder):
     requested = [user("a"), assistant("b"), user("c")]
     with_answer = encoder.encode_prompt(Sample("1", [*requested, assistant("d")]))
     assert encoder.encode_prompt(Sample("1", requested)).prompt_ids == with_answer.prompt_ids
@@ -385,7 +385,7 @@ def _encode_first(encoder: Encoder, samples: list[Sample]) -> EncodedSample:
     return encoder.encode(samples[0])
 
 
-def test_an_encoder_can_be_pickled(encoder, files):
+def test_encoder_can_be_pickled(encoder, files):
     copied = pickle.loads(pickle.dumps(encoder))
     assert torch.equal(copied.encode(conversation(files)).input_ids, encoder.encode(conversation(files)).input_ids)
 

@@ -25,7 +25,7 @@ def encoded(name: str, ids: list[int], trained: list[int], images: int = 0, star
     )
 
 
-def test_rows_are_padded_on_the_right():
+def test_collated_rows_are_padded_on_the_right():
     batch = collate([encoded("a", [5, 6, 7], [2]), encoded("b", [8], [0])], pad_id=99)
     assert batch.ids == ("a", "b")
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 99, 99]]

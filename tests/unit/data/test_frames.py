@@ -67,7 +67,7 @@ def list_numbers(source: DataSource) -> list[int]:
         ("pour/[24].png", [2, 4]),
     ],
 )
-def test_frames_of_a_row(folder, video, numbers):
+def test_frame_columns_become_one_video_part(folder, video, numbers):
     source = open_row(folder, video=video, fps=2)
     assert list_numbers(source) == list(numbers)
     assert all(Path(path).is_absolute() for path in read_frame_list(read_part(source)["video"]).paths)
@@ -88,7 +88,7 @@ def test_frame_rate_is_not_a_sampling_rate(folder):
     assert "fps" not in read_part(open_row(folder, video="pour", fps=2))
 
 
-def test_settings_of_the_part_are_kept(folder):
+def test_video_part_keeps_its_sampling_settings(folder):
     content = [{"type": "video", "video": "pour", "timestamps": [0, 1, 2, 3, 4, 9], "nframes": 4}]
     source = open_row(
         folder, {"vision": {"fps": 1}}, question=None, messages=[{"role": "user", "content": [*content, "?"]}]
@@ -117,7 +117,7 @@ def test_unusable_frames_are_refused(folder, columns, words):
         open_row(folder, **columns).sample(0)
 
 
-def test_timestamps_of_a_file_are_refused(folder):
+def test_timestamps_for_video_file_are_rejected(folder):
     content = [{"type": "video", "video": "v.mp4", "timestamps": [0, 1]}]
     source = open_row(folder, question=None, messages=[{"role": "user", "content": content}])
     with pytest.raises(DataError, match=r"timestamps are for videos given as frames, but .*v\.mp4 is neither"):
@@ -125,7 +125,7 @@ def test_timestamps_of_a_file_are_refused(folder):
 
 
 @pytest.mark.parametrize("form", ["list", "folder", "pattern"])
-def test_absolute_frames_follow_the_rule_for_media(folder, tmp_path, form):
+def test_absolute_frame_paths_follow_media_path_rules(folder, tmp_path, form):
     (tmp_path / "private").mkdir()
     Image.new("RGB", (28, 28)).save(tmp_path / "private" / "0.png")
     private = tmp_path / "private"
@@ -143,7 +143,7 @@ def test_absolute_frames_follow_the_rule_for_media(folder, tmp_path, form):
         ({"timestamps": [0, 1, 2, 3, 4, 10]}, {"fps": 0.5, "timestamps": [0, 1, 2, 3, 4, 10]}),
     ],
 )
-def test_frames_are_shown_as_json(folder, times, shown):
+def test_data_show_prints_frame_lists_as_json(folder, times, shown):
     source = open_row(folder, video="pour", **times)
     [row] = iter_json(source, range(1), "sft")
     expected = {"type": "video", "frames": [f"pour/{number}.png" for number in range(6)], **shown}
@@ -189,7 +189,7 @@ TIMES = [
 
 
 @pytest.mark.parametrize(("times", "vision", "numbers", "marks", "seconds"), TIMES)
-def test_models_get_the_true_times(encoder, folder, times, vision, numbers, marks, seconds):
+def test_models_receive_actual_frame_times(encoder, folder, times, vision, numbers, marks, seconds):
     sample = open_row(folder, {"vision": vision}, video="pour", **times).sample(0)
     encoded, [(frames, metadata)] = encoder.encode(sample), encoder.encode_prompt(sample).media
     assert [read_number(frame) for frame in frames] == numbers
@@ -203,7 +203,7 @@ def test_models_get_the_true_times(encoder, folder, times, vision, numbers, mark
 
 
 @pytest.mark.parametrize(("times", "vision", "numbers", "marks", "seconds"), TIMES)
-def test_ids_match_the_processor(encoder, folder, times, vision, numbers, marks, seconds):
+def test_frame_token_ids_match_the_processor(encoder, folder, times, vision, numbers, marks, seconds):
     """The processor gets the same frames, and times computed here."""
     sample = open_row(folder, {"vision": vision}, video="pour", **times).sample(0)
     encoded, [(frames, _)] = encoder.encode(sample), encoder.encode_prompt(sample).media
@@ -231,7 +231,7 @@ def test_ids_match_the_processor(encoder, folder, times, vision, numbers, marks,
         assert torch.allclose(expected.float(), encoded.mm_kwargs["second_per_grid_ts"], atol=1e-3)
 
 
-def test_times_are_part_of_the_digest(encoder, folder):
+def test_video_digest_depends_on_frame_times(encoder, folder):
     media = [
         encoder.encode_prompt(open_row(folder, video="pour", timestamps=[0, 1, 2, 3, 4, last]).sample(0)).media[0]
         for last in (6, 6, 7)
@@ -240,13 +240,13 @@ def test_times_are_part_of_the_digest(encoder, folder):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_errors_name_the_frames(encoder, folder):
+def test_frame_errors_name_the_affected_frames(encoder, folder):
     sample = open_row(folder, {"vision": {"nframes": 8}}, video="pour", fps=2).sample(0)
     with pytest.raises(DataError, match=r"pour/0\.png … 5\.png: nframes is 8, but the video .* has only 6 frames"):
         encoder.encode(sample)
 
 
-def test_frames_match_a_file_with_the_same_frames(encoder, folder):
+def test_frame_list_is_encoded_like_video_file(encoder, folder):
     """Sampled frames have the times that a video file with the same frame rate would get."""
     sample = open_row(folder, {"vision": {"nframes": 4}}, video="pour", fps=2).sample(0)
     [(_, metadata)] = encoder.encode_prompt(sample).media

@@ -46,7 +46,7 @@ def order(data: DataConfig, **options: Any) -> StepOrder:
     return StepOrder(build_order_parts(opened(data), data), **options)
 
 
-def test_epoch_shows_labels_and_rows_equally_often(tmp_path):
+def test_balanced_epoch_contains_labels_equally_often(tmp_path):
     counter = Counter(order(config(tmp_path, ANSWERS), batch_size=10).indices(0))
     assert sorted(counter[row] for row in range(8)) == [0, 0, 0, 1, 1, 1, 1, 1]
     assert sorted([counter[8], counter[9]]) == [2, 3]
@@ -63,7 +63,7 @@ def test_row_choice_varies_by_epoch_and_seed(tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_step_rows_ignore_rank_count_and_resuming(tmp_path, num_ranks):
+def test_step_rows_do_not_depend_on_ranks(tmp_path, num_ranks):
     data = config(tmp_path, ANSWERS)
     at_once, resumed = order(data, batch_size=6, epochs=4), order(data, batch_size=6, epochs=4)
     assert at_once.num_steps == 6
@@ -113,7 +113,7 @@ def sample(answer: str | None, **meta: Any) -> Sample:
         (None, "site", "north"),
     ],
 )
-def test_label_is_the_answer_or_a_field(answer, field, label):
+def test_label_comes_from_answer_or_field(answer, field, label):
     assert get_label(sample(answer, site="north", label={"weather": "rain"}, score=3), field) == label
 
 
@@ -168,7 +168,7 @@ def test_unlabelled_row_is_reported_with_available_fields(answer, field, text):
         get_label(sample(answer, site="north", label={"weather": "rain"}), field)
 
 
-def test_case_and_full_stop_are_ignored(tmp_path):
+def test_label_comparison_ignores_case_and_full_stop(tmp_path):
     data = config(tmp_path, ["Yes", "yes.", "YES", "no"])
     assert read_labels(opened(data), data) == ["Yes", "Yes", "Yes", "no"]
     assert count_labels_per_epoch(opened(data), data) == {"Yes": Label(3, 2), "no": Label(1, 2)}

@@ -88,7 +88,7 @@ def sample_ids(step: StepBatches) -> list[str]:
         {"packing": False, "max_tokens_per_micro_batch": 200},
     ],
 )
-def test_ranks_share_each_batch_and_run_alike(rows, tiny_qwen2_5_vl, world_size, cut):
+def test_ranks_share_batches_with_equal_forward_counts(rows, tiny_qwen2_5_vl, world_size, cut):
     ranks = all_steps(config(rows, tiny_qwen2_5_vl, **cut), world_size)
     for steps in zip(*ranks, strict=True):
         assert len({name for step in steps for name in sample_ids(step)}) == 8
@@ -193,7 +193,7 @@ def test_step_with_only_skipped_rows_trains_nothing(spoiled, tiny_qwen2_5_vl):
 
 
 @pytest.mark.parametrize("on_too_long", ["error", "skip"])
-def test_too_long_samples_follow_their_own_setting(rows, tiny_qwen2_5_vl, on_too_long):
+def test_too_long_samples_are_skipped_or_rejected(rows, tiny_qwen2_5_vl, on_too_long):
     settings = config(rows, tiny_qwen2_5_vl, limits={"max_length": 45, "on_too_long": on_too_long})
     if on_too_long == "error":
         with pytest.raises(DataError, match="45"):

@@ -60,7 +60,7 @@ def test_data_uri_is_cached_like_embedded_media(folder: Path, adapter: str) -> N
     assert (sample.id, probe_image(path)) == ("", (24, 32))
 
 
-def test_bare_base64_of_a_part_is_decoded(folder: Path) -> None:
+def test_bare_base64_in_media_part_is_decoded(folder: Path) -> None:
     part = {"type": "image", "base64": encode(folder)}
     write(folder, messages=[{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}])
     row = json.loads((folder / "rows.jsonl").read_text())
@@ -68,7 +68,7 @@ def test_bare_base64_of_a_part_is_decoded(folder: Path) -> None:
     assert probe_image(sample.messages[0]["content"][0]["image"]) == (24, 32)
 
 
-def test_data_uri_is_allowed_where_paths_are_not(folder: Path) -> None:
+def test_data_uri_is_allowed_despite_refused_paths(folder: Path) -> None:
     write(folder, image=f"data:image/png;base64,{encode(folder)}")
     assert open_rows(folder, allow_absolute_paths=False).sample(0).answer == "red"
 
@@ -98,7 +98,7 @@ def test_urls_of_both_conversations_are_fetched(folder: Path) -> None:
     assert paths[0] == paths[1] and Path(paths[0]).is_file()
 
 
-def test_private_url_needs_the_key(folder: Path) -> None:
+def test_private_url_requires_allow_private_urls(folder: Path) -> None:
     with misbehaving(content(b"x")) as server:
         write(folder, image=f"{server.url}/a.png", id="7")
         with pytest.raises(DataError) as error:
@@ -108,7 +108,7 @@ def test_private_url_needs_the_key(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [{"media_path": "."}, {"allow_absolute_paths": False}])
-def test_url_is_refused_where_absolute_paths_are(folder: Path, keys: dict[str, Any]) -> None:
+def test_url_is_refused_when_absolute_paths_are(folder: Path, keys: dict[str, Any]) -> None:
     write(folder, image="https://me:secret@host/a.png?key=1")
     with pytest.raises(DataError, match=r"image: https://…@host/a\.png\?… is outside of .*allow_absolute_paths = true"):
         open_rows(folder, **keys).read(0)
@@ -122,7 +122,7 @@ def test_url_of_a_hub_row_is_refused(folder: Path) -> None:
     assert finish_sample(read_row(row), allowed, folder).id == "https://host/a.png"
 
 
-def test_fetched_file_that_is_no_image_is_reported(folder: Path) -> None:
+def test_fetched_non_image_file_is_reported(folder: Path) -> None:
     with misbehaving(content(b'{"error": "expired"}')) as server:
         write(folder, image=f"{server.url}/a.png")
         sample = open_rows(folder, allow_private_urls=True).sample(0)
@@ -226,7 +226,7 @@ def test_bad_urls_follow_the_policy_for_rows(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", ["a.png", "bytes", "uri"])
-def test_image_as_video_is_refused(folder: Path, raw: str) -> None:
+def test_image_file_is_rejected_as_video(folder: Path, raw: str) -> None:
     content = (folder / "a.png").read_bytes()
     uri = f"data:image/png;base64,{encode(folder)}"
     video = {"a.png": "a.png", "bytes": {"bytes": content, "path": None}, "uri": uri}[raw]
@@ -235,7 +235,7 @@ def test_image_as_video_is_refused(folder: Path, raw: str) -> None:
         finish_sample(Sample("7", messages), SourceConfig(), folder)
 
 
-def test_embedded_frames_are_one_video(folder: Path) -> None:
+def test_embedded_frames_become_one_video(folder: Path) -> None:
     frames = [{"bytes": (folder / "a.png").read_bytes(), "path": None}, "a.png"]
     row = {"question": "Up?", "answer": "no", "video": frames, "timestamps": [0, 0.5]}
     part = finish_sample(read_row(row), SourceConfig(), folder).messages[0]["content"][0]

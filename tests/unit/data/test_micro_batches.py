@@ -63,7 +63,7 @@ def test_longest_samples_fill_rows_first(lengths: list[int], expected: list[list
         (14, [[3, 1], [2], [4, 2]]),
     ],
 )
-def test_completions_share_a_row_while_they_fit(budget: int, expected: list[list[int]]) -> None:
+def test_completions_share_row_if_budget_allows(budget: int, expected: list[list[int]]) -> None:
     long, short = sample(10), sample(4)
     completions = [sample(3, long), sample(4, short), sample(2, long), sample(2, short), sample(1, long)]
     rows = cut_into_rows(completions, budget)

@@ -212,7 +212,7 @@ def test_file_row_gains_options_without_prompt_change(dataset):
 @pytest.mark.parametrize(
     "completion", ["B", "(B)", "The answer is B", "The tram", "B) The tram", "I think it is the tram."]
 )
-def test_validation_and_rewards_read_its_answers(dataset, completion):
+def test_validation_and_rewards_use_options_in_question(dataset, completion):
     assert is_correct(completion, dataset[0])
     assert single_choice_lenient(completion, dataset[0]) == 1
 
@@ -232,7 +232,7 @@ def test_strict_rewards_resolve_reference_not_completion(answer):
     assert single_choice("I think B", sample) == ordinal_choice("I think B", sample) == 0
 
 
-def test_numbers_among_the_options_keep_their_distance():
+def test_ordinal_reward_compares_numeric_options_by_value():
     sample = asks("How many?\nA) 1\nB) 2\nC) 5", "2", options={"A": "1", "B": "2", "C": "5"})
     assert [ordinal_choice(text, sample, step=0.25) for text in ("2", "5", "B", "C")] == [1, 0.25, 1, 0.75]
 
@@ -240,7 +240,7 @@ def test_numbers_among_the_options_keep_their_distance():
 @pytest.mark.parametrize(
     ("completion", "right"), [("No", 1), ("No, there is none.", 1), ("Yes, one.", 0), ("no idea", 0)]
 )
-def test_yes_no_question_is_graded_as_such(dataset, completion, right):
+def test_yes_no_question_requires_clear_answer(dataset, completion, right):
     assert get_question_kind(dataset[1]) == "yes_no"
     assert is_correct(completion, dataset[1]) == bool(right)
     assert single_choice_lenient(completion, dataset[1]) == right

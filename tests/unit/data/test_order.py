@@ -20,7 +20,7 @@ def parts(*given: int | tuple[int, float]) -> list[WeightedRows]:
     return result
 
 
-def test_rows_follow_each_other_through_the_epochs():
+def test_unshuffled_epochs_repeat_rows_in_order():
     order = StepOrder(parts(20), batch_size=2, epochs=2, shuffle=False)
     assert order.num_steps == 20
     assert order.indices(3) == [6, 7]
@@ -57,7 +57,7 @@ def test_weight_below_one_varies_rows_between_epochs():
     assert set(first) != set(second)
 
 
-def test_max_steps_stops_earlier_but_adds_nothing():
+def test_max_steps_only_shortens_the_run():
     assert StepOrder(parts(20), batch_size=2, max_steps=3).num_steps == 3
     assert StepOrder(parts(20), batch_size=2, max_steps=99).num_steps == 10
 

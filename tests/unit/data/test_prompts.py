@@ -86,7 +86,7 @@ def spoil(rows: Path) -> None:
     next(rows.parent.glob("3_*.png")).write_bytes(b"no image")
 
 
-def test_a_bad_row_stops_every_rank(rows, tiny_qwen3_vl):
+def test_bad_row_error_reaches_every_rank(rows, tiny_qwen3_vl):
     spoil(rows)
     with pytest.raises(DataError, match=r"rows\.jsonl, row 4: .*3_\d\.png"):
         batches(config(rows, tiny_qwen3_vl), 1)
@@ -111,7 +111,7 @@ def test_bad_row_in_worker_is_skipped(rows, tiny_qwen3_vl):
     assert [text.count("row 4") for text in prompts.skipped] == [1]
 
 
-def test_row_failing_the_check_is_bad(rows, tiny_qwen3_vl):
+def test_row_rejected_by_check_counts_as_bad(rows, tiny_qwen3_vl):
     def check(sample: Sample) -> None:
         if sample.id == "0":
             raise DataError("not this one")
@@ -149,7 +149,7 @@ def test_prompt_length_respects_micro_batch_token_budget(rows, tiny_qwen3_vl):
         build_prompt_encoder(settings, build_encoder(settings, tiny_qwen3_vl)).encode_prompt(prompt)
 
 
-def test_a_prompt_is_measured_without_its_answer(rows, tiny):
+def test_prompt_length_excludes_reference_answer(rows, tiny):
     settings = config(rows, tiny)
     training, _ = open_datasets(settings.data)
     encoder = build_prompt_encoder(settings, build_encoder(settings, tiny))

@@ -206,7 +206,7 @@ def test_unimportable_adapter_is_reported(folder):
 
 
 @pytest.mark.parametrize("split", ["train_sft", "test"])
-def test_split_is_matched_by_full_name(folder, split):
+def test_split_name_must_match_completely(folder, split):
     for name in ("train_sft", "test"):
         (folder / f"{name}.jsonl").write_text(json.dumps(row(0, answer=name)) + "\n")
     (folder / "rows.jsonl").unlink()
@@ -214,7 +214,7 @@ def test_split_is_matched_by_full_name(folder, split):
     assert training[0].answer == split
 
 
-def test_a_missing_field_names_row_and_field(folder):
+def test_missing_field_error_names_row_and_field(folder):
     write(folder, [{"id": "0", "answer": "a"}])
     with pytest.raises(DataError, match=r"rows\.jsonl.*the columns id, answer do not match the format question"):
         open_datasets(config(folder))[0][0]

@@ -46,7 +46,7 @@ def test_shared_prompt_counts_once_per_row(packing: bool, spans: list[tuple[int,
     assert work.grids == [(1, 2, 4)] * 2
 
 
-def test_a_pair_of_answers_shares_its_prompt() -> None:
+def test_pair_of_answers_counts_prompt_once() -> None:
     prompt = sample(7, 0)
     work = compute_work([[sample(2, 2, parent=prompt), sample(3, 3, parent=prompt)]], packing=True)
     assert work.spans == [(7, 0), (2, 7), (3, 7)]

@@ -400,7 +400,7 @@ def test_cosmos_file_accepts_parts_or_json_text(tmp_path, as_text):
     assert sample.messages[0]["content"][1] == {"type": "text", "text": "q"}
 
 
-def test_cosmos_names_the_clip_that_is_missing(tmp_path, monkeypatch):
+def test_missing_cosmos_clip_is_named_in_error(tmp_path, monkeypatch):
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
     data = cosmos_folder(tmp_path / "set", "robovqa", None, "8.mp4")
     source = open_source(data)
@@ -410,7 +410,7 @@ def test_cosmos_names_the_clip_that_is_missing(tmp_path, monkeypatch):
         source.sample(0)
 
 
-def test_an_archive_cannot_write_outside_its_folder(tmp_path, monkeypatch):
+def test_archive_cannot_unpack_outside_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
     data = cosmos_folder(tmp_path / "set", "robovqa", None, "7.mp4")
     with tarfile.open(tmp_path / "set/robovqa/clips.tar.gz", "w:gz") as packed:
@@ -440,7 +440,7 @@ def test_custom_adapter_is_found_by_path(tmp_path):
     assert len(held_out) == 0
 
 
-def test_an_unknown_adapter_names_the_nearest():
+def test_unknown_adapter_error_suggests_nearest_name():
     with pytest.raises(ConfigError, match='did you mean "llava"'):
         find_adapter("lava")
 

@@ -59,11 +59,11 @@ def test_question_without_answer_is_accepted(folder, answer):
 
 
 @pytest.mark.parametrize("pattern", [FORMAT, COSMOS_FORMAT])
-def test_requested_format_matches_rewarded_format(pattern):
+def test_system_prompt_requests_the_rewarded_format(pattern):
     assert describe_format_problem(f"{REQUEST}\n{TEXT}", pattern) is None
 
 
-def test_one_file_is_enough(folder):
+def test_data_path_may_be_single_annotation_file(folder):
     file = folder / "robovqa" / "robovqa_rl_qa_pairs.json"
     [sample] = open_rows(folder, [ROW], path=str(file), subset=None, split="train")
     assert sample.answer == "B"
@@ -109,7 +109,7 @@ def test_optionless_question_and_lowercase_letter_are_accepted(folder):
     assert second.answer == "B"
 
 
-def test_a_row_may_show_an_image(folder):
+def test_row_may_have_image_instead_of_video(folder):
     Image.new("RGB", (28, 28)).save(folder / "robovqa" / "clips" / "7.jpg")
     row = {"video": None, "image": "images/7.jpg", "qa_pairs": CHOICE}
     [sample] = open_rows(folder, [row])

@@ -39,19 +39,19 @@ def test_needed_memory_is_share_training_and_margin() -> None:
         (40, True, 24),  # 36 are missing; all that can move is 24
     ],
 )
-def test_auto_moves_only_shortage_beyond_gradients(total: float, drop_gradients: bool, moved: float) -> None:
+def test_offload_auto_moves_only_missing_memory(total: float, drop_gradients: bool, moved: float) -> None:
     amount = choose_amount("auto", replace(TWO_BILLION, total=int(total * GIB)))
     assert amount.drop_gradients is drop_gradients
     assert amount.move_bytes == pytest.approx(moved * GIB, abs=2)
 
 
 @pytest.mark.parametrize("total", [40, 60, 80])
-def test_always_moves_everything(total: int) -> None:
+def test_offload_always_moves_all_state(total: int) -> None:
     assert choose_amount("always", replace(TWO_BILLION, total=total * GIB)) == OffloadAmount(True, 24 * GIB)
 
 
 @pytest.mark.parametrize(("total", "drop_gradients"), [(80, False), (70, True)])
-def test_never_moves_nothing_if_it_fits(total: int, drop_gradients: bool) -> None:
+def test_offload_never_moves_no_state(total: int, drop_gradients: bool) -> None:
     assert choose_amount("never", replace(TWO_BILLION, total=total * GIB)) == OffloadAmount(drop_gradients, 0)
 
 
@@ -71,7 +71,7 @@ def test_never_mode_omits_utilization_advice_if_none_fits() -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
-def test_state_on_the_host_does_not_move(mode: OffloadMode) -> None:
+def test_host_state_is_not_moved_again(mode: OffloadMode) -> None:
     """Move nothing with `offload_optimizer`: neither gradients nor optimizer are on the GPU."""
     memory = replace(TWO_BILLION, gradients=0, moments=0, masters=0)
     assert choose_amount(mode, memory).move_bytes == 0

@@ -29,12 +29,12 @@ def test_schedules_match_values_for_ten_steps(schedule: str, decay: list[float])
     assert factors(10, warmup=4, schedule=schedule) == pytest.approx(WARMUP_4 + decay, abs=5e-5)
 
 
-def test_floor_scales_decay_but_not_warmup() -> None:
+def test_minimum_rate_affects_decay_but_not_warmup() -> None:
     linear = factors(10, warmup=4, schedule="linear", min_lr_share=0.1)
     assert linear == pytest.approx(WARMUP_4 + [0.1 + 0.9 * share / 6 for share in (6, 5, 4, 3, 2, 1)])
 
 
-def test_decay_ends_at_the_floor() -> None:
+def test_decay_ends_at_minimum_learning_rate() -> None:
     for schedule in ("linear", "cosine", "sqrt", "wsd"):
         optim = OptimConfig(warmup=2, schedule=schedule, min_lr_share=0.25)
         assert compute_lr_factor(10, 10, optim) == pytest.approx(0.25)
@@ -44,7 +44,7 @@ def test_decay_ends_at_the_floor() -> None:
 @pytest.mark.parametrize(
     ("warmup", "total", "steps"), [(0.4, 10, 4), (0.07, 100, 7), (0.03, 10, 0), (0, 10, 0), (1, 10, 1), (30.0, 10, 10)]
 )
-def test_warmup_below_one_counts_as_share(warmup: float, total: int, steps: int) -> None:
+def test_warmup_below_one_is_fraction_of_steps(warmup: float, total: int, steps: int) -> None:
     assert count_warmup_steps(total, OptimConfig(warmup=warmup)) == steps
 
 

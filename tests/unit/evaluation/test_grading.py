@@ -92,7 +92,7 @@ def test_any_accepted_answer_is_right(parser, text, right):
         ("free_text", "The arm moves.", "the arm turns", False),
     ],
 )
-def test_other_kinds_must_match_the_reference(kind, text, answer, right):
+def test_non_choice_answers_must_equal_reference(kind, text, answer, right):
     assert is_right(kind, text, answer) is right
 
 

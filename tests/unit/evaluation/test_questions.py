@@ -95,7 +95,7 @@ def test_reasoning_prompt_requests_thoughts_and_answer(folder: Path) -> None:
         (3, "open", "Which way?\nAnswer the question using a single word or phrase."),
     ],
 )
-def test_kind_without_options_follows_from_the_answer(folder: Path, answer: Any, kind: str, text: str) -> None:
+def test_question_kind_without_options_follows_answer(folder: Path, answer: Any, kind: str, text: str) -> None:
     pair = {"question": "Which way?", "answer": answer}
     [question] = load(folder, [item("1", pair)])
     assert (question.kind, question.answer, question.options) == (kind, str(answer), None)
@@ -412,7 +412,7 @@ def test_rows_without_id_use_file_or_text(folder: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["clips/1.mp4", "clips/9.mp4"])
-def test_plain_rows_without_id_use_their_file(folder: Path, path: str) -> None:
+def test_rows_without_id_are_identified_by_file(folder: Path, path: str) -> None:
     without = {key: value for key, value in ROW.items() if key != "id"} | {"video": path}
     [question] = load_rows(folder, [without])
     assert question.video_id == path

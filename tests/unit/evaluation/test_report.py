@@ -177,7 +177,7 @@ def test_scorer_note_follows_run_settings(folder: Path, settings: dict[str, Any]
     assert "scorer_threshold is not set" not in page(folder).text
 
 
-def test_a_run_without_settings_is_scored(folder: Path) -> None:
+def test_run_without_saved_settings_is_scored(folder: Path) -> None:
     (folder / "run.json").unlink()
     assert read_settings(folder) == {}
     score_run(folder)
@@ -290,7 +290,7 @@ def test_page_loads_no_external_resources(folder: Path) -> None:
 # ---------------------------------------------------------------- comparison
 
 
-def test_a_comparison_is_in_every_report(folder: Path, tmp_path: Path) -> None:
+def test_comparison_appears_in_every_report(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "results" / "small" / "letter"
     write_results(other, "robovqa", "1", [made("1", answer="C"), made("1", 1)])
     (report,) = write_reports(folder, baseline=other)
@@ -342,7 +342,7 @@ def test_frames_are_downscaled_during_decoding(tmp_path: Path, monkeypatch: pyte
     assert [(picture.height, picture.width) for picture in sheet.pictures] == [(60, 160)] * 2
 
 
-def test_a_short_video_shows_each_frame_once(tmp_path: Path) -> None:
+def test_report_shows_each_short_video_frame_once(tmp_path: Path) -> None:
     sheet = pictures.draw_sheet([str(write_video(tmp_path / "v.mp4", 1))])
     assert len(sheet.pictures) == 1
     assert len(pictures.draw_sheet([str(write_video(tmp_path / "w.mp4", 3))]).pictures) == 3
@@ -362,7 +362,7 @@ def test_media_without_extension_are_recognised_by_content(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["v.mp4", "i.png"])
-def test_unreadable_media_leave_note(tmp_path: Path, name: str) -> None:
+def test_report_notes_unreadable_media(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"no picture at all")
     sheet = pictures.draw_sheet([str(tmp_path / name), str(tmp_path / "absent.mp4")])
     assert sheet.pictures == ()
@@ -371,7 +371,7 @@ def test_unreadable_media_leave_note(tmp_path: Path, name: str) -> None:
     assert "absent.mp4: no such file" in sheet.notes[1]
 
 
-def test_too_long_path_leaves_note() -> None:
+def test_report_notes_media_with_too_long_path() -> None:
     (note,) = pictures.draw_sheet(["/" + "x" * 5000 + ".mp4"]).notes
     assert note.endswith("no such file")
 
@@ -395,7 +395,7 @@ def test_pictures_of_wrong_answers_come_first(four: Path, frames: int | None, sh
     assert (f"{4 - len(shown)} of 4 questions are shown without their pictures" in page(four).text) == (len(shown) < 4)
 
 
-def test_pictures_stop_at_size_limit_by_default(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_pictures_are_limited_in_size(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_BYTES", 1)
     score_run(four)
     assert len(images(four)) == 1

@@ -117,7 +117,7 @@ ODD_NAMES += ["run", "summary", "a~b", "\ud800", "CON:", "a*b?"]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:20])
-def test_odd_names_become_safe_file_names(tmp_path: Path, name: str) -> None:
+def test_unsafe_names_become_safe_file_names(tmp_path: Path, name: str) -> None:
     file = locate_result_file(tmp_path, name, name)
     write_text(file, "[]")
     assert file.resolve().parent.parent == tmp_path.resolve()
@@ -285,7 +285,7 @@ def test_only_requested_data_sets_are_read(root: Path) -> None:
     ]
 
 
-def test_clip_name_may_be_run_or_summary(tmp_path: Path) -> None:
+def test_clip_may_be_named_run_or_summary(tmp_path: Path) -> None:
     for name in ("run", "summary"):
         write_results(tmp_path, "d", name, [made(name)])
     assert [result.video_id for result in read_run(find_run(tmp_path))] == ["run", "summary"]

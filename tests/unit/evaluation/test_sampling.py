@@ -70,7 +70,9 @@ def test_free_texts_get_more_tokens_than_letters(kind: QuestionKind, given: dict
         ("letter", 10, 0.5, 2570),
     ],
 )
-def test_each_retry_is_longer_and_hotter(answer_type: str, attempt: int, temperature: float, tokens: int) -> None:
+def test_each_retry_increases_length_and_temperature(
+    answer_type: str, attempt: int, temperature: float, tokens: int
+) -> None:
     result = choose_sampling(config(answer_type), "yes_no", attempt)
     assert result.temperature == pytest.approx(temperature)
     assert result.max_completion_length == tokens

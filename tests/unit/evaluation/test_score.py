@@ -32,7 +32,7 @@ def test_interval_follows_wilson() -> None:
     )  # (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
 
 
-def test_share_of_nothing_is_undefined() -> None:
+def test_share_of_zero_results_is_undefined() -> None:
     assert share(0, 0) == Proportion(0, 0, None, None)
 
 
@@ -69,7 +69,7 @@ def test_clustered_interval_follows_spread_between_clips() -> None:
     assert result == pytest.approx((0.5 - 4.302653 * 3**0.5 / 6, 0.5 + 4.302653 * 3**0.5 / 6), abs=1e-6)
 
 
-def test_the_clustered_interval_stays_within_its_bounds() -> None:
+def test_clustered_interval_stays_between_0_and_1() -> None:
     assert compute_clustered_interval([1, 1, 0, 0], list("aabb"), bounds=(0, 1)) == (0, 1)
 
 
@@ -164,7 +164,7 @@ def test_undefined_pearson_has_no_value(pairs: list[tuple[str, str]]) -> None:
     assert pearson.value is None
 
 
-def test_a_summary_is_plain_json(tmp_path: Path) -> None:
+def test_score_summary_is_plain_json(tmp_path: Path) -> None:
     results = several({}, WRONG, UNANSWERED, {"scores": {"x": 1.5}})
     document = json.loads(json.dumps(asdict(score(results, run="m/letter")), allow_nan=False))
     assert document["run"] == "m/letter"

@@ -225,7 +225,7 @@ def test_unusual_frames_are_sent_as_jpeg_video(
     }
 
 
-def test_vllm_shows_frames_of_training_in_a_file(stand_in: StandIn, tmp_path: Path) -> None:
+def test_video_file_request_preserves_training_frames(stand_in: StandIn, tmp_path: Path) -> None:
     video = pytest.importorskip("vllm.multimodal.video")
     clip = write_video(tmp_path / "v.mp4", 150)
     ask(answerer(stand_in.url), media_sample({"type": "video", "video": str(clip), "nframes": 4}))
@@ -324,7 +324,7 @@ def test_clips_with_different_frame_counts_are_rejected(stand_in: StandIn, tmp_p
 
 
 @pytest.mark.parametrize("form", ["file", "frames"])
-def test_an_unreadable_clip_is_the_questions_error(stand_in: StandIn, tmp_path: Path, form: str) -> None:
+def test_unreadable_clip_fails_only_its_question(stand_in: StandIn, tmp_path: Path, form: str) -> None:
     (tmp_path / "v.mp4").write_bytes(b"no video")
     bad = media_sample({"type": "video", "video": str(tmp_path / "v.mp4")})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
@@ -517,7 +517,7 @@ def test_server_failing_at_startup_is_reported(stand_in: StandIn) -> None:
         answerer(stand_in.url)
 
 
-def test_server_going_away_ends_the_evaluation(stand_in: StandIn) -> None:
+def test_lost_server_connection_ends_the_evaluation(stand_in: StandIn) -> None:
     server = answerer(stand_in.url)
 
     def respond(path: str, body: Any) -> None:

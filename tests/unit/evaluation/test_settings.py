@@ -28,7 +28,7 @@ def with_results(folder: Path) -> Path:
     return folder
 
 
-def test_settings_may_change_before_any_answer(tmp_path: Path) -> None:
+def test_settings_may_change_before_first_answer(tmp_path: Path) -> None:
     open_run_folder(tmp_path, config(), MODEL)
     write_text(tmp_path / "robovqa" / "1.json", json.dumps([asdict(made(error="the server responds with 500"))]))
     open_run_folder(tmp_path, config(evaluation={"seed": 2}), MODEL)
@@ -55,7 +55,7 @@ def test_changed_settings_or_weights_are_rejected(
 @pytest.mark.parametrize(
     "changes", [{"datasets": ["robovqa", "av"]}, {"evaluation": {"limit": 5, "batch_size": 2, "media_memory_gib": 1.0}}]
 )
-def test_more_questions_and_other_batches_continue(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_more_questions_and_batch_sizes_may_continue(tmp_path: Path, changes: dict[str, Any]) -> None:
     open_run_folder(with_results(tmp_path), config(**changes), MODEL)
 
 

@@ -100,7 +100,7 @@ def test_trimmed_video_is_stamped_with_original_times(encoders, tmp_path) -> Non
     assert np.array_equal(frames, stamp(bare, [2.0, 4.5], border=border))
 
 
-def test_images_have_no_time(encoders, tmp_path) -> None:
+def test_images_get_no_time_label(encoders, tmp_path) -> None:
     Image.new("RGB", (64, 64), "red").save(tmp_path / "a.png")
     sample = question({"type": "image", "image": str(tmp_path / "a.png")})
     plain, stamped = (encoder.encode_prompt(sample).encoded for encoder in encoders)

@@ -54,11 +54,11 @@ def config(**changes: Any) -> EvalConfig:
         ({"nframes": 8, "video_start": 1.0}, {"nframes": 8}),
     ],
 )
-def test_only_set_keys_are_stored(settings: dict[str, Any], stored: dict[str, Any]) -> None:
+def test_only_explicit_vision_settings_are_stored(settings: dict[str, Any], stored: dict[str, Any]) -> None:
     assert collect_trained_vision([("a", VisionConfig(**settings))]) == TrainedVision(stored)
 
 
-def test_sources_with_other_settings_are_listed() -> None:
+def test_sources_with_different_settings_are_listed() -> None:
     sources = [("a", VisionConfig(fps=1)), ("b", VisionConfig()), ("c", VisionConfig(fps=1))]
     assert collect_trained_vision(sources) == TrainedVision({"fps": 1.0}, ["b"])
 
@@ -112,7 +112,7 @@ def test_settings_and_their_origin_are_described(
         ({"evaluation": {"fps": 4}, "vision": {"nframes": 6}}, {"nframes": 6, "min_pixels": 1000, "max_pixels": 81920}),
     ],
 )
-def test_evaluation_takes_settings_of_the_export(export: Path, changes: dict[str, Any], used: dict[str, Any]) -> None:
+def test_evaluation_uses_vision_settings_of_export(export: Path, changes: dict[str, Any], used: dict[str, Any]) -> None:
     local = config(model={"path": str(export)}, **changes)
     applied = apply_choice(local, choose_evaluation_vision(local))
     assert applied.merge_vision().model_dump(exclude_none=True) == used
@@ -132,7 +132,7 @@ def test_source_settings_take_precedence_over_training(export: Path) -> None:
     assert vision.model_dump(exclude_none=True) == {"fps": 2.0, "max_pixels": 500}
 
 
-def test_older_export_takes_settings_of_its_run(export: Path) -> None:
+def test_older_export_uses_settings_of_its_run(export: Path) -> None:
     (export / "dsreason_vision.json").unlink()
     assert read_trained_vision(export) == TrainedVision({"nframes": 6})
     sources = [{"path": "a.jsonl", "vision": {"fps": 1.0}}, {"adapter": "mine.py:Rows", "vision": {}}]
@@ -140,7 +140,7 @@ def test_older_export_takes_settings_of_its_run(export: Path) -> None:
     assert read_trained_vision(export) == TrainedVision({"fps": 1.0}, ["mine.py:Rows"])
 
 
-def test_other_model_keeps_the_defaults(tiny_qwen3_vl: Path) -> None:
+def test_unrelated_model_keeps_default_vision_settings(tiny_qwen3_vl: Path) -> None:
     local = config(model={"path": str(tiny_qwen3_vl)})
     choice = choose_evaluation_vision(local)
     assert choice.trained is None

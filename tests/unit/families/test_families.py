@@ -8,7 +8,7 @@ from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, get_family
 
 
-def test_unsupported_model_type_names_the_supported_ones() -> None:
+def test_unsupported_model_type_error_lists_supported_types() -> None:
     with pytest.raises(CheckpointError, match=r"'qwen2_vl' is not supported.*Qwen2\.5-VL \(qwen2_5_vl\).*qwen3_vl"):
         get_family("qwen2_vl")
 

@@ -30,7 +30,7 @@ def test_group_normalized_divides_by_the_population_std(rewards, expected):
     assert group_normalized(torch.tensor([rewards]).float())[0].tolist() == pytest.approx(expected, abs=2e-6)
 
 
-def test_group_centered_does_not_divide():
+def test_group_centered_advantages_are_not_scaled():
     assert group_centered(torch.tensor([[1.0, 0, 0, 0]])).tolist() == [[0.75, -0.25, -0.25, -0.25]]  # cosmos-rl
 
 

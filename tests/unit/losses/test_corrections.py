@@ -40,7 +40,7 @@ def test_correction_weights_match_hand_computed_values(correction, bounds, expec
 
 
 @pytest.mark.parametrize("correction", [token_mask, sequence_mask, geometric_mask])
-def test_a_weight_at_a_bound_is_kept(correction):
+def test_correction_weight_at_bound_is_kept(correction):
     assert correction(torch.zeros(5), SEQUENCE, low=1.0, high=1.0).tolist() == [1] * 5
 
 
@@ -56,7 +56,7 @@ def test_geometric_mask_keeps_long_sequence():
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_equal_policies_weigh_one(name):
+def test_equal_policies_have_correction_weight_one(name):
     assert CORRECTIONS[name](torch.zeros(5), SEQUENCE).tolist() == [1] * 5
 
 
@@ -72,5 +72,5 @@ def test_overflowing_product_is_truncated_or_masked(name):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_no_tokens_give_no_weights(name):
+def test_empty_micro_batch_has_no_correction_weights(name):
     assert CORRECTIONS[name](torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)

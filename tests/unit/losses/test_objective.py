@@ -41,7 +41,7 @@ def test_dual_clip_bounds_negative_advantage_ratio() -> None:
     assert loss.loss.item() == pytest.approx(3.0)
 
 
-def test_correction_bounds_override_published_ones() -> None:
+def test_configured_correction_bounds_override_published_bounds() -> None:
     log_ratio, sequence = torch.tensor([1.0, 3.0, 0.25]).log(), torch.zeros(3, dtype=torch.int64)
     for settings, expected in (
         ({}, [1, 2, 0.25]),

@@ -5,7 +5,7 @@ import torch
 from dsreason.losses.sequences import average_by_sequence, count_sequence_tokens, sum_by_sequence
 
 
-def test_tokens_get_sequence_count_sum_and_mean():
+def test_tokens_receive_length_sum_and_mean():
     # sequence 1 has no token here; the tokens of a sequence need not lie together
     sequence = torch.tensor([0, 2, 0, 2, 2])
     values = torch.tensor([1.0, 2.0, 5.0, 3.0, 4.0])

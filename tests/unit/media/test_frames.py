@@ -57,13 +57,13 @@ def test_pattern_is_ordered_by_numbers(folder, pattern, numbers):
     assert list_names(folder / pattern) == [f"f_{number}.png" for number in numbers]
 
 
-def test_natural_order_of_names():
+def test_frame_files_are_sorted_in_natural_order():
     names = ["b2", "a10", "a9b10", "a9b9", "a09", "a", "10", "9"]
     assert sorted(names, key=frames.make_natural_key) == ["9", "10", "a", "a09", "a9b9", "a9b10", "a10", "b2"]
 
 
 @pytest.mark.parametrize("path", ["clip [1]/f_0.png", "gone.mp4", "gone", "clip [1]/*.jpg", "clip [1]/dep*"])
-def test_other_paths_are_no_frames(folder, path):
+def test_ordinary_paths_are_not_frame_lists(folder, path):
     assert frames.list_frames(str(folder.parent / path)) is None
 
 
@@ -107,7 +107,7 @@ def test_pattern_on_s3_is_refused():
         ({"timestamps": [0, 1, float("nan")]}, r"timestamps\[2\] is nan"),
     ],
 )
-def test_wrong_times_are_refused(times, words):
+def test_invalid_frame_times_are_rejected(times, words):
     with pytest.raises(DataError, match=words):
         frames.write_frame_list(["a.png", "b.png", "c.png"], times)
 
@@ -124,13 +124,13 @@ def test_wrong_times_are_refused(times, words):
         ({"timestamps": [0, 0.001, 0.002]}, (0, 0.001, 0.002), 1000, ()),
     ],
 )
-def test_times_of_frames(times, seconds, fps, timestamps):
+def test_frame_times_follow_rate_or_timestamps(times, seconds, fps, timestamps):
     written = frames.read_frame_list(str(frames.write_frame_list(["a.png", "b.png", "c.png"], times)))
     assert (written.paths, written.seconds, written.fps) == (("a.png", "b.png", "c.png"), seconds, pytest.approx(fps))
     assert written.timestamps == timestamps
 
 
-def test_same_frames_have_the_same_list(folder):
+def test_equal_frames_share_one_list_file(folder):
     assert write(folder, [0, 1], fps=2) == write(folder, [0, 1], fps=2.0) == write(folder, [0, 1], timestamps=[0, 0.5])
     assert write(folder, [0, 1], fps=2) != write(folder, [1, 0], fps=2)
 
@@ -192,7 +192,7 @@ def test_damaged_list_is_reported(folder):
         probe_video(path)
 
 
-def test_part_is_expanded_for_other_programs(folder):
+def test_frame_list_is_expanded_for_other_programs(folder):
     part = {"type": "video", "video": write(folder, [0, 1], timestamps=[1, 3]), "fps": 4, "max_pixels": 9}
     files = [str(folder / f"f_{number}.png") for number in (0, 1)]
     assert frames.expand_part(part) == {"type": "video", "video": files, "timestamps": [1, 3], "max_pixels": 9}

@@ -76,13 +76,13 @@ def test_16_bit_grey_is_scaled_not_clipped(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "L", "1"])
-def test_other_modes_are_converted_to_rgb(tmp_path, mode):
+def test_non_rgb_images_are_converted_to_rgb(tmp_path, mode):
     path = tmp_path / ("a.tiff" if mode == "1" else "a.jpg")
     Image.new(mode, (8, 8)).save(path)
     assert load_image(path).mode == "RGB"
 
 
-def test_a_truncated_image_names_the_file(tmp_path):
+def test_truncated_image_error_names_the_file(tmp_path):
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:4000])
     with pytest.raises(DataError, match=r"b\.png: is not a usable image"):
@@ -119,7 +119,7 @@ def test_only_file_urls_are_accepted_as_paths(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.mov", "a.avi", "a.ts"])
-def test_frame_count_rate_and_every_frame(tmp_path, name):
+def test_video_probe_matches_decoded_frames(tmp_path, name):
     codec = "mpeg4" if name == "a.avi" else "libx264"
     path = write_video(tmp_path / name, 12, codec=codec)
     info = probe_video(path)
@@ -234,7 +234,7 @@ def test_frames_are_resized_like_hugging_face(tmp_path):
     assert torch.equal(resized, expected)
 
 
-def test_a_truncated_video_names_the_file(tmp_path):
+def test_truncated_video_error_names_the_file(tmp_path):
     content = write_video(tmp_path / "a.mp4", 100, options={"movflags": "faststart"}).read_bytes()
     (tmp_path / "b.mp4").write_bytes(content[: len(content) * 3 // 4])
     with pytest.raises(DataError, match=r"b\.mp4: .*truncated"):
@@ -268,7 +268,7 @@ def test_a_sound_file_has_no_video_stream(tmp_path):
         probe_video(tmp_path / "a.wav")
 
 
-def test_too_many_frames_are_refused(tmp_path, monkeypatch):
+def test_video_with_too_many_frames_is_rejected(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", 12)
     monkeypatch.setattr(videos, "MAX_VIDEO_FRAMES", 10)
     with pytest.raises(DataError, match=r"a\.mp4: claims to have 12 frames, but the maximum is 10"):

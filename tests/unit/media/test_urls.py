@@ -72,7 +72,7 @@ def send_page(connection: socket.socket, over: threading.Event) -> None:
 # ---------------------------------------------------------------- fetching
 
 
-def test_two_uses_need_one_fetch() -> None:
+def test_repeated_url_is_fetched_once() -> None:
     with misbehaving(SENDS_PNG) as server:
         files = [fetch(f"{server.url}/pictures/a.png") for _ in range(2)]
     assert len(server.requests) == 1
@@ -80,7 +80,7 @@ def test_two_uses_need_one_fetch() -> None:
     assert (files[0].name, files[0].read_bytes()) == ("a.png", PNG)
 
 
-def test_concurrent_uses_need_one_fetch() -> None:
+def test_concurrently_used_url_is_fetched_once() -> None:
     def answer_slowly(connection: socket.socket, over: threading.Event) -> None:
         time.sleep(0.1)
         SENDS_PNG(connection, over)
@@ -105,7 +105,7 @@ def test_queries_are_sent_and_distinguish_files() -> None:
     ("path", "name"),
     [("/photo", "photo"), ("/", "file"), ("", "file"), ("/%2e%2e", "file"), ("/a%2Fb%20c.png", "a_b_c.png")],
 )
-def test_url_decides_the_file_name(cache: Path, path: str, name: str) -> None:
+def test_cached_file_name_depends_on_url(cache: Path, path: str, name: str) -> None:
     with misbehaving(SENDS_PNG) as server:
         file = fetch(server.url + path)
     assert (file.name, file.read_bytes()) == (name, PNG)
@@ -121,7 +121,7 @@ def test_credentials_of_url_are_sent_but_masked() -> None:
     assert message.startswith(f"{server.url.replace('://', '://…@')}/b.png?…: the server responds with 404 Not Found;")
 
 
-def test_unavailable_server_is_asked_again() -> None:
+def test_request_to_unavailable_server_is_retried() -> None:
     with misbehaving(in_turn(content(b"", status="503 Busy"), lambda *_: None, SENDS_PNG)) as server:
         assert fetch(f"{server.url}/a.png").read_bytes() == PNG
     assert len(server.requests) == 3
@@ -215,7 +215,7 @@ def test_invalid_url_is_rejected(url: str) -> None:
         ("2002:7f00:1::", False),
     ],
 )
-def test_private_addresses_are_known(address: str, public: bool) -> None:
+def test_private_addresses_are_recognized(address: str, public: bool) -> None:
     assert is_public(address) is public
 
 
@@ -263,7 +263,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]) ->
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
 
-def test_name_of_private_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_with_private_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve(monkeypatch, {"pictures.example": ["169.254.169.254"]})
     message = fail("https://pictures.example/a.png", allow_private=False)
     assert message.startswith("https://pictures.example/a.png: 169.254.169.254 is not a public address;")
@@ -300,7 +300,7 @@ def test_proxy_gets_names_but_no_private_address(monkeypatch: pytest.MonkeyPatch
     assert [request.split()[1] for request in proxy.requests] == [f"http://{host}/a.png".encode()] * contacted
 
 
-def test_unusable_proxy_is_no_fault_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_proxy_is_not_row_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "nonsense://proxy")
     with pytest.raises(ConfigError, match="requests cannot be sent"):
         fetch("http://127.0.0.1:1/a.png")

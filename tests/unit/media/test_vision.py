@@ -68,7 +68,7 @@ def test_single_frame_is_repeated_to_fill_patch():
     assert frames(1, 10) == [0, 0]
 
 
-def test_start_and_end_choose_the_range():
+def test_video_start_and_end_limit_sampling():
     frames = sample_frames(video(100, 10.0), {"fps": 2, "video_start": 2.0, "video_end": 5.0}, QWEN2_5_VISION)
     assert frames.indices[0] == 20 and frames.indices[-1] == 50
     assert frames.range_frames == 31 and len(frames.indices) == 6
@@ -109,7 +109,7 @@ def test_impossible_settings_error_names_both_numbers(part, message):
     "value", [1e308, 10**400, 1e16, math.inf, math.nan, -(10**400)], ids=lambda value: str(value)[:6]
 )
 @pytest.mark.parametrize("key", sorted(vision.PART_SETTINGS))
-def test_absurd_numbers_are_refused_with_the_limit(key, value):
+def test_excessive_vision_settings_are_rejected_with_limit(key, value):
     most = 150_000_000 if key == "min_pixels" else 10**15
     for use in (
         lambda part: sample_frames(video(100, 10.0), part, QWEN2_5_VISION),
@@ -121,7 +121,7 @@ def test_absurd_numbers_are_refused_with_the_limit(key, value):
 
 
 @pytest.mark.parametrize("key", ["resized_height", "resized_width"])
-def test_one_side_of_a_given_size_is_refused(key):
+def test_resized_height_requires_resized_width(key):
     with pytest.raises(DataError, match=rf"^{key} \(100\) needs resized_\w+; add it, or remove {key}$"):
         compute_image_size(100, 100, {key: 100}, QWEN2_5)
 

@@ -140,7 +140,7 @@ def test_completions_never_attend_to_each_other(model_path: Path, completions: l
     assert equal == [number != 4 for number in range(len(completions))]
 
 
-def test_trailing_dummy_media_change_nothing(model_path: Path, samples: list[EncodedSample]) -> None:
+def test_trailing_dummy_media_do_not_change_outputs(model_path: Path, samples: list[EncodedSample]) -> None:
     text = [samples[0], samples[4]]
     row = append_dummies(pack(text), [samples[1], samples[2]], pad_id=0)
     logprobs, gradients = results(policy(model_path), row)
@@ -182,7 +182,7 @@ def test_completions_are_grouped_by_prompt(samples: list[EncodedSample]) -> None
 
 
 @torch.no_grad()
-def test_empty_completion_changes_nothing(model_path: Path, completions: list[EncodedSample]) -> None:
+def test_empty_completion_does_not_change_outputs(model_path: Path, completions: list[EncodedSample]) -> None:
     item = policy(model_path)
     empty = completion(completions[3].parent, torch.empty(0, dtype=torch.int64))  # type: ignore[arg-type]
     with_empty = item(pack([*completions[:4], empty, *completions[4:]]))

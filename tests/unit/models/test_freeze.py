@@ -33,7 +33,7 @@ def matching(*parts: str) -> set[str]:
         (["patch_embed", "visual"], matching("visual.")),
     ],
 )
-def test_patterns_are_searched_in_names(patterns: list[str], expected: set[str]) -> None:
+def test_freeze_patterns_match_anywhere_in_names(patterns: list[str], expected: set[str]) -> None:
     assert check_freeze(NAMES, patterns) == expected
 
 
@@ -73,7 +73,7 @@ def test_no_pattern_freezes_nothing() -> None:
 
 
 @pytest.mark.parametrize("patterns", [["."], ["visual", "text"]])
-def test_freezing_everything_is_rejected_and_changes_nothing(patterns: list[str]) -> None:
+def test_freezing_all_parameters_is_rejected(patterns: list[str]) -> None:
     model = small_model()
     with pytest.raises(ConfigError, match="freezes all 4 parameters"):
         freeze(model, patterns)

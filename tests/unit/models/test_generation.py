@@ -110,7 +110,7 @@ def make_certain(model: PreTrainedModel, token: int) -> None:
     model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
-def test_export_names_turn_end(base: Path, tmp_path: Path) -> None:
+def test_exported_generation_config_includes_turn_end(base: Path, tmp_path: Path) -> None:
     before = json.loads((base / "generation_config.json").read_text())
     exported = write_model_folder([("a", torch.ones(2))], base, tmp_path / "out")
     assert json.loads((exported / "generation_config.json").read_text()) == {**before, "eos_token_id": [END, TURN_END]}

@@ -115,7 +115,7 @@ def test_every_wrong_tensor_is_listed(tiny: Path) -> None:
     assert f"1 with a different shape: {expected}" in str(error.value)
 
 
-def test_untied_model_without_lm_head_is_refused(tiny: Path) -> None:
+def test_untied_model_requires_an_lm_head(tiny: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
         load_model(edit_config(tiny, tie_word_embeddings=False), dtype=torch.float32)
 
@@ -161,7 +161,7 @@ def test_pickled_weights_are_refused(tiny: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )
-def test_model_that_cannot_be_trained_is_refused(tiny: Path, values: dict[str, object], message: str) -> None:
+def test_untrainable_model_is_rejected(tiny: Path, values: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_model_config(edit_config(tiny, **values))
 

@@ -98,7 +98,7 @@ def test_extreme_logits_do_not_overflow():
     assert compute_token_logprobs(hidden, weight, torch.tensor([1]))[0].item() == -1e4
 
 
-def test_no_tokens_give_zero_gradients():
+def test_empty_targets_give_zero_gradients():
     head = LogprobHead(4, 6, bias=False)
     logprobs = head(torch.randn(1, 4), torch.tensor([2]))[:0]
     logprobs.sum().backward()
@@ -137,7 +137,7 @@ def test_chunks_are_larger_on_a_gpu(with_entropy, device, expected, monkeypatch)
     assert sizes == expected
 
 
-def test_only_last_chunk_logits_are_computed_once(monkeypatch):
+def test_backward_reuses_only_last_chunk(monkeypatch):
     sizes, logits = [], logprobs._compute_logits
     monkeypatch.setattr(
         logprobs, "_compute_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest)

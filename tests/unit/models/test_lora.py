@@ -48,7 +48,7 @@ def test_vision_option_adds_tower_and_merger_adapters(model: Any) -> None:
     assert added == {f"model.visual.{name}" for name in linear}
 
 
-def test_targets_are_searched_in_names(model: Any) -> None:
+def test_lora_targets_match_anywhere_in_names(model: Any) -> None:
     assert layers(model, targets=[r"layers\.1\..*\.[qv]_proj"]) == [
         "model.language_model.layers.1.self_attn.q_proj",
         "model.language_model.layers.1.self_attn.v_proj",

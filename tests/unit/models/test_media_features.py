@@ -97,7 +97,7 @@ def test_logprobs_and_gradients_equal_those_of_transformers(model: PreTrainedMod
         torch.testing.assert_close(result[name], gradient, rtol=1e-4, atol=5e-6 * float(gradient.abs().max() + 1))
 
 
-def test_text_row_does_not_call_the_tower(model: PreTrainedModel) -> None:
+def test_text_row_does_not_run_vision_tower(model: PreTrainedModel) -> None:
     row = replace(make_row(model, "image", 0), mm_kwargs={})
     text = replace(row, input_ids=torch.full_like(row.input_ids, 7), mm_token_type_ids=row.mm_token_type_ids * 0)
     batch = collate([text], pad_id=0)
@@ -149,7 +149,7 @@ def test_batch_keeps_grids_and_types_on_host(model: PreTrainedModel) -> None:
     assert batch.mm_kwargs["pixel_values"].device.type == batch.input_ids.device.type == "meta"
 
 
-def test_deepstack_matches_transformers(tiny_qwen3_vl: Path) -> None:
+def test_deepstack_features_match_transformers(tiny_qwen3_vl: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen3_vl, dtype=torch.float32)
     batch = collate([make_row(model, "image, video, image", 0)], pad_id=0)
     expected = transformers_logprobs(model, batch)
@@ -178,6 +178,6 @@ def test_patch_product_equals_the_convolution(tiny: Path, dtype: torch.dtype, bo
         assert float((values - reference).norm() / reference.norm()) <= bound
 
 
-def test_a_loaded_model_multiplies_patches(tiny: Path) -> None:
+def test_loaded_model_embeds_patches_by_matrix_product(tiny: Path) -> None:
     model = load_model(tiny, dtype=torch.float32)
     assert type(model.model.visual.patch_embed.proj) is PatchProduct

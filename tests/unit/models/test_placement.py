@@ -125,7 +125,9 @@ def planned(folder: Path, *shares: float) -> tuple[Any, dict[str, int | str]]:
 @pytest.mark.parametrize(
     ("shares", "expected"), [((0.9, 0.9), {0, 1}), ((0.6, 0.5, 0.5), {0, 1, 2}), ((0.7,), {0, "disk"})]
 )
-def test_layers_are_spread_whole_over_gpus(deep: Path, shares: tuple[float, ...], expected: set[int | str]) -> None:
+def test_whole_layers_are_distributed_across_gpus(
+    deep: Path, shares: tuple[float, ...], expected: set[int | str]
+) -> None:
     model, device_map = planned(deep, *shares)
     homes = {name: find_home(name, device_map) for name, _ in model.named_parameters()}
     assert set(homes.values()) == expected
@@ -134,7 +136,7 @@ def test_layers_are_spread_whole_over_gpus(deep: Path, shares: tuple[float, ...]
         assert len({home for name, home in homes.items() if name.startswith(part)}) == 1, part
 
 
-def test_inputs_follow_model_on_another_gpu(deep: Path) -> None:
+def test_inputs_are_moved_to_model_gpu(deep: Path) -> None:
     _, device_map = planned(deep, 0.0, 2.0)  # somebody else has the memory of the first
     assert set(device_map.values()) == {1}
     assert "" not in device_map  # which accelerate would take for the place of the inputs
@@ -143,7 +145,7 @@ def test_inputs_follow_model_on_another_gpu(deep: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "ranks", "expected"), [(0, 1, [0, 1, 2, 3]), (0, 2, [0, 2]), (1, 2, [1, 3]), (3, 4, [3])]
 )
-def test_ranks_share_the_gpus_of_host(
+def test_host_gpus_are_divided_among_ranks(
     monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, expected: list[int]
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

@@ -95,7 +95,7 @@ def test_shards_respect_size_and_index_is_complete(tmp_path: Path) -> None:
         assert all(tensor.shape == full[name].shape for name, tensor in tensors.items())
 
 
-def test_requested_dtype_is_written(tmp_path: Path) -> None:
+def test_tiny_checkpoint_has_requested_dtype(tmp_path: Path) -> None:
     folder = build_tiny("qwen3_vl", tmp_path, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"

@@ -29,7 +29,7 @@ def run_steps(folder: Path, profiled: list[int]) -> None:
 
 
 @pytest.mark.parametrize("profiled", [[], [2], [1, 3]])
-def test_only_chosen_steps_are_written(profiled, tmp_path: Path):
+def test_only_configured_steps_are_profiled(profiled, tmp_path: Path):
     run_steps(tmp_path / "profile", profiled)
     expected = {f"step_{step}.{ending}" for step in profiled for ending in ("json.gz", "txt")}
     assert {path.name for path in tmp_path.glob("profile/*")} == expected

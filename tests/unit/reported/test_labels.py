@@ -3,11 +3,11 @@
 Covered by other tests:
 
 - trl#5988 (the token that ends a turn is not trained) and trl#3751 (questions about images are trained):
-  tests/unit/data/test_chat.py::test_only_assistant_turns_are_trained
+  tests/unit/data/test_chat.py::test_loss_mask_covers_only_assistant_turns
 - trl#4147 and trl#4201 (the boundary of prompt and completion is off), the ids:
   tests/unit/data/test_chat.py::test_generation_prompt_is_prefix_of_training_ids
 - NeMo Automodel#3024 (the template shortens earlier turns, so the mask is off), without a published template:
-  tests/unit/data/test_chat.py::test_template_dropping_reasoning_fails_for_training_only
+  tests/unit/data/test_chat.py::test_template_may_drop_reasoning_except_in_training
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_empty_thoughts_of_row_are_trained(qwen3_vl: Encoder) -> None:
 
 
 @reported("Automodel#3024")
-def test_mask_ends_with_the_turn(qwen3_vl: Encoder) -> None:
+def test_loss_mask_ends_with_the_turn(qwen3_vl: Encoder) -> None:
     encoder = use_published_template(qwen3_vl, "qwen3")
     first, last = reply("<think>\nx\n</think>\n\none"), reply("<think>\ny\n</think>\n\ntwo")
     with pytest.raises(DataError, match=r"message 1: .*begins with '<think>\\nx.*template renders 'one<"):
@@ -89,7 +89,7 @@ def test_loss_mask_of_message_is_respected(qwen3_vl: Encoder, value: object) -> 
 
 
 @reported("LoongForge#89")
-def test_mask_of_tokens_is_rejected() -> None:
+def test_token_level_loss_mask_is_rejected() -> None:
     with pytest.raises(DataError, match=r"messages\[1\]: 'loss_mask' must be true, false, 0 or 1, but is \[0, 1\]"):
         read_row({"messages": [ask("a"), reply("no", loss_mask=[0, 1])]})
 

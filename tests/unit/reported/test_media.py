@@ -5,7 +5,7 @@ Covered by other tests:
 - sglang#33464 and ollama#18418 (the EXIF orientation is ignored):
   tests/unit/media/test_media.py::test_exif_rotation_applies_to_size_and_pixels
 - ms-swift#6523 and Qwen3-VL#1712 (frames given as a list always count as 2 per second):
-  tests/unit/data/test_frames.py::test_models_get_the_true_times
+  tests/unit/data/test_frames.py::test_models_receive_actual_frame_times
 - Qwen3-VL#1031 and lmms-eval#1393 (temporal positions at more than 2 frames per second):
   tests/unit/models/test_mrope.py::test_qwen2_5_video_time_is_truncated
 - 2U1/Qwen-VL-Series-Finetune#218 and #125 (number of vision tokens and features):
@@ -13,7 +13,7 @@ Covered by other tests:
   tests/unit/data/formats/test_media_columns.py::test_mismatched_media_are_rejected
 - LlamaFactory#8329, LlamaFactory#9313 and Qwen3-VL#556 (truncation cuts an image's tokens):
   tests/unit/data/test_chat.py::test_too_long_sample_error_shows_both_lengths,
-  tests/unit/data/test_loader.py::test_too_long_samples_follow_their_own_setting
+  tests/unit/data/test_loader.py::test_too_long_samples_are_skipped_or_rejected
 """
 
 from __future__ import annotations

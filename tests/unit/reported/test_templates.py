@@ -6,7 +6,7 @@ Covered by other tests:
 - trl#6361 and trl#6363 (the prompt opens the thoughts), without tool calls:
   tests/unit/data/test_chat.py::test_reasoning_opened_by_prompt_is_not_trained
 - trl#6361 (the answer of a completion that only closes its thoughts is not read):
-  tests/unit/answers/test_parsing.py::test_response_is_split_into_thoughts_and_answer
+  tests/unit/answers/test_parsing.py::test_response_is_split_into_reasoning_and_answer
 - lmdeploy#3475 (Qwen2.5-VL has another default system prompt than Qwen2.5):
   tests/unit/data/test_chat.py::test_text_tokens_and_loss_mask_match_chat_format
 """

@@ -121,7 +121,7 @@ def test_letter_takes_precedence_over_option_text():
         ("A", None, 0),
     ],
 )
-def test_without_options_letters_and_equal_text_count(completion, answer, expected):
+def test_choice_without_options_compares_letters_or_texts(completion, answer, expected):
     assert single_choice_lenient(completion, asks(answer)) == expected
 
 

@@ -49,7 +49,7 @@ def worth(completion, answer, **options):
         ("", "0", {}, 0.0),
     ],
 )
-def test_score_depends_on_tolerance_and_unit(completion, answer, options, expected):
+def test_numeric_score_depends_on_tolerance_and_unit(completion, answer, options, expected):
     assert worth(completion, answer, **options) == pytest.approx(expected)
 
 

@@ -133,7 +133,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("name", READS_REFERENCE)
-def test_long_repetitions_are_read_to_their_end(name):
+def test_long_repetitive_completion_is_scored_in_time(name):
     """Read long repetitions in linear time; quadratic reading, or worse, would take minutes."""
     sample = Sample("7", [], answer=REFERENCES[name])
     for attack in ATTACKS:

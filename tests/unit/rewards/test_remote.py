@@ -222,7 +222,7 @@ def test_wrong_response_is_explained_without_token(server, answer, text):
 
 
 @pytest.mark.parametrize("scores", [{"a": [""] * 100_000}, {str(i): "" for i in range(100_000)}])
-def test_only_first_wrong_value_is_kept(server, scores, monkeypatch):
+def test_only_first_invalid_server_value_is_reported(server, scores, monkeypatch):
     counts = []
     monkeypatch.setattr(
         remote_rewards, "describe_first_problem", lambda error, hide: counts.append(error.error_count()) or "wrong"
@@ -306,7 +306,7 @@ def test_both_environment_prefixes_are_read(prefix, address, monkeypatch):
         ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_TOKEN": f"{TOKEN}\n{TOKEN}"}, "line break"),
     ],
 )
-def test_a_wrong_environment_is_explained(environment, text, monkeypatch):
+def test_invalid_reward_server_environment_is_explained(environment, text, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as error:

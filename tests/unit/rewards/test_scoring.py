@@ -239,14 +239,14 @@ def test_array_with_dimensions_is_rejected(file):
         score({f"{file}:gives": 1.0}, completions=["__import__('numpy').array([1])"], samples=SAMPLES[:1])
 
 
-def test_none_is_left_out_of_total(file):
+def test_missing_score_is_omitted_from_total(file):
     scores = score({f"{file}:gives": 2.0}, completions=["None", "(None, {'tried': 1})", "0.5", "-1"])
     assert np.isnan(scores.total).tolist() == [True, True, False, False]
     assert scores.total[2:].tolist() == [1.0, -2.0]
     assert scores.metric_sums == {"gives/tried": (1.0, 1)}
 
 
-def test_other_functions_still_count_beside_none(file):
+def test_remaining_functions_count_despite_missing_score(file):
     scores = score({f"{file}:gives": 2.0, "format": 1.0}, completions=["None"], samples=SAMPLES[:1])
     assert scores.total.tolist() == [0.0]
     assert np.isnan(scores.by_function["gives"]).tolist() == [True]

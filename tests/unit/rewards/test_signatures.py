@@ -141,7 +141,7 @@ def test_batched_functions_get_columns_of_a_group(file, function, completions, s
     assert score(f"{file}:{function}", completions, samples).total.tolist() == expected
 
 
-def test_none_of_a_batch_is_no_score(file):
+def test_none_in_batch_means_no_score(file):
     total = score(f"{file}:none_for_empty", ["a", "", "b"], [sample(1)] * 3).total
     assert np.isnan(total).tolist() == [False, True, False]
 

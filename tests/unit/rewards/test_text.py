@@ -119,7 +119,7 @@ def test_exact_match_ignores_case_and_spaces(completion, answer, expected):
         ("#### 72", None, 0),
     ],
 )
-def test_gsm8k(completion, answer, expected):
+def test_gsm8k_reward_compares_hash_numbers(completion, answer, expected):
     assert gsm8k(completion, asks(answer)) == expected
 
 

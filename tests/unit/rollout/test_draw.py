@@ -77,6 +77,6 @@ def test_streams_depend_only_on_seed_and_prompt() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_completion_length": 0}]
 )
-def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_sampling_settings_are_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)

@@ -60,7 +60,7 @@ def test_padding_share_excludes_sample_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert metrics == {"perf/padding": pytest.approx(1 / 3)}  # of 2 x 3
 
 
-def test_ranks_sharing_a_row_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_row_counts_once_in_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     # 4 tokens, 10 pairs and 1 trained are 1,500; both ranks say so.
     with_other_rank(monkeypatch, 4, 4, 1500)
     samples = [sample(4, 1)]

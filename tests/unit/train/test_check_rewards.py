@@ -183,18 +183,18 @@ def try_functions(tmp_path: Path, *names: str, **reward: Any) -> None:
         ("waits", r"row 2: reward .*mine.py:waits.* within the time limit of 0.5 s"),
     ],
 )
-def test_own_function_is_tried_on_row_it_scores(tmp_path, name, text):
+def test_custom_reward_is_tried_on_selected_row(tmp_path, name, text):
     with pytest.raises(RewardError, match=text) as error:
         try_functions(tmp_path, "length", name, only={name: {"level": [2]}}, time_limit=0.5)
     assert "row's answer as completion ('left')" in str(error.value)
 
 
-def test_own_function_without_rows_is_reported(tmp_path, caplog):
+def test_custom_reward_without_rows_is_reported(tmp_path, caplog):
     try_functions(tmp_path, "length", "fails", only={"fails": {"level": [4]}})
     assert 'mine.py:fails": reward.only selects none of the 3 rows that were inspected' in caplog.text
 
 
-def test_servers_are_not_tried(tmp_path, monkeypatch):
+def test_reward_servers_are_not_called_by_check(tmp_path, monkeypatch):
     monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # nobody listens
     settings = config("judge", "remote:quality", "exact_match")
     try_user_functions(settings, [("rows.jsonl, row 1", asks("q"))], lambda text: [])

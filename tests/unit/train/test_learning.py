@@ -40,14 +40,14 @@ def test_warning_describes_window_and_summary_whole_run(caplog: pytest.LogCaptur
     assert watch.summarize() == []  # 5 x 20 - 3 x 9 is positive
 
 
-def test_same_warning_is_repeated_rarely(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_learning_warning_is_rate_limited(caplog: pytest.LogCaptureFixture) -> None:
     watch = LearningWatch(lambda total: {"a": f"a {total}"} | ({"b": "b"} if watch.num_steps > 50 else {}))
     for _ in range(WINDOW + REPEAT_AFTER):
         watch.add(1)
     assert caplog.messages == ["a 10", "b", "a 10"]
 
 
-def test_unused_watch_has_no_problems() -> None:
+def test_learning_watch_without_steps_reports_nothing() -> None:
     watch = LearningWatch(find_negative)
     assert watch.list_recent() == watch.summarize() == []
 
@@ -121,7 +121,7 @@ def test_run_that_learned_nothing_ends_with_error(tmp_path: Path) -> None:
         ([False, False], ["warning: nothing was learned in the 2 steps, so", "warning: rows: some skipped"]),
     ],
 )
-def test_run_that_learned_or_was_trial_succeeds(tmp_path: Path, learned: list[bool], lines: list[str]) -> None:
+def test_run_with_learning_or_trial_succeeds(tmp_path: Path, learned: list[bool], lines: list[str]) -> None:
     finished = Finished(tmp_path, learned)
     finished.run.finish(["rows: some skipped"])
     printed = [line for line in finished.lines if line.startswith("warning: ")]

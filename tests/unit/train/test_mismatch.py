@@ -57,7 +57,7 @@ def test_mismatch_metrics_match_formula() -> None:
     assert [item.id for item in find_worst(result)] == ["7", "8"]
 
 
-def test_mean_mismatch_decides_over_worst_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mean_mismatch_stops_run_regardless_of_outliers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = RolloutConfig(mismatch_warn=0.02, mismatch_stop=0.5)
     ones = [Mismatch("7", "video", "left", 100, 1.0, 9.0, 3)]
     check({"mismatch/kl": 0.01, "mismatch/max_abs_logprob": 9.0}, ones, config, 4, tmp_path)

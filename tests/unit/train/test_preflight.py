@@ -39,7 +39,7 @@ def config(folder: Path, model: Path, rows: list[dict[str, Any]], **sections: An
     )
 
 
-def test_rows_prompts_and_rewards_that_fit_pass(tmp_path, tiny_qwen3_vl):
+def test_valid_rows_prompts_and_rewards_pass_preflight(tmp_path, tiny_qwen3_vl):
     check_grpo(config(tmp_path, tiny_qwen3_vl, ROWS, data={"validation": 2}))
 
 
@@ -162,7 +162,7 @@ def test_answer_outside_options_is_reported_with_row(tmp_path, tiny_qwen3_vl, ca
         ({"reward": {"functions": {"remote:a": 1.0}, "remote": {"url": "ftp://host"}}}, "http://"),
     ],
 )
-def test_rewards_that_cannot_work_are_named(tmp_path, tiny_qwen3_vl, sections, text):
+def test_unusable_rewards_are_named_in_preflight(tmp_path, tiny_qwen3_vl, sections, text):
     with pytest.raises(ConfigError, match=text):
         check_grpo(config(tmp_path, tiny_qwen3_vl, ROWS, **sections))
 
@@ -176,7 +176,7 @@ def test_unknown_vllm_option_is_reported_before_model(tmp_path):
     assert caught.value.exit_code == 2
 
 
-def test_only_resumed_run_tolerates_outage(
+def test_only_resumed_run_tolerates_upload_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requested: list[dict[str, bool]] = []

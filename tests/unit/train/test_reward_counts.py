@@ -52,7 +52,7 @@ def test_groups_and_scores_are_counted_over_ranks() -> None:
     )
 
 
-def test_counts_of_rollouts_add_up() -> None:
+def test_reward_counts_add_up_over_rollouts() -> None:
     first = count([row(0.5, right=1), row(-0.5, right=0)])
     second = count([row(0, "length", right=2, late=1), row(0, "length", right=2, late=1)])
     assert first + count([]) + second == RolloutCounts(
@@ -75,12 +75,12 @@ def test_counts_of_rollouts_add_up() -> None:
         ({"dynamic_sampling": True, "dynamic_tolerance": 1.0}, 2, 1),
     ],
 )
-def test_filters_decide_what_is_learned(grpo: dict[str, Any], learned: int, without_signal: int) -> None:
+def test_filtered_rollouts_do_not_count_as_learned(grpo: dict[str, Any], learned: int, without_signal: int) -> None:
     counts = count([row(0.5, right=1), row(-0.5, "length", right=0)], **grpo)
     assert (counts.learned, counts.groups_without_signal) == (learned, without_signal)
 
 
-def test_untrained_groups_teach_nothing() -> None:
+def test_untrained_groups_do_not_count_as_learned() -> None:
     assert count([row(0.0, trained=False, right=1), row(0.0, trained=False, right=0)]).learned == 0
 
 
@@ -123,7 +123,7 @@ def test_dynamic_sampling_is_suggested_once() -> None:
 
 
 @pytest.mark.parametrize(("num_equal", "reported"), [(8, False), (9, True)])
-def test_few_informative_groups_are_enough(num_equal: int, reported: bool) -> None:
+def test_few_informative_groups_prevent_warning(num_equal: int, reported: bool) -> None:
     rows = [row(0, right=0)] * 2 * num_equal + [row(0.5, right=1), row(-0.5, right=0)] * (10 - num_equal)
     assert ("groups" in find(rows)) is reported
 

@@ -83,7 +83,7 @@ def with_others(*others: object) -> Callable[[object], list[object]]:
     return lambda own: [own, *others]
 
 
-def test_a_rank_without_prompts_has_no_rollouts() -> None:
+def test_rank_without_prompts_has_no_rollouts() -> None:
     assert make_rollouts([], [], [], CompletionScores(np.zeros(0), {"right": np.zeros(0)})) == []
     assert add_advantages([], [], 3, group_centered, with_others()) == []
 
@@ -100,7 +100,7 @@ def test_sampled_rollout_has_rewards_but_no_group() -> None:
     ]
 
 
-def test_advantages_are_measured_within_each_prompts_group() -> None:
+def test_advantages_are_computed_within_each_group() -> None:
     groups = [group((0, 0), [1.0, 0.0]), group((0, 1), [3.0, 3.0]), group((0, 2), [5.0, 9.0])]
     advantages = add_advantages(groups, [True, True, False], 3, group_centered, with_others())
     assert [item.advantage for item in advantages] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
@@ -142,13 +142,13 @@ def test_rollouts_without_reward_have_no_advantage() -> None:
     assert rollouts[1].rewards == {"right": None}
 
 
-def test_without_any_informative_group_none_is_trained() -> None:
+def test_nothing_is_trained_without_informative_groups() -> None:
     local = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
     advantages = add_advantages(local, [False, False], 3, group_centered, with_others([]))
     assert [(item.advantage, item.group) for item in advantages] == [(0.0, None)] * 4
 
 
-def test_assignment_of_groups_to_steps_ignores_rank() -> None:
+def test_group_assignment_to_steps_ignores_rank() -> None:
     item = group((0, 0), [0.5])[0]
     rollouts = [replace(item, group=number) for number in (0, 2, 4, 5, None, 9)]
     steps = split_into_steps(rollouts, num_groups=10, num_steps=4)

@@ -51,7 +51,7 @@ def test_learning_rate_is_for_next_step(start: Callable[..., TrainingRun[SFTConf
         ("val/loss", None, 9.0, True),
     ],
 )
-def test_best_is_lowest_loss_or_highest_accuracy(
+def test_best_step_minimizes_loss_or_maximizes_accuracy(
     start: Callable[..., TrainingRun[SFTConfig]], metric: str, best: float | None, value: float, improved: bool
 ) -> None:
     metrics = {"val/loss": 1.0, "val/accuracy": 0.0, metric: value}

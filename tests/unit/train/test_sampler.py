@@ -44,18 +44,18 @@ def test_every_rank_offloads_like_the_fullest(caplog: pytest.LogCaptureFixture) 
     assert "= 86.80 GiB of the GPU's 80.00 GiB" in line
 
 
-def test_always_moves_the_whole_optimizer() -> None:
+def test_offload_always_moves_the_whole_optimizer() -> None:
     assert open_offload("always", 0.5).amount == OffloadAmount(True, 12 * GIB)
 
 
-def test_never_is_rejected_when_memory_is_short() -> None:
+def test_offload_never_is_rejected_without_memory() -> None:
     with pytest.raises(ConfigError, match=r"2\.80 GiB are missing"):
         open_offload("never", 0.5)
 
 
 @pytest.mark.parametrize(("mode", "amount"), [("auto", EVERYTHING), ("always", EVERYTHING), ("never", NOTHING)])
 @pytest.mark.parametrize(("share", "device"), [(None, "cuda"), (0.5, "cpu")])
-def test_engines_without_a_share_are_not_measured(
+def test_memory_is_measured_only_for_vllm(
     mode: OffloadMode, amount: OffloadAmount, share: float | None, device: str
 ) -> None:
     assert open_offload(mode, share, device).amount == amount

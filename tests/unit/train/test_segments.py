@@ -89,7 +89,7 @@ def test_segments_match_whole_conversation(encoder: Encoder, conversation: Sampl
     assert all(torch.equal(sample.mm_kwargs[key], value) for key, value in full.mm_kwargs.items())
 
 
-def test_only_sampled_tokens_count(rollout: Rollout) -> None:
+def test_only_sampled_tokens_are_trained(rollout: Rollout) -> None:
     completion = rollout.completion
     assert len(completion.logprobs) == sum(completion.sampled) < len(completion.ids)
     tokens = flatten([rollout, rollout], torch.device("cpu"))

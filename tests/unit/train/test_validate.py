@@ -44,11 +44,11 @@ def answer(row: int, correct: bool, modality: str = "text", kind: str | None = N
     ("parts", "modality"),
     [(("text",), "text"), (("image", "text"), "image"), (("image", "video", "text"), "video")],
 )
-def test_a_sample_is_counted_under_one_modality(parts: tuple[str, ...], modality: str) -> None:
+def test_sample_counts_under_one_modality(parts: tuple[str, ...], modality: str) -> None:
     assert get_modality(sample(*parts)) == modality
 
 
-def test_accuracies_overall_by_modality_and_by_kind() -> None:
+def test_accuracy_is_reported_by_modality_and_kind() -> None:
     answers = [
         answer(0, True, "image", "colour"),
         answer(1, False, "image", "colour"),
@@ -82,7 +82,7 @@ def test_answers_without_reference_count_only_for_reward() -> None:
     assert result.summary(5) == "validation at step 5: reward 0.5000"
 
 
-def test_rewards_are_averaged_where_they_exist() -> None:
+def test_missing_rewards_are_excluded_from_average() -> None:
     answers = [
         replace(answer(0, True, "video"), rewards={"": 1.0, "short": 1.0}, data_source="a"),
         replace(answer(1, True, "video"), rewards={"": 0.5, "short": None}, data_source="b"),
@@ -97,7 +97,7 @@ def test_rewards_are_averaged_where_they_exist() -> None:
     }
 
 
-def test_no_answers_give_no_accuracy() -> None:
+def test_accuracy_is_undefined_without_answers() -> None:
     assert compute_accuracies([]) == {}
 
 
@@ -124,7 +124,7 @@ def test_max_samples_and_show_limit_the_rows() -> None:
     assert held_out.shown == {0, 29, 59}
 
 
-def test_results_hold_every_answer_and_contact_sheets(tmp_path: Path) -> None:
+def test_validation_writes_every_answer_and_contact_sheets(tmp_path: Path) -> None:
     sheet = draw_contact_sheet([Image.new("RGB", (56, 28), "red")], "which way?\n" + "long " * 60)
     assert sheet.width == 640
     assert sheet.getpixel((20, 20)) == (255, 0, 0)
@@ -136,7 +136,7 @@ def test_results_hold_every_answer_and_contact_sheets(tmp_path: Path) -> None:
     assert json.loads(lines[0])["modality"] == "video"
 
 
-def test_only_rank_0_writes(tmp_path: Path) -> None:
+def test_only_rank_0_writes_validation_results(tmp_path: Path) -> None:
     result = ValidationResult({}, [answer(0, True)], {})
     result.write(tmp_path, 3, metrics=None, world=World(1, 1, 2, torch.device("cpu")))
     assert list(tmp_path.iterdir()) == []

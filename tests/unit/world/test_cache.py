@@ -54,7 +54,7 @@ def test_prompts_identical_after_truncation_are_rejected(tiny_worlds: dict[str, 
         cache.check_different(PROMPTS)
 
 
-def test_identically_cut_prompts_are_reported(
+def test_identically_truncated_prompts_are_reported(
     tiny_worlds: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 8, torch.float32, tmp_path)
@@ -74,7 +74,7 @@ def test_prompts_differing_in_spaces_are_equal(tiny_worlds: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize(("name", "length"), [("cosmos_predict2_5", 64), ("wan", 8)])
-def test_cut_prompts_are_counted_and_shown(
+def test_truncated_prompts_are_counted_and_listed(
     tiny_worlds: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, length: int
 ) -> None:
     cache = TextCache.open(FAMILIES[name], tiny_worlds[name], length, torch.float32, tmp_path)
@@ -107,7 +107,7 @@ def test_length_dtype_and_encoder_separate_caches(tiny_worlds: dict[str, Path], 
     assert len(folders) == 4
 
 
-def test_fingerprint_sees_the_tokenizer(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_cache_fingerprint_depends_on_tokenizer(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     shutil.copytree(tiny_worlds["wan"] / "tokenizer", other)
     assert compute_fingerprint(other) == compute_fingerprint(tiny_worlds["wan"] / "tokenizer")
@@ -121,7 +121,7 @@ def test_embeddings_keep_bfloat16(tiny_worlds: dict[str, Path], tmp_path: Path) 
     assert cache.read(PROMPTS[:1]).dtype == torch.bfloat16
 
 
-def test_a_damaged_or_missing_file_is_named(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_damaged_or_missing_cache_file_is_named(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
     with pytest.raises(StorageError, match=r"\.safetensors: is missing"):
         cache.read(PROMPTS)

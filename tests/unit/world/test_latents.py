@@ -48,7 +48,7 @@ def test_latents_and_pixels_have_expected_shapes(codec: LatentCodec) -> None:
     assert pixels.max() <= 1
 
 
-def test_one_frame_is_an_image(codec: LatentCodec) -> None:
+def test_single_frame_is_encoded_as_image(codec: LatentCodec) -> None:
     latents = codec.encode(squares(1)[:, :, :1])
     assert latents.shape == (1, *codec.shape(ClipSize(1, 32, 48, 16.0)))
     assert codec.decode(latents).shape == (1, 3, 1, 32, 48)
@@ -91,7 +91,7 @@ def test_linear_codec_is_saved_in_model_folder(linear: LinearCodec, tmp_path: Pa
     assert torch.equal(vae.encode(squares(1)), linear.encode(squares(1)))
 
 
-def test_an_unknown_codec_is_refused(tmp_path: Path) -> None:
+def test_unknown_codec_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLCosmos"}')
     with pytest.raises(

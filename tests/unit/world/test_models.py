@@ -47,7 +47,7 @@ def test_tiny_models_are_built_once(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_seed_builds_the_same_model(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_model_weights_depend_only_on_seed(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
     torch.manual_seed(5)
     FAMILIES[name].build_tiny(tmp_path / "same")
     FAMILIES[name].build_tiny(tmp_path / "other", seed=1)
@@ -116,7 +116,7 @@ def test_published_wan_folders_are_supported(tmp_path: Path) -> None:
     assert find_family(tmp_path) is FAMILIES["wan"]
 
 
-def test_a_revision_is_downloaded_without_pickles(
+def test_model_revision_is_downloaded_without_pickles(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[Any] = []
@@ -359,7 +359,7 @@ def test_indivisible_context_parallel_size_is_rejected(size: int, shape: tuple[i
         check_sizes(COSMOS | {"num_attention_heads": 16}, shape, size)
 
 
-def test_a_real_clip_divides_among_eight_ranks() -> None:
+def test_published_clip_size_divides_among_eight_ranks() -> None:
     check_sizes(COSMOS | {"num_attention_heads": 16}, (16, 24, 88, 160), 8)
 
 

@@ -99,13 +99,13 @@ def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
 
 @pytest.mark.parametrize("kind", NOISY)
 @pytest.mark.parametrize(("s", "s_next"), [(0.8, 0.6), (1.0, 0.9), (0.2, 0.0)])
-def test_every_kind_without_noise_is_the_ode(kind: Kind, s: float, s_next: float) -> None:
+def test_every_sampler_without_noise_follows_ode(kind: Kind, s: float, s_next: float) -> None:
     step, ode = build_step(kind, s, s_next, 0.0, s_cap=0.9), build_step("ode", s, s_next)
     assert (step.a, step.b, step.std) == pytest.approx((ode.a, ode.b, ode.std), abs=1e-15)
 
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
-def test_the_last_step_adds_no_noise(kind: Kind) -> None:
+def test_last_sampling_step_adds_no_noise(kind: Kind) -> None:
     step = build_step(kind, 0.2, 0.0, 0.8)
     assert step.std == 0
     with pytest.raises(ValueError, match="adds no noise"):
@@ -140,7 +140,7 @@ def test_eta_above_one_is_rejected(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("s", "s_next", "eta"), [(0.5, 0.6, 0.1), (0.5, 0.5, 0.1), (1.2, 0.5, 0.1), (0.5, 0.1, -1)])
-def test_impossible_steps_are_rejected(s: float, s_next: float, eta: float) -> None:
+def test_invalid_step_settings_are_rejected(s: float, s_next: float, eta: float) -> None:
     with pytest.raises(ValueError, match="build_step"):
         build_step("flow", s, s_next, eta)
 

@@ -76,7 +76,7 @@ def test_unread_key_is_reported_with_suggestion(text: str, key: str, meant: str)
     assert meant in told(text + "\n[train.train_policy]\ntype = 'sft'")[key]
 
 
-def test_unread_key_changes_nothing() -> None:
+def test_unread_key_does_not_change_result() -> None:
     with_it, without = convert(tomllib.loads(GUIDE)), GUIDE[: GUIDE.index("[grpo]")]
     assert with_it.config == convert(tomllib.loads(without)).config
     assert with_it.config["grpo"]["num_generations"] == 16

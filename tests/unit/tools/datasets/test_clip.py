@@ -204,7 +204,7 @@ def test_all_containers_are_cut_exactly(tmp_path: Path, name: str) -> None:
     assert numbers(tmp_path / "clip.mp4") == list(range(25, 47))
 
 
-def test_a_variable_frame_rate_keeps_its_times(tmp_path: Path) -> None:
+def test_clip_keeps_times_of_variable_frames(tmp_path: Path) -> None:
     displayed = [0, 100, 140, 180, 500, 510, 520, 1000, 1100]
     raw = write_video(tmp_path / "raw.mp4", displayed, gop=3)
     cut_clip(Cut(raw, 2, 8, "frames"), tmp_path / "clip.mp4")
@@ -228,7 +228,7 @@ def test_frames_hidden_by_edit_list_are_skipped(tmp_path: Path) -> None:
     assert numbers(tmp_path / "clip.mp4") == [10, 11, 12, 13, 14]
 
 
-def test_a_rotated_video_stays_upright(tmp_path: Path) -> None:
+def test_clip_of_rotated_video_stays_upright(tmp_path: Path) -> None:
     frame = np.zeros((48, 64, 3), np.uint8)
     frame[:24, :32] = 255  # top left quarter is white
     raw = write_video(tmp_path / "raw.mp4", 4, rotation=90.0, frames=[frame] * 4)

@@ -87,7 +87,7 @@ def test_filtered_clips_are_not_reported_missing(hub: Hub, tmp_path: Path) -> No
     assert plan(tmp_path, datasets=["robovqa"], patterns=["*.json"]).without_clips == []
 
 
-def test_a_second_call_fetches_nothing(hub: Hub, tmp_path: Path) -> None:
+def test_second_fetch_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
     fetch(plan(tmp_path))
     hub.ranges.clear()
     second = plan(tmp_path)
@@ -192,7 +192,7 @@ def test_gated_repository_error_names_page_and_token(hub: Hub, tmp_path: Path) -
         fetch(plan(tmp_path))
 
 
-def test_the_token_opens_a_gated_repository(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_grants_access_to_gated_repository(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated, hub.token = True, "hf_secret"
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     with pytest.raises(DataError, match="the current one has no access") as caught:

@@ -66,7 +66,7 @@ def test_features_are_read_by_name(tmp_path: Path) -> None:
     ]
 
 
-def test_an_empty_file_has_no_records(tmp_path: Path) -> None:
+def test_empty_tfrecord_file_has_no_records(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
     assert list(read_examples(tmp_path / "a", ("id",))) == []
 

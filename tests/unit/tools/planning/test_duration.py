@@ -84,7 +84,7 @@ def test_gpus_of_a_host_share_the_work(gpus: int) -> None:
     assert 1.7 * gpus / 2 <= several.tokens_per_second / item.tokens_per_second <= 1.1 * gpus
 
 
-def test_a_slow_network_limits_many_hosts() -> None:
+def test_slow_network_limits_training_on_many_hosts() -> None:
     fast, slow = (on_h200(sft_2b(1024), Load(273, network=rate * GB), 1024) for rate in (50, 0.5))
     assert fast.slowest_phase.limit != "network" and slow.slowest_phase.limit == "network"
     assert slow.seconds > 5 * fast.seconds

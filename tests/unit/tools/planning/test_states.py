@@ -42,7 +42,7 @@ def test_frozen_weights_need_two_bytes() -> None:
     assert full.optimizer - frozen.optimizer == 12 * tower
 
 
-def test_fp32_has_master_weights_as_well() -> None:
+def test_fp32_training_also_needs_master_weights() -> None:
     """DeepSpeed compares a device with a string, so it never reuses the fp32 weights as master weights."""
     states = compute_states(sft(gpus=1, train={"precision": "fp32"}))
     assert (states.weights, states.masters) == (4 * NUMEL, 4 * NUMEL)

@@ -26,7 +26,7 @@ def test_weight_gradients_are_counted_one_by_one() -> None:
     assert 1024 <= trace(model, (1, 16), torch.float32).peak < 2 * 1024
 
 
-def test_views_take_no_memory() -> None:
+def test_tensor_views_take_no_memory() -> None:
     def run(given: Tensor) -> Tensor:
         return (given + 1).view(8, 4).t()
 

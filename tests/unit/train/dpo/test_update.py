@@ -53,7 +53,7 @@ def test_baseline_does_not_depend_on_pair_order() -> None:
     assert len(result) == 1
 
 
-def test_non_finite_reward_keeps_baseline() -> None:
+def test_nonfinite_reward_does_not_change_baseline() -> None:
     baseline = Baseline(0.5, 2)
     baseline.add(make_pairs([math.nan, -1.0], [-2.0, -2.0]), 0.1)
     assert baseline == Baseline(0.5, 2)

@@ -133,7 +133,7 @@ def test_unusable_data_settings_are_rejected(settings: dict[str, object], said: 
 
 @pytest.mark.parametrize("format", ["prompts", "folder", "shards"])
 @pytest.mark.parametrize("path", ["/nowhere", ""])
-def test_missing_data_are_named_by_their_key(format: str, path: str) -> None:
+def test_missing_data_error_names_the_key(format: str, path: str) -> None:
     data = WorldDataConfig.model_validate({"format": format, "path": path})
     with pytest.raises(DataError, match=rf"^data\.validation: {path or 'is empty'}"):
         open_rows(data, 0, "data.validation")
@@ -145,7 +145,7 @@ INSIDE = "\u0085", "\u2028", "\u2029", "\x0b", "\x0c", "\x1c"
 
 @pytest.mark.parametrize("character", INSIDE)
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_prompt_may_hold_unicode_line_ends(tmp_path: Path, suffix: str, character: str) -> None:
+def test_prompt_may_contain_unicode_line_separators(tmp_path: Path, suffix: str, character: str) -> None:
     prompt = f"a red square{character} moves left"
     line = prompt if suffix == "txt" else json.dumps({"prompt": prompt}, ensure_ascii=False)
     (tmp_path / f"p.{suffix}").write_bytes(f"{line}\r\nanother\n".replace("another", line).encode())
@@ -179,7 +179,7 @@ def test_invalid_prompt_files_are_rejected(tmp_path: Path, name: str, text: str,
         open_world_data(WorldDataConfig(format="prompts", path=str(tmp_path / name)), 0)
 
 
-def test_a_prompt_may_begin_with_a_brace(tmp_path: Path) -> None:
+def test_prompt_may_begin_with_a_brace(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("{a, b}: two letters\n")
     rows, _ = open_world_data(WorldDataConfig(format="prompts", path=str(tmp_path / "p.txt")), 0)
     assert rows[0].prompt == "{a, b}: two letters"

@@ -87,11 +87,11 @@ def test_prompts_may_contain_any_character(run: Path) -> None:
     assert "blue\u2029 square" in (write_run_page(run) or run).read_text()
 
 
-def test_a_run_without_validation_has_no_page(tmp_path: Path) -> None:
+def test_run_without_validation_gets_no_page(tmp_path: Path) -> None:
     assert write_run_page(tmp_path) is None
 
 
-def test_a_run_without_rewards_has_a_page(run: Path) -> None:
+def test_run_without_rewards_still_gets_page(run: Path) -> None:
     for file in (run / "validation").glob("*.jsonl"):
         rows = [json.loads(line) | {"rewards": {}} for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -105,7 +105,7 @@ def test_first_and_last_validation_are_always_displayed(steps: list[int], expect
     assert choose_steps(steps) == expected
 
 
-def test_a_curve_spans_its_panel() -> None:
+def test_curve_spans_the_width_of_panel() -> None:
     panel = build_panel(Curve("reward", training=[(1, 0.25), (2, 0.5), (3, 0.75)], validation=[(0, 0.0), (4, 1.0)]))
     assert panel is not None
     assert panel.dots == [(4.0, pages.HEIGHT - 4), (pages.WIDTH - 4, 4.0)]

@@ -42,7 +42,7 @@ def test_clips_of_one_prompt_are_clustered() -> None:
     assert (low, high) == (0.0, 1.0)
 
 
-def test_a_single_prompt_has_no_interval() -> None:
+def test_interval_requires_several_prompts() -> None:
     assert compute_interval([0.0, 1.0], ["a", "a"]) is None
 
 
@@ -92,7 +92,7 @@ def test_changed_settings_in_folder_are_rejected(tmp_path: Path) -> None:
     assert read_clips(tmp_path) == []
 
 
-def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+def test_damaged_result_file_is_named(tmp_path: Path) -> None:
     open_results(tmp_path, {}, overwrite=False)
     (tmp_path / "clips" / "3.json").write_text('{"number": 3}')
     with pytest.raises(DataError, match=r"3\.json: is not the result of a clip"):

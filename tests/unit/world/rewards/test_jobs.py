@@ -41,7 +41,7 @@ def test_public_and_builtin_functions_are_served(tmp_path: Path) -> None:
 REQUEST = ScoringRequest(["a"], {"x": 1.0}, [{}], "video", np.zeros((1, 3, 1, 2, 2), np.uint8), {"geneval_tags": ["b"]})
 
 
-def test_request_is_read_as_written() -> None:
+def test_request_fields_are_read_unchanged() -> None:
     read = read_body(bytearray(build_enqueue_body(REQUEST)))
     assert np.array_equal(read.array, REQUEST.array)
     assert (read.prompts, read.reward_fn, read.video_infos, read.media_type, read.extra) == (

@@ -155,7 +155,7 @@ def test_recorded_request_is_answered_like_the_service(server: RewardHTTPServer)
     assert post(server, "ping", {"info_data": "{}"}) == (200, {"message": "Ping request received"})
 
 
-def test_client_and_server_work_together(server: RewardHTTPServer) -> None:
+def test_scorer_client_receives_scores_from_server(server: RewardHTTPServer) -> None:
     scores = ({"name": "level", "score_key": "level"}, {"name": "facts", "score_key": "length+fps", "clip_max": 100})
     settings = WorldRewardConfig.model_validate(
         {"services": scores, "enqueue_url": server.url + "enqueue", "fetch_url": server.url + "pull", "time_limit": 20}
@@ -336,7 +336,7 @@ def test_server_listens_on_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         ("POST /api/reward/ HTTP/1.1", 404, "the URL does not exist"),
     ],
 )
-def test_errors_are_json(server: RewardHTTPServer, line: str, status: int, message: str | None) -> None:
+def test_server_errors_are_json(server: RewardHTTPServer, line: str, status: int, message: str | None) -> None:
     head, content = send_raw(server, line)
     assert head.startswith(f"HTTP/1.1 {status} ")
     assert "content-type: application/json" in head
