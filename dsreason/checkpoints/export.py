@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from dsreason.checkpoints.adapter import Merge, iter_weights_with_adapters, write_adapter
-from dsreason.checkpoints.checkpoint_folder import CARD, STATE_FILE, SavedAdapter, check_content, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import CARD, SavedAdapter, read_checkpoint
+from dsreason.checkpoints.marker import STATE_FILE, check_content
 from dsreason.checkpoints.model_card import CardScore, build_model_card
 from dsreason.checkpoints.processor_limits import ProcessorLimits, compute_limits, write_limits
 from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors

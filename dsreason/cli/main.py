@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push, score
+from dsreason.cli import checkpoint, demo, doctor, eval, export, import_, infer, plan, push, score
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import find_trainers
@@ -41,6 +41,7 @@ data.app.command()(unpickle.unpickle)
 app.add_typer(data.app, name="data")
 app.command()(plan.plan)
 app.command()(push.push)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.command("import")(import_.import_)

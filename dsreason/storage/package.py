@@ -13,13 +13,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from dsreason.checkpoints.checkpoint_folder import (
-    MARKER,
-    check_complete,
-    check_content,
-    find_complete_checkpoints,
-    read_json,
-)
+from dsreason.checkpoints.checkpoint_folder import check_complete, find_complete_checkpoints
+from dsreason.checkpoints.marker import MARKER, check_content, read_json
 from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.step_names import PREFIX, is_step_name, parse_step
@@ -198,8 +193,12 @@ def is_run(folder: Path) -> bool:
 
 def list_finished(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run followed by its exports, each sorted by step."""
-    exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
-    return find_complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_get_step_key)
+    return find_complete_checkpoints(run / CHECKPOINTS) + list_exports(run)
+
+
+def list_exports(run: Path) -> list[Path]:
+    """Return the exports of a run, sorted by step."""
+    return sorted((path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")), key=_get_step_key)
 
 
 def list_unfinished(run: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsreason.checkpoints.checkpoint_folder import write_marker
+from dsreason.checkpoints.marker import write_marker
 from dsreason.errors import CheckpointError
 from tests.distributed import run_on_ranks
 from tests.integration.test_engine import (

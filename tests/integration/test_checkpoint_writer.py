@@ -140,13 +140,9 @@ def test_failed_write_is_reported_on_every_rank(tmp_path: Path) -> None:
 
 def leave_with_an_error(folder: str) -> list[str]:
     """A checkpoint on its way when all ranks leave, and when only one does; the complete ones of either afterwards."""
-    from dsreason.checkpoints.checkpoint_folder import (
-        TrainerState,
-        check_sizes,
-        find_complete_checkpoints,
-        finish_interrupted,
-    )
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, find_complete_checkpoints, finish_interrupted
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
+    from dsreason.checkpoints.marker import check_sizes
     from dsreason.job.ranks import wait_for_ranks
 
     engine, world = build("zero3")
@@ -211,8 +207,9 @@ def make_base(folder: Path) -> None:
 
 def save_on_a_bad_disk(folder: str) -> list[str]:
     """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
-    from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, find_complete_checkpoints
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, find_complete_checkpoints
     from dsreason.checkpoints.export import export_engine
+    from dsreason.checkpoints.marker import check_sizes
     from dsreason.errors import SaveError
     from dsreason.job.ranks import run_on_rank_zero, wait_for_ranks
     from tests.engines import save_checkpoint

@@ -158,8 +158,8 @@ def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]
 
 
 def test_export_rejects_full_folder_or_missing_base(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    from dsreason.checkpoints.checkpoint_folder import write_marker
     from dsreason.checkpoints.export import export_checkpoint
+    from dsreason.checkpoints.marker import write_marker
 
     checkpoint = trained[0] / "zero3" / "step_3"
     (tmp_path / "full").mkdir()

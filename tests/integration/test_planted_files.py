@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsreason.checkpoints.checkpoint_folder import write_marker
+from dsreason.checkpoints.marker import write_marker
 from tests.integration.command import dsreason
 from tests.integration.rows import write_mixed_rows
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, find_checkpoint, find_newer_checkpoint
+from dsreason.checkpoints.checkpoint_folder import find_checkpoint, find_newer_checkpoint
 from dsreason.checkpoints.export import export_checkpoint
+from dsreason.checkpoints.marker import MARKER
 from dsreason.config.output import CHECKPOINTS, find_run_record
 from dsreason.errors import CheckpointError
 

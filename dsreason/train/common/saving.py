@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dsreason.checkpoints.checkpoint_folder import (
-    MARKER,
     TrainerState,
     convert_to_save_error,
     delete_folder,
@@ -19,6 +18,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     read_state,
 )
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
+from dsreason.checkpoints.marker import MARKER
 from dsreason.errors import Stopped
 from dsreason.files.step_names import format_step, parse_step
 from dsreason.job.ranks import run_on_rank_zero

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_folder import CARD, SavedRun, check_content, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import CARD, SavedRun, read_checkpoint
 from dsreason.checkpoints.export import check_target_empty, parse_size, write_folder_atomically, write_weights
+from dsreason.checkpoints.marker import check_content
 from dsreason.checkpoints.model_card import build_model_card, read_run_record
 from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors
 from dsreason.engine.average import WeightAverage, get_average_file, read_saved_average

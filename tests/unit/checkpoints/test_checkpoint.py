@@ -19,7 +19,6 @@ import torch
 from dsreason.checkpoints.checkpoint_folder import (
     SavedRun,
     TrainerState,
-    check_sizes,
     check_written,
     choose_checkpoint,
     find_checkpoint,
@@ -31,6 +30,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     set_aside_newer,
 )
 from dsreason.checkpoints.export import parse_size, set_dtype, write_model_folder
+from dsreason.checkpoints.marker import check_sizes
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import iter_checkpoint_tensors
 from dsreason.errors import CheckpointError, ConfigError, SaveError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.checkpoints.checkpoint_folder import MARKER
+from dsreason.checkpoints.marker import MARKER
 from dsreason.errors import CheckpointError
 from dsreason.evaluation.ask import models
 from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, name_model, run_weights

@@ -19,16 +19,14 @@ import torch
 from dsreason.checkpoints.checkpoint import make_universal
 from dsreason.checkpoints.checkpoint_folder import (
     TrainerState,
-    check_content,
-    check_sizes,
     choose_checkpoint,
     delete_folder,
     finish_interrupted,
     read_checkpoint,
     read_state,
-    write_marker,
 )
 from dsreason.checkpoints.export import export_checkpoint
+from dsreason.checkpoints.marker import check_content, check_sizes, write_marker
 from dsreason.checkpoints.rng import load_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, assemble, check_names, iter_checkpoint_tensors
 from dsreason.errors import CheckpointError

@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 
 from dsreason.builtin_task import clips as builtin_clips
-from dsreason.checkpoints.checkpoint_folder import (
-    MARKER,
-    STATE_FILE,
-    check_sizes,
-    find_complete_checkpoints,
-    read_state,
-)
+from dsreason.checkpoints.checkpoint_folder import find_complete_checkpoints, read_state
+from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_sizes
 from dsreason.config.output import check_output_dir, find_run_record, read_run_config
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError

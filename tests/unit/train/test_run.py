@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, SavedRun, TrainerState, prune_exports, write_json
+from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, prune_exports
+from dsreason.checkpoints.marker import MARKER, write_json
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import Stopped
 from dsreason.train.common import run_folder, saving
