@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -234,13 +235,14 @@ def _write(file: Path, tensor: Tensor) -> None:
     digests = {DIGEST: hashlib.sha256(content).hexdigest(), ALGORITHM: compute_bytes_digest(content)}
     with convert_cache_errors(file, "DSREASON_CACHE"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, save({TENSOR: values}, metadata=digests), durable=True)
+        write_file(file, save({TENSOR: values}, metadata=digests))
 
 
 def _read(file: Path) -> Tensor:
     """Read the values of an entry; raise StorageError if they do not match their digest."""
     with _open(file) as tensors:
-        digests, values = tensors.metadata() or {}, tensors.get_tensor(TENSOR)
+        digests: Mapping[str, str] = tensors.metadata() or {}
+        values: Tensor = tensors.get_tensor(TENSOR)
     content = _get_bytes(values)
     if ALGORITHM in digests:
         is_sound = digests[ALGORITHM] == compute_bytes_digest(content)
@@ -248,23 +250,23 @@ def _read(file: Path) -> Tensor:
         is_sound = digests.get(DIGEST) == hashlib.sha256(content).hexdigest()
     if not is_sound:
         raise StorageError(f"{file}: is damaged: its values do not match their digest; {DELETE}")
-    return values  # type: ignore[no-any-return]
+    return values
 
 
 def _read_digests(file: Path) -> Mapping[str, str]:
     with _open(file) as tensors:
-        digests = tensors.metadata() or {}
+        digests: Mapping[str, str] = tensors.metadata() or {}
     if DIGEST not in digests:
         raise StorageError(f"{file}: is damaged: it has no digest of its values; {DELETE}")
-    return digests  # type: ignore[no-any-return]
+    return digests
 
 
 def _get_bytes(values: Tensor) -> memoryview:
-    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    return values.reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[safe_open]:
+def _open(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

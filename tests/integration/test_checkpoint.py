@@ -144,6 +144,7 @@ def damage_run(folder: str) -> dict[str, str]:
     """The error text for every way in which a checkpoint does not fit."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.checkpoints.checkpoint_folder import TrainerState
+    from dsreason.checkpoints.selection import check_together
     from tests.engines import save_checkpoint
 
     engine, world = build("zero3")
@@ -153,6 +154,7 @@ def damage_run(folder: str) -> dict[str, str]:
     def failure(path: Path, **other: Any) -> str:
         fresh, _ = build(other.pop("stage", "zero3"), **other)
         with pytest.raises(CheckpointError) as caught:
+            check_together(path, world)
             load_checkpoint(fresh, path, world)
         return str(caught.value)
 

@@ -450,10 +450,11 @@ def test_two_files_of_one_rank_are_rejected(two: tuple[Path, Path]) -> None:
         tensors(two[1])
 
 
-@pytest.mark.parametrize("ends", [[], {"trainer_state.json": "x"}, "all"])
-def test_malformed_digests_are_rejected(two: tuple[Path, Path], ends: Any) -> None:
+@pytest.mark.parametrize("key", ["ends", "xxh3_128"])
+@pytest.mark.parametrize("digests", [[], {}, {"trainer_state.json": "x"}, "all"])
+def test_malformed_digests_are_rejected(two: tuple[Path, Path], key: str, digests: Any) -> None:
     marker = two[1] / "COMPLETE"
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"ends": ends or [1]}))
+    marker.write_text(json.dumps({"files": json.loads(marker.read_text())["files"], key: digests}))
     with pytest.raises(CheckpointError, match=f"{marker}: lists digests and sizes of different files"):
         check_content(two[1])
 
