@@ -21,7 +21,7 @@ from torch import Tensor
 from dsreason.errors import DataError, StorageError
 from dsreason.files.atomic import write_file
 from dsreason.files.cache import convert_cache_errors
-from dsreason.files.digests import ALGORITHM, compute_bytes_digest
+from dsreason.files.digests import compute_bytes_digest
 from dsreason.problems import join_first
 from dsreason.world.families import WorldFamily
 from dsreason.world.latents import LatentCodec
@@ -30,10 +30,11 @@ log = logging.getLogger(__name__)
 
 VERSION = 2
 """Version of the keys; increment it whenever the same models and inputs give different values."""
-TENSOR, DIGEST = "values", "sha256"
-"""Name of an entry's only tensor, and key of the SHA-256 of its values, which is compared between prompts.
-
-To show damage, `ALGORITHM` is the key of another digest, which is computed eight times as fast."""
+TENSOR = "values"
+"""Name of an entry's only tensor."""
+DIGEST, CHECKSUM = "sha256", "xxh3_128"
+"""Keys of two hashes of its values: the first is compared between prompts; the second, which is computed eight times as fast,
+reveals damage and is missing in older entries."""
 DELETE = "delete it, and the next run recreates it"
 SAMPLE_BYTES = 4096
 MOST_ALIKE = 0.01
@@ -232,7 +233,7 @@ def _read_samples(file: Path) -> bytes:
 def _write(file: Path, tensor: Tensor) -> None:
     values = tensor.detach().cpu().contiguous()
     content = _get_bytes(values)
-    digests = {DIGEST: hashlib.sha256(content).hexdigest(), ALGORITHM: compute_bytes_digest(content)}
+    digests = {DIGEST: hashlib.sha256(content).hexdigest(), CHECKSUM: compute_bytes_digest(content)}
     with convert_cache_errors(file, "DSREASON_CACHE"):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, save({TENSOR: values}, metadata=digests))
@@ -244,8 +245,8 @@ def _read(file: Path) -> Tensor:
         digests: Mapping[str, str] = tensors.metadata() or {}
         values: Tensor = tensors.get_tensor(TENSOR)
     content = _get_bytes(values)
-    if ALGORITHM in digests:
-        is_sound = digests[ALGORITHM] == compute_bytes_digest(content)
+    if CHECKSUM in digests:
+        is_sound = digests[CHECKSUM] == compute_bytes_digest(content)
     else:  # an entry of an older version
         is_sound = digests.get(DIGEST) == hashlib.sha256(content).hexdigest()
     if not is_sound:

@@ -68,7 +68,7 @@ def choose_damaged(whole: str, scratch: str) -> dict[str, tuple[str, str]]:
 def test_damage_to_any_checkpoint_file_is_named(folder: Path, tmp_path: Path) -> None:
     results = run_on_ranks(choose_damaged, 2, str(folder / "whole/checkpoints"), str(tmp_path))
     assert results[0] == results[1]
-    assert len(results[0]) == 4 * 7  # state and marker, and of each rank: weights, optimizer, random-number state
+    assert len(results[0]) == 4 * 8  # state and marker, and of each rank: weights, optimizer, random-number state
     for case, (message, selected) in results[0].items():
         assert case.split()[1] in message
         assert selected == "step_3", case

@@ -22,7 +22,7 @@ from dsreason.checkpoints.selection import choose_sound, is_checked_by
 from dsreason.cli.main import app
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import CheckpointError, ConfigError
-from dsreason.files.digests import compute_digest
+from dsreason.files.digests import ALGORITHM, compute_digest
 from dsreason.files.disk import hash_end
 from dsreason.job.ranks import World
 from dsreason.train.common.preflight import check_resume
@@ -82,7 +82,7 @@ def test_damaged_marker_never_disables_the_check(tmp_path: Path) -> None:
                 check_content(path)
 
 
-@pytest.mark.parametrize("document", [{"xxh3_129": {}}, {"ends": {}}, {"xxh3_128": {STATE: "0"}}, {"xxh3_128": "all"}])
+@pytest.mark.parametrize("document", [{"xxh3_129": {}}, {"ends": {}}, {ALGORITHM: {STATE: "0"}}, {ALGORITHM: "all"}])
 def test_unusual_marker_is_rejected(tmp_path: Path, document: dict[str, Any]) -> None:
     path = save(tmp_path, 4)
     (path / MARKER).write_text(json.dumps({"files": read_marker(path).sizes} | document))

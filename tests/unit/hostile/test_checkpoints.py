@@ -30,6 +30,7 @@ from dsreason.checkpoints.marker import check_content, check_sizes, write_marker
 from dsreason.checkpoints.rng import load_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, assemble, check_names, iter_checkpoint_tensors
 from dsreason.errors import CheckpointError
+from dsreason.files.digests import ALGORITHM
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import damaged, safetensors, tensor
 
@@ -450,7 +451,7 @@ def test_two_files_of_one_rank_are_rejected(two: tuple[Path, Path]) -> None:
         tensors(two[1])
 
 
-@pytest.mark.parametrize("key", ["ends", "xxh3_128"])
+@pytest.mark.parametrize("key", ["ends", ALGORITHM])
 @pytest.mark.parametrize("digests", [[], {}, {"trainer_state.json": "x"}, "all"])
 def test_malformed_digests_are_rejected(two: tuple[Path, Path], key: str, digests: Any) -> None:
     marker = two[1] / "COMPLETE"
