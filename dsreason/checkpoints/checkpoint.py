@@ -31,6 +31,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     get_rng_file,
     read_checkpoint,
 )
+from dsreason.checkpoints.digests import compute_digest
 from dsreason.checkpoints.marker import (
     MARKER,
     STATE_FILE,
@@ -46,7 +47,6 @@ from dsreason.engine.average import get_average_file
 from dsreason.engine.engine import get_full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import flush, open_draft
-from dsreason.files.digests import compute_digest
 from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World, run_on_rank_zero, run_once_per_folder, share_errors
 from dsreason.problems import join_first

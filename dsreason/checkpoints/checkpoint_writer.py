@@ -24,11 +24,11 @@ from torch import Tensor
 
 from dsreason.checkpoints.checkpoint import build_state_writer, make_partial_folder
 from dsreason.checkpoints.checkpoint_folder import TrainerState, delete_folder, finish, prune_checkpoints
+from dsreason.checkpoints.digests import compute_digest
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush
-from dsreason.files.digests import compute_digest
 from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World, connect_to_store, gather_objects, run_once_per_folder, wait_for_ranks
 from dsreason.monitor.memory import GIB, count_available_bytes

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsreason.checkpoints.digests import ALGORITHM, compute_digest
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import flush, write_file
-from dsreason.files.digests import ALGORITHM, compute_digest
 from dsreason.files.disk import hash_end, read_small
 
 MARKER = "COMPLETE"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     read_checkpoint,
     set_aside_damaged,
 )
-from dsreason.checkpoints.marker import MARKER, check_content, read_marker
+from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_content, read_marker
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.step_names import PREFIX, parse_step
 from dsreason.job.ranks import World, gather_objects, run_on_rank_zero, run_once_per_folder, share_errors
@@ -57,18 +58,21 @@ def check_together(path: Path, world: World) -> None:
         CheckpointError: a file is missing or damaged; raised on every rank.
     """
     with share_errors():
-        check_readable(path)
+        check_readable(path, [MARKER, STATE_FILE])
         read_checkpoint(path)
         marker = read_marker(path)
-        check_content(path, [name for name in marker.sizes if is_checked_by(name, world)])
+        names = [name for name in marker.sizes if is_checked_by(name, world)]
+        check_readable(path, names)
+        check_content(path, names)
     if marker.gaps and world.is_main:
         log.warning("%s: %s", path, marker.gaps)
 
 
-def check_readable(path: Path) -> None:
-    """Raise ConfigError if this user may not read a file of the checkpoint, which is not a damage."""
-    if locked := [file for file in sorted(path.iterdir()) if file.exists() and not os.access(file, os.R_OK)]:
-        raise ConfigError(f"{locked[0]}: this user may not read it; change its permissions")
+def check_readable(path: Path, names: Iterable[str]) -> None:
+    """Raise ConfigError if one of these files exists, but this user may not read it; such a file is not damaged."""
+    for name in names:
+        if os.access(path / name, os.F_OK) and not os.access(path / name, os.R_OK):
+            raise ConfigError(f"{path / name}: this user may not read it; change its permissions")
 
 
 def is_checked_by(name: str, world: World) -> bool:

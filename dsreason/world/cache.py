@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from dsreason.checkpoints.digests import compute_bytes_digest
 from dsreason.errors import DataError, StorageError
 from dsreason.files.atomic import write_file
 from dsreason.files.cache import convert_cache_errors
-from dsreason.files.digests import compute_bytes_digest
 from dsreason.problems import join_first
 from dsreason.world.families import WorldFamily
 from dsreason.world.latents import LatentCodec

@@ -17,12 +17,12 @@ from typer.testing import CliRunner, Result
 
 from dsreason.checkpoints import selection
 from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, finish, finish_interrupted
+from dsreason.checkpoints.digests import ALGORITHM, compute_digest
 from dsreason.checkpoints.marker import MARKER, check_content, read_marker, write_marker
 from dsreason.checkpoints.selection import choose_sound, is_checked_by
 from dsreason.cli.main import app
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import CheckpointError, ConfigError
-from dsreason.files.digests import ALGORITHM, compute_digest
 from dsreason.files.disk import hash_end
 from dsreason.job.ranks import World
 from dsreason.train.common.preflight import check_resume
@@ -184,7 +184,7 @@ def test_older_checkpoint_is_resumed_with_warning(tmp_path: Path, caplog: pytest
 @pytest.mark.usefixtures("alone")
 def test_unreadable_checkpoint_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 4)
-    monkeypatch.setattr(os, "access", lambda file, mode: Path(file).name != WEIGHTS)
+    monkeypatch.setattr(os, "access", lambda file, mode: mode == os.F_OK or Path(file).name != WEIGHTS)
     with pytest.raises(ConfigError, match=f"{WEIGHTS}: this user may not read it"):
         choose_sound(tmp_path, "auto", ALONE)
     assert path.exists()

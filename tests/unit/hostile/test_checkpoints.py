@@ -25,12 +25,12 @@ from dsreason.checkpoints.checkpoint_folder import (
     read_checkpoint,
     read_state,
 )
+from dsreason.checkpoints.digests import ALGORITHM
 from dsreason.checkpoints.export import export_checkpoint
 from dsreason.checkpoints.marker import check_content, check_sizes, write_marker
 from dsreason.checkpoints.rng import load_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, assemble, check_names, iter_checkpoint_tensors
 from dsreason.errors import CheckpointError
-from dsreason.files.digests import ALGORITHM
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import damaged, safetensors, tensor
 

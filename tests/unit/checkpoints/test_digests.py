@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.files import digests
-from dsreason.files.digests import compute_digest
+from dsreason.checkpoints import digests
+from dsreason.checkpoints.digests import compute_digest
 from tests.damage import flip_bit
 
 
