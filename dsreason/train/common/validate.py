@@ -198,7 +198,8 @@ def generate_answers(
     ):
         rows, prompts = [row for row, _ in questions], [prompt for _, prompt in questions]
         completions = rollout.generate(prompts, sampling, version=version, streams=rows)
-        rewards = score(prompts, completions, sampling, scorer)
+        with share_errors():
+            rewards = score(prompts, completions, sampling, scorer)
         for row, prompt, completion, reward in zip(rows, prompts, completions, rewards, strict=True):
             answers.append(to_answer(row, prompt, completion, tokenizer, reward))
             if row in held_out.shown:
