@@ -171,7 +171,8 @@ def start_policy_run(
     )
     sampler = start_sampler(job, rows, stack, engine, settings, bucket_mb, offload)
     if scorer is not None:
-        stack.enter_context(scorer)
+        with share_errors():
+            stack.enter_context(scorer)
 
     def write_export(output: Path, dtype: Literal["bf16", "fp32"], current: TrainerState) -> None:
         export_engine(

@@ -15,6 +15,7 @@ from dsreason.config.schema_grpo import OffloadMode
 from dsreason.engine.merged import iter_merged_parameters, list_constant_names
 from dsreason.engine.offload import StateOffload
 from dsreason.engine.rollout_memory import EVERYTHING, NOTHING, OffloadAmount, choose_amount
+from dsreason.errors import DsReasonError
 from dsreason.job.ranks import gather_objects
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
