@@ -23,7 +23,7 @@ from dsreason.data.micro_batches import describe_forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
 from dsreason.families import get_family
-from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero
+from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero, share_errors
 from dsreason.models.folder import compute_fingerprint
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model

@@ -145,12 +145,11 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Those between the attempts, which are not waited for."""
     noted: list[float] = []
 
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            noted.append(timeout)
-            return self.is_set()
+    def note(seconds: float, cancelled: threading.Event) -> bool:
+        noted.append(seconds)
+        return cancelled.is_set()
 
-    monkeypatch.setattr(remote_rewards, "threading", SimpleNamespace(Event=Stop))
+    monkeypatch.setattr(remote_rewards, "pause", note)
     return noted
 
 
