@@ -2,9 +2,9 @@
 
 The kernel closes the connections of a process that dies, and TCP keepalive detects within half a minute that a host is gone.
 Neither depends on a thread of the rank, whereas heartbeats would: native code may hold the interpreter lock for minutes, and
-missing heartbeats would then cause false alarms. A rank uses the connection to report its activity, its failure and stop signals,
-and to say goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks. If rank 0 dies, each rank
-detects that itself.
+missing heartbeats would then cause false alarms. A rank uses the connection to report its activity, its failure and stop
+signals, and to say goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks, as it does
+with stop signals. If rank 0 dies, each rank detects that itself.
 
 On a single host, the launcher detects deaths until the watchdog opens the lifeline. On several hosts, the ranks open it as
 soon as they have joined the job.

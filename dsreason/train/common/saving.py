@@ -100,7 +100,9 @@ class Checkpoints:
             error.args = (f"{error} before the first step was finished; nothing is saved",) if is_stop else error.args
             return
         if not self.job.config.checkpoint.saves:
-            outcome = "is not saved, because checkpoint.every is 0, and checkpoint.last and checkpoint.keep_best are false"
+            outcome = (
+                "is not saved, because checkpoint.every is 0, and checkpoint.last and checkpoint.keep_best are false"
+            )
         else:
             try:
                 self.save_if_missing(state)
@@ -109,7 +111,11 @@ class Checkpoints:
                     raise
                 outcome = f"could not be saved: {failure}"
         advice = "; continue with --resume auto" if outcome == "is saved" else ""
-        text = f"{error} after step {step}, which {outcome}" if is_stop else f"{error}\nThe last finished step, {step}, {outcome}"
+        text = (
+            f"{error} after step {step}, which {outcome}"
+            if is_stop
+            else f"{error}\nThe last finished step, {step}, {outcome}"
+        )
         error.args = (f"{text}{advice}",)
 
     def save_if_missing(self, state: TrainerState) -> None:

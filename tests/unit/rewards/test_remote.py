@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np

@@ -231,14 +231,15 @@ def test_stop_saves_only_with_checkpoints_enabled(
 
 
 @pytest.mark.parametrize("error", [RewardError("the server is gone"), DataError("the image is gone")])
-def test_last_step_is_saved_before_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DsReasonError
-) -> None:
+def test_last_step_is_saved_before_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DsReasonError) -> None:
     saved = Saved(tmp_path, monkeypatch, every=0, keep_best=False)
     monkeypatch.setattr(saved, "validate", raise_in_validation(error))
     with pytest.raises(type(error)) as caught:
         saved.train()
-    assert str(caught.value) == f"{error.args[0].splitlines()[0]}\nThe last finished step, 3, is saved; continue with --resume auto"
+    assert (
+        str(caught.value)
+        == f"{error.args[0].splitlines()[0]}\nThe last finished step, 3, is saved; continue with --resume auto"
+    )
     assert saved.checkpoints == [3]
 
     (state,) = saved.run.checkpoints.writer.states  # type: ignore[attr-defined]
@@ -267,7 +268,10 @@ def test_stop_during_wait_is_reported_with_step(tmp_path: Path, monkeypatch: pyt
 
 def test_stop_before_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = Saved(tmp_path, monkeypatch, every=0)
-    with pytest.raises(Stopped, match="before the first step was finished; nothing is saved"), saved.run.save_before_error():
+    with (
+        pytest.raises(Stopped, match="before the first step was finished; nothing is saved"),
+        saved.run.save_before_error(),
+    ):
         raise Stopped("stopped by SIGTERM")
     assert saved.checkpoints == []
 
