@@ -297,10 +297,10 @@ def test_failed_save_is_added_to_error(tmp_path: Path, monkeypatch: pytest.Monke
         raise SaveError("no space left")
 
     monkeypatch.setattr(saved.run.checkpoints.writer, "start", fail)
-    with pytest.raises(DataError, match="^broken\nThe last finished step, 4, could not be saved: no space left$"):
-        with saved.run.save_before_error():
-            saved.train_step(4)
-            raise DataError("broken")
+    message = "^broken\nThe last finished step, 4, could not be saved: no space left$"
+    with pytest.raises(DataError, match=message), saved.run.save_before_error():
+        saved.train_step(4)
+        raise DataError("broken")
 
 
 @pytest.mark.parametrize(
