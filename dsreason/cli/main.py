@@ -85,7 +85,7 @@ def main() -> None:
         print_message(f"stopped by {stop}", err=True)
         sys.exit(Stopped.exit_code)
     except Exception as error:  # noqa: BLE001 (an excepthook would be replaced by Typer's own)
-        if name := get_stop_signal():
+        if (name := get_stop_signal()) and not launch.is_rank():  # the error of a rank says what is saved
             print_message(f"stopped by {name}", err=True)
             sys.exit(Stopped.exit_code)
         sys.exit(launch.report(error))

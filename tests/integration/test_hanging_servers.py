@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 STOPPED = 75
 PATIENCE = 5.0
-"""Seconds within which a command must end after the signal. Saving a tiny model takes a fraction of one."""
+"""Seconds within which the tiny model must be saved after the signal. It takes a fraction of one."""
+EXIT = 15.0
+"""Seconds within which the processes must then have ended, on a busy machine."""
 
 
 class Server(QuietServer):
@@ -86,11 +88,13 @@ def run_until_stopped(server: Server, folder: Path, *arguments: str) -> str:
         assert process.poll() is None, process.stderr and process.stderr.read()
     time.sleep(1)  # so that all ranks wait: for the server, or for a rank that does
     process.send_signal(signal.SIGTERM)
-    started = time.monotonic()
+    started = time.time()
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == STOPPED, stderr
-    assert time.monotonic() - started < PATIENCE
+    assert time.time() - started < EXIT
+    assert all(file.stat().st_mtime - started < PATIENCE for file in folder.glob("run/checkpoints/*/COMPLETE"))
     assert "Traceback" not in stderr
+    assert stderr.count("stopped by") == 1
     return stderr.strip().splitlines()[-1]
 
 
