@@ -82,7 +82,7 @@ class Checkpoints:
         if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / self.export_file).exists()):
             self.export(output, state, last=False)
 
-    def stop_if_asked(self, state: TrainerState) -> None:
+    def stop_if_signalled(self, state: TrainerState) -> None:
         """Raise `Stopped` if any rank has received a signal; do nothing after the last step."""
         name = self.job.stop.asked()
         if name and state.step != self.total_steps:

@@ -178,12 +178,16 @@ class RewardHTTPServer:
 class LimitedConnection(H11Protocol):
     """A connection that is refused if too many are open, and closed if no request arrives within HEADER_LIMIT seconds."""
 
+    network = b""
+    """Part of the client's address that identifies the client; see `get_network`."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         limit = min(MOST_CONNECTIONS, files // 2) if files > 0 else MOST_CONNECTIONS
         self.network = get_network(transport.get_extra_info("peername")[0])
-        of_client = sum(connection.network == self.network for connection in self.connections)
+        connections = [item for item in self.connections if isinstance(item, LimitedConnection)]
+        of_client = sum(item.network == self.network for item in connections)
         if len(self.connections) > limit or of_client > limit // 2:
             transport.write(TOO_MANY_CONNECTIONS)
             transport.close()

@@ -105,7 +105,7 @@ def ask_teacher(url: str, limit: float) -> str:
         prompt=SimpleNamespace(prompt_ids=[1], sample=SAMPLE), completion=SimpleNamespace(ids=[2])
     )
     with pytest.raises(DsReasonError) as caught:
-        teacher_server.Client(DistillConfig.model_validate(settings)).ask(rollout)
+        teacher_server.Client(DistillConfig.model_validate(settings)).request_logprobs(rollout)
     return str(caught.value)
 
 
@@ -372,7 +372,7 @@ def wait_for_judge(url: str) -> object:
 
 def wait_for_teacher(url: str) -> object:
     settings = {"teacher": url, "server_model": "m", "time_limit": 600}
-    return teacher_server.Client(DistillConfig.model_validate(settings)).request([1, 2], "two tokens")
+    return teacher_server.Client(DistillConfig.model_validate(settings)).request_tokens([1, 2], "two tokens")
 
 
 def wait_for_world(url: str) -> object:
