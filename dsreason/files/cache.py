@@ -1,14 +1,43 @@
-"""The cache folder for files that can be recreated: tiny models, the built-in task and unpacked archives."""
+"""The cache folder for files that can be recreated: tiny models, the built-in task and unpacked archives.
+
+Copies and unpacked files are compared with a record of their sizes, times and hashes when they are used, because a copy that has
+lost its end would be used forever.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from dsreason.errors import ConfigError, StorageError
-from dsreason.files.disk import to_os_error
+from dsreason.files.atomic import build_once, hold_lock, write_file
+from dsreason.files.disk import compute_sha256, read_small, remove, to_os_error
+
+log = logging.getLogger(__name__)
+
+RECORDS = ".records"
+"""Name of the folder with the records, which is next to the copies."""
+MOST_RECORD_BYTES = 2**30
+
+
+class FileRecord(NamedTuple):
+    """What is known of a file since it was written. Any later write changes its times; copying the cache changes them, too."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    sha256: str
+
+
+RECORD = TypeAdapter(dict[str, FileRecord])
 
 
 def get_cache_dir() -> Path:
@@ -36,3 +65,76 @@ def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
         raise StorageError(
             f"{path}: cannot be written: {cause}; free disk space, or set {variable} to another folder"
         ) from error
+
+
+def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
+    """Return `folder` as `build_once` does, but build it again, with a warning, if one of its files was damaged in the meantime.
+
+    The sizes and times of all files are compared with a record that was written when the folder was built. Content is read
+    only if nothing but times differ. A folder without a record is built again.
+    """
+    record = folder.parent / RECORDS / f"{folder.name}.json"
+
+    def build_and_record(partial: Path) -> None:
+        build(partial)
+        record.parent.mkdir(exist_ok=True)
+        write_record(record, record_files(list_files(partial)))
+
+    if folder.is_dir() and find_damage(folder, record):
+        with hold_lock(folder):
+            # another process may have built it while this one waited
+            if folder.is_dir() and (damage := find_damage(folder, record)):
+                log.warning("%s: %s, so this copy is made again", folder, damage)
+                remove(folder)
+    return build_once(folder, build_and_record)
+
+
+def list_files(folder: Path) -> dict[str, Path]:
+    """List the regular files in a folder by their relative paths; links are left out, because others own their targets."""
+    names = [Path(place, name) for place, _, files in os.walk(folder) for name in files]
+    return {str(file.relative_to(folder)): file for file in names if stat.S_ISREG(file.lstat().st_mode)}
+
+
+def record_files(files: Mapping[str, Path]) -> dict[str, FileRecord]:
+    """Read the files and return their records."""
+    records = {}
+    for name, file in files.items():
+        status = file.stat()
+        records[name] = FileRecord(status.st_size, status.st_mtime_ns, status.st_ctime_ns, compute_sha256(file))
+    return records
+
+
+def write_record(record: Path, files: Mapping[str, FileRecord]) -> None:
+    write_file(record, json.dumps(files))
+
+
+def find_damage(folder: Path, record: Path) -> str | None:
+    """Describe the first file in the folder that differs from the record, or return None. New files are no damage."""
+    try:
+        return find_change(list_files(folder), record)
+    except FileNotFoundError as error:  # another process is building it again
+        return f"{error.filename} is missing"
+
+
+def find_change(files: Mapping[str, Path], record: Path) -> str | None:
+    """Describe the first of the files that differs from the record, or return None."""
+    try:
+        recorded = RECORD.validate_json(read_small(record, MOST_RECORD_BYTES))
+    except (OSError, ValueError):
+        return "has no valid record of its files"
+    touched = []
+    for name, before in recorded.items():
+        if name not in files:
+            return f"{name} is missing"
+        status = files[name].stat()
+        if status.st_size != before.size:
+            return f"{name} has {status.st_size} bytes instead of {before.size}"
+        if (status.st_mtime_ns, status.st_ctime_ns) != (before.mtime_ns, before.ctime_ns):
+            touched.append(name)
+    current = record_files({name: files[name] for name in touched})
+    if changed := next((name for name in touched if current[name].sha256 != recorded[name].sha256), None):
+        return f"the content of {changed} has changed"
+    if touched:
+        with suppress(OSError):  # the cache may be read-only; then the content is read in each process
+            write_record(record, recorded | current)
+    return None

@@ -12,8 +12,7 @@ from huggingface_hub import snapshot_download
 
 from dsreason.errors import CheckpointError, DataError
 from dsreason.files.address import is_s3
-from dsreason.files.atomic import build_once
-from dsreason.files.cache import convert_cache_errors
+from dsreason.files.cache import build_copy, convert_cache_errors
 from dsreason.files.disk import check_regular
 from dsreason.files.hub import HUB_ERRORS, convert_hub_error, get_hub_url
 from dsreason.files.remote import fetch_folder
@@ -96,7 +95,7 @@ def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]
         raise CheckpointError(f"model.path {TINY}{name}: the tiny model must be one of {choices}")
     folder = cache / f"tiny-{name}-{version}"
     with convert_cache_errors(folder, "DSREASON_CACHE"):
-        return build_once(folder, builders[name])
+        return build_copy(folder, builders[name])
 
 
 def fetch_model_folder(path: str, is_wanted: Callable[[str], bool], kind: str) -> Path:

@@ -22,8 +22,8 @@ from torch import Tensor
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import UNPACK_ERRORS, TarMember
-from dsreason.files.atomic import build_once, write_file
-from dsreason.files.cache import convert_cache_errors, get_cache_dir
+from dsreason.files.atomic import write_file
+from dsreason.files.cache import build_copy, convert_cache_errors, get_cache_dir
 from dsreason.files.remote import PARALLEL, check_room, fetch_file, read_address
 from dsreason.files.s3 import list_objects
 from dsreason.world.data.clips import load_clip, read_start
@@ -126,11 +126,8 @@ def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
         write_file(partial / "index.json", json.dumps(entries))
 
     with convert_cache_errors(folder, "DSREASON_CACHE"):
-        built = build_once(folder, build)
-    try:
-        entries: list[dict[str, Any]] = json.loads((built / "index.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{built / 'index.json'}: is damaged ({error}); delete {built} to rebuild it") from None
+        built = build_copy(folder, build)
+    entries: list[dict[str, Any]] = json.loads((built / "index.json").read_bytes())
     return entries
 
 
