@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 RECORDS = ".records"
 """Name of the folder with the records, which is next to the copies."""
 MOST_RECORD_BYTES = 2**30
+ROOT = Path("/")
 
 
 class FileRecord(NamedTuple):
@@ -70,71 +71,69 @@ def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
 def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
     """Return `folder` as `build_once` does, but build it again, with a warning, if one of its files was damaged in the meantime.
 
-    The sizes and times of all files are compared with a record that was written when the folder was built. Content is read
-    only if nothing but times differ. A folder without a record is built again.
+    The files are compared with a record that was written when the folder was built, see `find_damage`. A folder without a
+    record is built again.
     """
     record = folder.parent / RECORDS / f"{folder.name}.json"
 
     def build_and_record(partial: Path) -> None:
         build(partial)
-        record.parent.mkdir(exist_ok=True)
-        write_record(record, record_files(list_files(partial)))
+        write_record(record, record_folder(partial))
 
-    if folder.is_dir() and find_damage(folder, record):
+    if folder.is_dir() and find_damage(record, folder):
         with hold_lock(folder):
             # another process may have built it while this one waited
-            if folder.is_dir() and (damage := find_damage(folder, record)):
+            if folder.is_dir() and (damage := find_damage(record, folder)):
                 log.warning("%s: %s, so this copy is made again", folder, damage)
                 remove(folder)
     return build_once(folder, build_and_record)
 
 
-def list_files(folder: Path) -> dict[str, Path]:
-    """List the regular files in a folder by their relative paths; links are left out, because others own their targets."""
-    names = [Path(place, name) for place, _, files in os.walk(folder) for name in files]
-    return {str(file.relative_to(folder)): file for file in names if stat.S_ISREG(file.lstat().st_mode)}
+def record_folder(folder: Path) -> dict[str, FileRecord]:
+    """Read all regular files in a folder and return their records by relative path. Links are left out."""
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return record_files((str(file.relative_to(folder)) for file in files if stat.S_ISREG(file.lstat().st_mode)), folder)
 
 
-def record_files(files: Mapping[str, Path]) -> dict[str, FileRecord]:
-    """Read the files and return their records."""
+def record_files(names: Iterable[str], folder: Path = ROOT) -> dict[str, FileRecord]:
+    """Read the files and return their records by name; `names` are relative to `folder`."""
     records = {}
-    for name, file in files.items():
-        status = file.stat()
-        records[name] = FileRecord(status.st_size, status.st_mtime_ns, status.st_ctime_ns, compute_sha256(file))
+    for name in names:
+        status = os.stat(folder / name)
+        records[name] = FileRecord(
+            status.st_size, status.st_mtime_ns, status.st_ctime_ns, compute_sha256(folder / name)
+        )
     return records
 
 
 def write_record(record: Path, files: Mapping[str, FileRecord]) -> None:
+    record.parent.mkdir(parents=True, exist_ok=True)
     write_file(record, json.dumps(files))
 
 
-def find_damage(folder: Path, record: Path) -> str | None:
-    """Describe the first file in the folder that differs from the record, or return None. New files are no damage."""
-    try:
-        return find_change(list_files(folder), record)
-    except FileNotFoundError as error:  # another process is building it again
-        return f"{error.filename} is missing"
+def find_damage(record: Path, folder: Path = ROOT) -> str | None:
+    """Describe the first file that differs from its record, or return None. Files without a record are no damage.
 
-
-def find_change(files: Mapping[str, Path], record: Path) -> str | None:
-    """Describe the first of the files that differs from the record, or return None."""
+    Sizes and times are compared; content is read only if nothing but times differ.
+    """
     try:
         recorded = RECORD.validate_json(read_small(record, MOST_RECORD_BYTES))
     except (OSError, ValueError):
         return "has no valid record of its files"
     touched = []
     for name, before in recorded.items():
-        if name not in files:
+        try:
+            status = os.lstat(os.path.join(folder, name))
+        except OSError:
             return f"{name} is missing"
-        status = files[name].stat()
-        if status.st_size != before.size:
+        if status.st_size != before.size or not stat.S_ISREG(status.st_mode):
             return f"{name} has {status.st_size} bytes instead of {before.size}"
         if (status.st_mtime_ns, status.st_ctime_ns) != (before.mtime_ns, before.ctime_ns):
             touched.append(name)
-    current = record_files({name: files[name] for name in touched})
+    current = record_files(touched, folder)
     if changed := next((name for name in touched if current[name].sha256 != recorded[name].sha256), None):
         return f"the content of {changed} has changed"
     if touched:
-        with suppress(OSError):  # the cache may be read-only; then the content is read in each process
+        with suppress(OSError):  # the cache may be read-only; then each process reads the content
             write_record(record, recorded | current)
     return None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsreason.files.cache import find_change, get_cache_dir, record_files, write_record
+from dsreason.files.cache import find_damage, get_cache_dir, record_files, write_record
 
 if TYPE_CHECKING:
     import datasets
@@ -33,7 +33,8 @@ def load_intact_table(name: str, load: Callable[[str | None], datasets.Dataset])
         table = load(None)
         damage = find_table_damage(table)
     except (OSError, pyarrow.ArrowInvalid) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # only pyarrow's own errors have no number
+        # pyarrow's errors for damaged files have no number
+        if isinstance(error, OSError) and error.errno is not None and ".arrow" not in str(error):
             raise
         damage = str(error)
     if damage is not None:
@@ -49,22 +50,24 @@ def find_table_damage(table: datasets.Dataset) -> str | None:
     if split is not None and split.num_examples != len(table):
         return f"{len(table)} of {split.num_examples} rows"
     if locate_record(table).exists():
-        return find_change(list_arrow_files(table), locate_record(table))
+        return find_damage(locate_record(table))
     write_table_record(table)
     return None
 
 
 def write_table_record(table: datasets.Dataset) -> None:
-    record = locate_record(table)
     with suppress(OSError):  # without a record, only the number of rows is compared
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_record(record, record_files(list_arrow_files(table)))
+        write_record(locate_record(table), record_files(list_arrow_files(table)))
 
 
-def list_arrow_files(table: datasets.Dataset) -> dict[str, Path]:
-    return {file["filename"]: Path(file["filename"]) for file in table.cache_files}
+def list_arrow_files(table: datasets.Dataset) -> list[str]:
+    return [file["filename"] for file in table.cache_files]
 
 
 def locate_record(table: datasets.Dataset) -> Path:
-    key = hashlib.sha256("\n".join(list_arrow_files(table)).encode()).hexdigest()[:24]
+    """Return the path of the record of this version of the table; `datasets` writes `dataset_info.json` when it converts."""
+    files = list_arrow_files(table)
+    info = [Path(file).with_name("dataset_info.json") for file in files[:1]]
+    version = [str(file.stat().st_mtime_ns) for file in info if file.is_file()]
+    key = hashlib.sha256("\n".join([*files, *version]).encode()).hexdigest()[:24]
     return get_cache_dir() / "tables" / f"{key}.json"
