@@ -60,7 +60,7 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes from building this folder. All folders in a cache share 256 lock files, because one each would be many."""
+    """Keep other processes from building this folder. All folders in a cache share 256 lock files."""
     locks = folder.parent / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / folder.name[-2:]).open("w") as lock:

@@ -145,7 +145,8 @@ def _get_cache_folder(address: S3Address, version: str) -> Path:
 def _fetch(source: S3Object, file: Path) -> None:
     """Fetch the missing part of the file. A partial file that an earlier process left has the same version.
 
-    If it continues such a file, the result is compared with the object's ETag, if that is an MD5, and fetched again if they differ.
+    If it continues such a file, the result is compared with the object's ETag if that is an MD5, and fetched again if they
+    differ.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     start = file.stat().st_size if file.exists() else 0
@@ -160,7 +161,9 @@ def _fetch(source: S3Object, file: Path) -> None:
         log.info("fetching %s (%.1f GB)", source.address, source.size / 1e9)
     read_into(source, file)
     if start and has_other_md5(source, file):
-        log.warning("%s: the part that an earlier process had fetched was damaged; fetching the file again", source.address)
+        log.warning(
+            "%s: the part that an earlier process had fetched was damaged; fetching the file again", source.address
+        )
         file.unlink()
         read_into(source, file)
 

@@ -86,7 +86,9 @@ def read_earlier_entries(path: Path, *, last_step: int) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path, *, last_step: int | None) -> list[dict[str, Any]]:
-    """Return the entries up to and including `last_step` (None: all). Leave out damaged lines, such as those left by a crash, with a warning.
+    """Return the entries up to and including `last_step` (None: all).
+
+    Damaged lines, such as those left by a crash, are left out with a warning.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.

@@ -26,6 +26,7 @@ from dsreason.files.atomic import write_file
 from dsreason.files.cache import build_copy, convert_cache_errors, get_cache_dir
 from dsreason.files.remote import PARALLEL, check_room, fetch_file, read_address
 from dsreason.files.s3 import list_objects
+from dsreason.job.leftovers import build_prefix
 from dsreason.world.data.clips import load_clip, read_start
 from dsreason.world.data.folder import VIDEO_SUFFIXES
 from dsreason.world.data.rows import CheckedRows
@@ -204,7 +205,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
     """Read a clip from the video in the row's shard, like `clips.read_clip`."""
     members = json.loads(str(row.clip))["members"]
     suffix = next(key for key in VIDEO_KEYS if key in members)
-    with tempfile.NamedTemporaryFile(prefix="dsreason-", suffix=f".{suffix}") as file:
+    with tempfile.NamedTemporaryFile(prefix=build_prefix(), suffix=f".{suffix}") as file:
         file.write(read_member(row, suffix))
         file.flush()
         try:

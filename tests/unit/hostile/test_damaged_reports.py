@@ -148,15 +148,20 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Path], object]]] = {
     "record of uploads": (RECORD, upload_again),
     "run of W&B": ("wandb/run_id", lambda run: read_run_id(run / "wandb" / "run_id")),
 }
-WARNS = ("resume, metrics", "model card, metrics", "page, metrics", "page, validation", "model card, record", "run of W&B")
+WARNS = (
+    "resume, metrics",
+    "model card, metrics",
+    "page, metrics",
+    "page, validation",
+    "model card, record",
+    "run of W&B",
+)
 """Readers of what cannot be made again; the others read notes whose loss costs nothing."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("reader", LEFT_OUT)
-def test_damaged_report_is_left_out(
-    reader: str, damage: str, here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_report_is_left_out(reader: str, damage: str, here: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = here / "run"
     fill_run(run)
     name, read = LEFT_OUT[reader]
