@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 RECORDS = ".records"
 """Name of the folder with the records, which is next to the copies."""
 MOST_RECORD_BYTES = 2**30
+PARALLEL = 8
+"""Number of files that are read at the same time."""
 ROOT = Path("/")
 
 
@@ -96,14 +99,25 @@ def record_folder(folder: Path) -> dict[str, FileRecord]:
 
 
 def record_files(names: Iterable[str], folder: Path = ROOT) -> dict[str, FileRecord]:
-    """Read the files and return their records by name; `names` are relative to `folder`."""
-    records = {}
-    for name in names:
-        status = os.stat(folder / name)
-        records[name] = FileRecord(
-            status.st_size, status.st_mtime_ns, status.st_ctime_ns, compute_sha256(folder / name)
-        )
-    return records
+    """Read the files, several at once, and return their records by name; `names` are relative to `folder`."""
+    listed = [*names]
+    if len(listed) < 2:
+        return {name: record_file(folder / name) for name in listed}
+    with ThreadPool(PARALLEL) as threads:
+        return dict(zip(listed, threads.imap(lambda name: record_file(folder / name), listed), strict=True))
+
+
+def record_file(file: Path) -> FileRecord:
+    status = file.stat()
+    return FileRecord(status.st_size, status.st_mtime_ns, status.st_ctime_ns, compute_sha256(file))
+
+
+def read_record(record: Path) -> dict[str, FileRecord] | None:
+    """Return the records in a file; None if it is missing or damaged."""
+    try:
+        return RECORD.validate_json(read_small(record, MOST_RECORD_BYTES))
+    except (OSError, ValueError):
+        return None
 
 
 def write_record(record: Path, files: Mapping[str, FileRecord]) -> None:
@@ -116,9 +130,8 @@ def find_damage(record: Path, folder: Path = ROOT) -> str | None:
 
     Sizes and times are compared; content is read only if nothing but times differ.
     """
-    try:
-        recorded = RECORD.validate_json(read_small(record, MOST_RECORD_BYTES))
-    except (OSError, ValueError):
+    recorded = read_record(record)
+    if recorded is None:
         return "has no valid record of its files"
     touched = []
     for name, before in recorded.items():

@@ -70,21 +70,32 @@ def get_user_folder() -> Path:
     Raises:
         ConfigError: others can write to the folder.
     """
-    folder = Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
+    folder = locate_user_folder()
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    check_private(folder)
+    return folder
+
+
+def locate_user_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
+
+
+def check_private(folder: Path) -> None:
+    """Raise ConfigError unless the folder belongs to this user, and only to this user."""
     if (status := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise ConfigError(
             f"{folder}: must be a folder that you own and only you can access; remove it, or set TMPDIR to a folder that you own"
         )
-    return folder
 
 
 def remove_leftovers() -> None:
     """Delete this user's temporary files and shared memory whose process no longer exists. Links are not followed."""
-    for locate_folder in (tempfile.gettempdir, lambda: SHARED_MEMORY, get_user_folder):
+    for folder in (Path(tempfile.gettempdir()), SHARED_MEMORY, locate_user_folder()):
         with suppress(OSError, ConfigError):  # the folder does not exist, or belongs to somebody else
-            remove_leftovers_in(Path(locate_folder()))
+            if folder == locate_user_folder():
+                check_private(folder)
+            remove_leftovers_in(folder)
 
 
 def remove_leftovers_in(folder: Path) -> None:

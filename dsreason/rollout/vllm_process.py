@@ -70,13 +70,13 @@ def rename_shared_memory(world: World) -> Iterator[None]:
     On a CPU, ranks exchange tensors through files that have the same names in every job and are never deleted, so a second
     job on the machine would fail at startup. They are deleted once all ranks have opened them.
     """
-    original = shared_memory._make_filename
-    shared_memory._make_filename = lambda: f"/{build_prefix()}{token_hex(8)}"
+    original = shared_memory._make_filename  # type: ignore[attr-defined]
+    shared_memory._make_filename = lambda: f"/{build_prefix()}{token_hex(8)}"  # type: ignore[attr-defined]
     try:
         with nullcontext() if world.device.type == "cuda" else rename_tensor_files():
             yield
     finally:
-        shared_memory._make_filename = original
+        shared_memory._make_filename = original  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from dsreason.data.rows import read_rows
 from dsreason.config.schema_data import SourceConfig
-from dsreason.files import cache, remote
+from dsreason.data.rows import read_rows
+from dsreason.files import cache, hub, remote
 from dsreason.files.address import S3Address
 from dsreason.files.archives import get_media_cache, unpack, unpack_file, write_embedded
 from dsreason.files.cache import build_copy
@@ -248,3 +248,47 @@ def test_damaged_table_is_converted_again(
     assert_one_warning(caplog, "rows.csv", "damaged")
     caplog.clear()
     assert read() == expected and not caplog.records
+
+
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A Hub with two files, whose cache has the layout of huggingface_hub; the list gets the names that are downloaded."""
+    named: list[str] = []
+    blobs = tmp_path / "hub" / "blobs"
+    small = hashlib.sha1(b"blob 2\0{}", usedforsecurity=False).hexdigest()
+    contents = {"rows.jsonl": (hashlib.sha256(ROWS).hexdigest(), ROWS), "config.json": (small, b"{}")}
+
+    def download(repo: str, **options: object) -> str:
+        snapshot = tmp_path / "hub" / "snapshots" / "main"
+        for folder in (blobs, snapshot):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, (etag, content) in contents.items():
+            if not (snapshot / name).exists():
+                named.append(name)
+                (blobs / etag).write_bytes(content)
+                (snapshot / name).unlink(missing_ok=True)
+                (snapshot / name).symlink_to(blobs / etag)
+        return str(snapshot)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    return named
+
+
+@every_damage
+@pytest.mark.parametrize("name", ["rows.jsonl", "config.json"])
+def test_damaged_hub_file_is_downloaded_again(
+    name: str, damage: Damage, downloads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hub.fetch_snapshot("user/name")
+    damage((folder / name).resolve())
+    expected = ROWS if name == "rows.jsonl" else b"{}"
+    assert (hub.fetch_snapshot("user/name") / name).read_bytes() == expected
+    assert downloads == ["rows.jsonl", "config.json", name]
+    monkeypatch.setattr(cache, "compute_sha256", lambda file: pytest.fail(f"read {file} again"))
+    hub.fetch_snapshot("user/name")
+
+
+def test_damage_before_first_check_is_noticed(downloads: list[str]) -> None:
+    """The name of a file in the Hub's cache is its hash, so no record is needed."""
+    cut((Path(hub.snapshot_download("user/name")) / "rows.jsonl").resolve())
+    assert (hub.fetch_snapshot("user/name") / "rows.jsonl").read_bytes() == ROWS

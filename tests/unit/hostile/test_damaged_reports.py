@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+
 import pytest
 
 from dsreason.checkpoints.model_card import build_model_card
