@@ -118,7 +118,9 @@ def fetch_snapshot(repo: str, **options: Any) -> Path:
             file.unlink()
         folder = Path(snapshot_download(repo, **options))
         if damaged := find_damaged_files(folder):
-            raise StorageError(f"{damaged[0]}: is damaged after a second download, too; check the disk and the connection")
+            raise StorageError(
+                f"{damaged[0]}: is damaged after a second download, too; check the disk and the connection"
+            )
     return folder
 
 
