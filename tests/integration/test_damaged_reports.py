@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
-from tests.integration.test_kills import COMMON, EXPORTS, OF_COMMAND, REWARD
+from tests.integration.test_kills import COMMON, EXPORTS, OF_COMMAND, REWARD, with_marks
 from tests.integration.test_world import RUN as WORLD
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = pytest.mark.integration
 
 STEPS = 2
 VALIDATED = "[validation]\nevery = 1\nmax_samples = 4\nmax_completion_length = 4\n"
@@ -28,7 +28,7 @@ def write_config(command: str, model: Path, folder: Path) -> None:
     else:
         rows = write_mixed_rows(folder / "data")
         text = COMMON.format(model=model, rows=rows, steps=STEPS) + OF_COMMAND[command]
-        text = text.replace('export = "all"\n', "")
+        text = text.replace('export = "all"\n', "").replace("[grpo]", "[grpo]\noptimizer_steps_per_rollout = 1")
         if command == "sft":
             text = re.sub(r"(?s)\[validation\].*?(?=\[)", VALIDATED, text).replace(
                 'adapter = "jsonl"', 'adapter = "jsonl"\nvalidation = 4'
@@ -57,14 +57,14 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": spoil_metrics,
     "validation/step_1.jsonl": lambda file: file.write_bytes(file.read_bytes()[:-20]),
     "validation/step_2.jsonl": replace_by_folder,
-    "rollouts/step_2.jsonl": replace_by_folder,
+    "rollouts/step_1.jsonl": replace_by_folder,
     "world.html": replace_by_folder,
     "logs/rank_0.log": lambda file: file.write_bytes(b"\xff\xfe\x00"),
     "UPLOADED.json": lambda file: file.write_bytes(b'{"s3://bucket/mine": 3}'),
 }
 
 
-@pytest.mark.parametrize("command", ["sft", "grpo", "world"])
+@pytest.mark.parametrize("command", with_marks("sft", nightly=["grpo", "world"]))
 def test_run_resumes_beside_damaged_reports(command: str, tiny_qwen2_5_vl: Path, tmp_path: Path) -> None:
     write_config(command, tiny_qwen2_5_vl, tmp_path)
     start = (command, "--config", "run.toml", "--output-dir", "run", "--nproc", 1)
@@ -75,7 +75,7 @@ def test_run_resumes_beside_damaged_reports(command: str, tiny_qwen2_5_vl: Path,
 
     (run / "UPLOADED.json").write_text("{}")
     damaged = [name for name in DAMAGES if (run / name).is_file()]
-    assert len(damaged) >= 4, damaged
+    assert len(damaged) >= 4, (damaged, sorted(run.rglob("*.jsonl")))
     for name in damaged:
         DAMAGES[name](run / name)
     for file in (run / "tensorboard").iterdir():
