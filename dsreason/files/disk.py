@@ -28,6 +28,7 @@ MOST_BYTES = 64 * 1024**2
 MOST_REPORT_BYTES = 2**32
 """Maximum size, in bytes, of a report that is read again, such as `metrics.jsonl`."""
 END_BYTES = 64 * 1024
+BLOCK_BYTES = 1024 * 1024
 
 
 def to_os_error(error: Exception) -> OSError | None:
@@ -68,10 +69,12 @@ def read_small(file: Path, max_bytes: int | None = None) -> bytes:
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as opened:
         check_regular(descriptor, file)
-        content = opened.read(max_bytes + 1)
+        content = bytearray()  # read in blocks, because `read` allocates what it is asked for
+        while len(content) <= max_bytes and (block := opened.read(min(BLOCK_BYTES, max_bytes + 1))):
+            content += block
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"is larger than the maximum of {max_bytes} bytes", str(file))
-    return content
+    return bytes(content)
 
 
 def check_regular(opened: int | Path, file: Path) -> None:
