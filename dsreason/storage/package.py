@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from dsreason.checkpoints.checkpoint_folder import (
 from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.step_names import PREFIX, is_step_name, parse_step
+from dsreason.job.leftovers import make_temporary_folder
 
 MANIFEST = "UPLOADED.json"
 """Marker of a complete upload other than a checkpoint. The file exists only in the storage, not locally."""
@@ -87,7 +87,7 @@ def open_package_or_logs(folder: Path) -> Iterator[Package]:
     if not is_logs(folder):
         yield open_package(folder)
         return
-    with tempfile.TemporaryDirectory(prefix="dsreason-") as temporary:
+    with make_temporary_folder() as temporary:
         yield open_export(copy_logs(folder, Path(temporary)))
 
 
