@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dsreason.errors import ConfigError
+from dsreason.errors import CheckpointError, ConfigError
 
 MOST_BYTES = 64 * 1024**2
 """Maximum size, in bytes, of a small file written by dsreason: a lock, a marker or a run's `config.json`."""
@@ -68,6 +68,25 @@ def check_regular(opened: int | Path, file: Path) -> None:
     """Raise OSError unless `opened`, an open file descriptor or a path, is a regular file."""
     if not stat.S_ISREG(os.stat(opened).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(file))
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a link in the folder leaves it, because the link's target may be private."""
+    for path in folder.rglob("*"):
+        check_link(path, folder)
+
+
+def check_link(path: Path, folder: Path) -> None:
+    """Raise CheckpointError if `path`, which is in `folder`, leads out of it, itself or through a linked folder on the way.
+
+    In the cache of the Hugging Face Hub, the files in `snapshots/<revision>/` are links to `blobs/` beside it; they are allowed.
+    """
+    target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    blobs = [place.parent.parent / "blobs" for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    if not (target.is_relative_to(root) or target.parent in blobs):
+        raise CheckpointError(
+            f"{path}: is a link to {target}, which is outside the folder; replace the link with the file itself"
+        )
 
 
 def remove(path: Path) -> None:

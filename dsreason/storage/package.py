@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from dsreason.checkpoints.checkpoint_folder import (
 )
 from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
+from dsreason.files.disk import check_link, check_links
 from dsreason.files.step_names import PREFIX, is_step_name, parse_step
 
 MANIFEST = "UPLOADED.json"
@@ -170,20 +170,6 @@ def check_not_truncated(weights: Path) -> None:
         raise CheckpointError(
             f"{weights} is truncated, damaged or a Git LFS pointer ({error}); download or export the model again"
         ) from error
-
-
-def check_links(folder: Path) -> None:
-    """Raise CheckpointError if a link points outside the folder, because its target may not be meant for upload."""
-    for path in folder.rglob("*"):
-        check_link(path, folder)
-
-
-def check_link(path: Path, folder: Path) -> None:
-    target = Path(os.path.realpath(path))
-    if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
-        raise CheckpointError(
-            f"{path}: is a link to {target}, which is outside the folder; replace the link with the file itself"
-        )
 
 
 def get_write_time(folder: Path) -> int:

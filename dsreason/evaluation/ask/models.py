@@ -88,6 +88,6 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
             own_folder = own_folder.rename(
                 parent / own_folder.name.replace(MAKING, EXPORT)
             )  # renamed only now that it is locked, because other processes check this name
-            yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype)
+            yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype, durable=False)
     finally:
         shutil.rmtree(own_folder, ignore_errors=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.checkpoints.export import write_folder_atomically
+from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.evaluation.settings import delete
 from dsreason.files.disk import remove
