@@ -122,7 +122,7 @@ def test_changed_file_is_replaced_with_marker_removed(bucket: Bucket, package: P
     bucket.calls.clear()
     file = package.folder / "weights.pt"
     file.write_bytes(bytes(reversed(file.read_bytes())))
-    assert S3Storage(PLACE).upload(package, lambda count: None).files == 1
+    assert S3Storage(PLACE).upload(open_package(package.folder), lambda count: None).files == 1
     assert bucket.calls == [("delete_object", "COMPLETE"), ("put_object", "weights.pt"), ("put_object", "COMPLETE")]
     assert bucket.objects["weights.pt"][0] == file.read_bytes()
 
