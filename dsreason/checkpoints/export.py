@@ -68,7 +68,7 @@ def write_model_folder(
         card: function that returns the text of the model card; called after all other files have been written.
         limits: limits of training for the processor's files; None copies them unchanged.
         trust_remote_code: whether to copy the Python files of `source`, too.
-        durable: whether to sync the files to disk; False for a folder that is deleted after use.
+        durable: whether to write digests and sync the files to disk; False for a folder that is deleted after use.
 
     Raises:
         CheckpointError: `output` is not empty, `source` is not a model folder, or a file of it is a link that leaves it.
@@ -228,7 +228,7 @@ def export_checkpoint(
     Args:
         dtype: precision of the weights: "bf16", "fp32", or "auto" for the precision of the run.
         scores: evaluation scores for the model card.
-        durable: whether to sync the files to disk; False for a folder that is deleted after use.
+        durable: whether to write digests and sync the files to disk; False for a folder that is deleted after use.
     """
     saved = read_checkpoint(checkpoint)
     check_content(checkpoint)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from dsreason.checkpoints.export_digests import write_digests
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.files.atomic import flush
 from dsreason.files.disk import check_link, remove
@@ -37,7 +38,8 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
     """Yield a temporary folder, which is renamed to `output` once the block has succeeded.
 
     Args:
-        durable: sync all files to disk before the name, so that a complete folder survives a power failure.
+        durable: add a file with digests, and sync all files to disk before the name, so that a complete folder survives a power
+            failure.
 
     Raises:
         CheckpointError: `output` is not empty.
@@ -51,6 +53,7 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
             check_target_empty(output)
             yield draft
             if durable:
+                write_digests(draft)
                 flush_folder(draft)
             check_target_empty(output)
             draft.rename(output)

@@ -22,6 +22,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     find_complete_checkpoints,
     read_json,
 )
+from dsreason.checkpoints.export_digests import DIGESTS_FILE, check_digests
 from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError, StorageError
 from dsreason.files.disk import check_link, check_links
@@ -162,7 +163,8 @@ def open_package(folder: Path) -> Package:
         check_complete(folder)
         # The marker does not list what was added later (`universal/`), which can be recreated.
         return make_package(folder, check_content(folder), MARKER)
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+    has_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    if not (has_model or (folder / DIGESTS_FILE).is_file()):
         raise ConfigError(
             f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
             f"({CHECKPOINTS}/ or {EXPORTS}/); choose one of these"
@@ -171,8 +173,9 @@ def open_package(folder: Path) -> Package:
 
 
 def open_export(folder: Path) -> Package:
-    """Open an export; raise CheckpointError if a shard is missing or truncated."""
+    """Open an export; raise CheckpointError if a file is missing or damaged."""
     check_links(folder)
+    check_digests(folder)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     if hidden := [name for name in files if HIDDEN.search(name)]:
         log.warning("%s: hidden files are not uploaded: %s", folder, join_first(hidden, 5, separator=", "))
@@ -218,7 +221,7 @@ def is_run(folder: Path) -> bool:
 
 def list_finished(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run followed by its exports, each sorted by step."""
-    exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
+    exports = {file.parent for name in ("config.json", DIGESTS_FILE) for file in run.glob(f"{EXPORTS}/[!.]*/{name}")}
     return find_complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_get_step_key)
 
 

@@ -154,9 +154,8 @@ def inspect(
         encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
     make_folder(folder, "--output")
     with hold_folder(folder):
-        inspection = inspect_data(datasets, encoder, limit=limit, workers=choose_num_workers(workers))
-        inspection = add_labels(inspection, training, run.data)
-        write_inspection(inspection, datasets, folder)
+        found = inspect_data(datasets, encoder, limit=limit, workers=choose_num_workers(workers))
+        write_inspection(inspection := add_labels(found, training, run.data), datasets, folder)
     if as_json:
         write(json.dumps(asdict(inspection) | {"columns": columns}, indent=2, ensure_ascii=False))
     else:

@@ -156,10 +156,9 @@ def fetch_raw(plan: RawPlan) -> list[str]:
     """
     if not plan.videos:
         return []
-    with convert_raw_errors(plan):
-        with hold_folder(plan.folder):
-            fetched = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
-            shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
+    with convert_raw_errors(plan), hold_folder(plan.folder):
+        fetched = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
+        shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
     return [
         f"{clip}: its raw video {video} was not found in {plan.place}"
         for video, clips in plan.videos.items()

@@ -12,6 +12,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     find_unfinished_steps,
 )
 from dsreason.checkpoints.export import export_engine
+from dsreason.checkpoints.export_digests import check_digests
 from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.engine.reference import ReferencePolicy
@@ -74,6 +75,7 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
             f"{checkpoint}: its reference policy {folder} is missing (grpo.reference_reset_every = "
             f"{config.grpo.reference_reset_every}); copy it there, or choose another checkpoint"
         )
+    run_on_rank_zero(lambda: check_digests(folder))
     reference.load(folder, get_family(reference.engine.module.model.config.model_type).rename)
     saved_folder = output_dir / "reference" / folder.name
     if saved_folder.resolve() != folder:

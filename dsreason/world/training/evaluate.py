@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsreason.checkpoints.export_digests import check_digests
 from dsreason.config.load import dump_config
 from dsreason.errors import CheckpointError
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.disk import make_folder
-from dsreason.files.lock import FolderLock
+from dsreason.files.lock import FolderLock, check_not_in_use
 from dsreason.job.launch import report_and_exit
 from dsreason.job.ranks import init_world, run_first_rank_first, run_on_rank_zero, shutdown
 from dsreason.monitor.progress import open_progress
@@ -77,7 +78,9 @@ def find_evaluated_model(config: WorldConfig) -> tuple[Path, Path | None]:
 def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
     """Check the configuration before the ranks start, and raise errors that the user can fix."""
     check_installed()
+    check_not_in_use(results)
     folder, adapter = find_evaluated_model(config)
+    check_digests(Path(config.model.path).expanduser())
     check_components(folder)
     if not overwrite:
         check_settings(results, collect_settings(adapt_to_evaluation(config), identify_weights(folder, adapter)))

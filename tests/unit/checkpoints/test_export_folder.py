@@ -13,6 +13,7 @@ import torch
 
 from dsreason.checkpoints import export_folder
 from dsreason.checkpoints.export import write_model_folder
+from dsreason.checkpoints.export_digests import DIGESTS_FILE
 from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.lock import LOCK_FILE, describe_process
@@ -58,7 +59,7 @@ def test_only_files_of_tokenizer_and_processor_are_copied(source: Path, tmp_path
     (source / "onnx" / "tokenizer.json").write_text("{}")
     os.mkfifo(source / "vocab.bpe")
     names = list_names(write_export(source, tmp_path / "out"))
-    assert names == {*NEEDED, "config.json", "model.safetensors"}
+    assert names == {*NEEDED, "config.json", "model.safetensors", DIGESTS_FILE}
 
 
 @pytest.mark.parametrize("trusted", [True, False])
@@ -66,7 +67,7 @@ def test_model_code_is_copied_only_if_trusted(source: Path, tmp_path: Path, trus
     (source / "modeling_custom.py").write_text("")
     (source / ".secret.py").write_text("")
     names = list_names(write_export(source, tmp_path / "out", trust_remote_code=trusted))
-    assert names == {"config.json", "model.safetensors", *(["modeling_custom.py"] if trusted else [])}
+    assert names == {"config.json", "model.safetensors", DIGESTS_FILE, *(["modeling_custom.py"] if trusted else [])}
 
 
 LINKS: dict[str, Callable[[Path, Path], object]] = {
@@ -122,7 +123,12 @@ def make_snapshot(source: Path, hub: Path, target: str) -> Path:
 
 def test_hub_cache_links_are_allowed(source: Path, tmp_path: Path) -> None:
     snapshot = make_snapshot(source, tmp_path / "hub", "../../blobs/1f")
-    assert list_names(write_export(snapshot, tmp_path / "out")) == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert list_names(write_export(snapshot, tmp_path / "out")) == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        DIGESTS_FILE,
+    }
 
 
 def test_hub_cache_links_elsewhere_are_refused(source: Path, tmp_path: Path) -> None:
