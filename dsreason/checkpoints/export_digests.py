@@ -1,6 +1,6 @@
 """Digests of an export's files, so that damage is noticed before a file is used or uploaded.
 
-{"files": {"model.safetensors": {"size": 123, "digest": "…"}, "adapter/adapter_model.safetensors": …}}
+{"files": {"model.safetensors": {"size": 123, "xxh3_128": "…"}, "adapter/adapter_model.safetensors": …}}
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from dsreason.checkpoints.checkpoint_folder import CARD
 from dsreason.errors import CheckpointError
-from dsreason.files.disk import compute_sha256 as compute_digest
+from dsreason.files.digests import ALGORITHM, compute_digest
 from dsreason.files.disk import read_small
 from dsreason.problems import describe_first_problem
 
@@ -29,7 +29,7 @@ class FileDigest(TypedDict):
     """Size in bytes and digest of a file."""
 
     size: NonNegativeInt
-    digest: str
+    xxh3_128: str
 
 
 class Document(TypedDict):
@@ -43,7 +43,7 @@ def write_digests(folder: Path) -> None:
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [name for name in names if Path(name).name not in (CARD, DIGESTS_FILE)]
     digests = compute_digests(folder, names)
-    files = {name: {"size": (folder / name).stat().st_size, "digest": digests[name]} for name in names}
+    files = {name: {"size": (folder / name).stat().st_size, ALGORITHM: digests[name]} for name in names}
     (folder / DIGESTS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -65,10 +65,10 @@ def check_digests(folder: Path) -> None:
                 f"{folder / name}: has {size} bytes, but {DIGESTS_FILE} lists {expected['size']}; {advice}"
             )
     for name, digest in compute_digests(folder, list(files)).items():
-        if digest != files[name]["digest"]:
+        if digest != files[name]["xxh3_128"]:
             raise CheckpointError(
                 f"{folder / name}: is damaged or was changed: its digest is {digest}, but {DIGESTS_FILE} lists "
-                f"{files[name]['digest']:.100}; {advice}"
+                f"{files[name]['xxh3_128']:.100}; {advice}"
             )
 
 

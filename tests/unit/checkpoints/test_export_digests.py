@@ -83,10 +83,10 @@ def test_older_export_has_no_digests(tmp_path: Path) -> None:
         ("", "cannot be read"),
         ("[]", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
-        ('{"files": {"a": {"size": -1, "digest": ""}}}', "cannot be read"),
+        ('{"files": {"a": {"size": -1, "xxh3_128": ""}}}', "cannot be read"),
         ('{"files": {"a": {"size": "7"}}}', "cannot be read"),
-        ('{"files": {"../secret": {"size": 6, "digest": ""}}}', "lists '../secret', which is outside the folder"),
-        ('{"files": {"/etc/passwd": {"size": 6, "digest": ""}}}', "lists '/etc/passwd', which is outside the folder"),
+        ('{"files": {"../secret": {"size": 6, "xxh3_128": ""}}}', "lists '../secret', which is outside the folder"),
+        ('{"files": {"/etc/passwd": {"size": 6, "xxh3_128": ""}}}', "lists '/etc/passwd', which is outside the folder"),
     ],
 )
 def test_damaged_digests_are_refused(export: Path, content: str, message: str) -> None:
