@@ -79,7 +79,8 @@ def hold_draft(output: Path) -> Iterator[Path]:
             try:
                 lock.take(drafts)
             except ConfigError as error:
-                raise ConfigError(f"{output}: cannot be written now: {error}") from None
+                kind = ConfigError if (drafts / LOCK_FILE).exists() else SaveError  # SaveError: the disk is full
+                raise kind(f"{output}: cannot be written now: {error}") from None
             delete_drafts(drafts)
             draft = drafts / os.urandom(4).hex()
             draft.mkdir()

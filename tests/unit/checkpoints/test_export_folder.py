@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from dsreason.checkpoints import export_folder
 from dsreason.checkpoints.export import write_model_folder
 from dsreason.checkpoints.export_digests import DIGESTS_FILE
 from dsreason.checkpoints.export_folder import write_folder_atomically
-from dsreason.errors import CheckpointError, ConfigError
-from dsreason.files.lock import LOCK_FILE, describe_process
+from dsreason.cli.export import check_run_does_not_write
+from dsreason.errors import CheckpointError, ConfigError, SaveError
+from dsreason.files.lock import LOCK_FILE, FolderLock, describe_process, hold_folder
 
 NEEDED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -159,6 +161,25 @@ def test_second_export_into_a_folder_is_refused(tmp_path: Path) -> None:
             write_config(other, "other")
     assert (output / "config.json").read_text() == "first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "other"]
+
+
+@pytest.mark.parametrize(("name", "refused"), [("final", True), ("step_20", True), ("mine", False)])
+def test_running_run_keeps_its_exports_to_itself(tmp_path: Path, name: str, refused: bool) -> None:
+    with (
+        hold_folder(tmp_path / "run"),
+        pytest.raises(ConfigError, match="run: is in use by process") if refused else nullcontext(),
+    ):
+        check_run_does_not_write(tmp_path / "run" / "export" / name)
+
+
+def test_lock_on_full_disk_is_a_save_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(lock: FolderLock, folder: Path) -> None:
+        raise ConfigError(f"{folder}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(FolderLock, "take", fail)
+    with pytest.raises(SaveError, match="No space left"), write_folder_atomically(tmp_path / "final"):
+        pytest.fail("it was written")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_draft_of_killed_process_is_deleted(tmp_path: Path) -> None:
