@@ -111,6 +111,13 @@ def check_target(source: Path, output: Path) -> None:
         raise CheckpointError(
             f"{source}: config.json is missing from this folder, which the model was loaded from; restore the base model"
         )
+    check_base_links(source)
+
+
+def check_base_links(source: Path) -> None:
+    """Raise CheckpointError if a file that exports take from the base model's folder is a link that leaves it."""
+    for path in list_base_files(source, with_code=False):
+        check_link(path, source)
 
 
 def check_target_empty(output: Path) -> None:
@@ -118,18 +125,20 @@ def check_target_empty(output: Path) -> None:
         raise CheckpointError(f"{output}: exists and is not empty; remove it, or choose another output folder")
 
 
-def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
-    """Copy the files of the base model that belong to its config, tokenizer or processor, and nothing else beside them.
+def list_base_files(source: Path, *, with_code: bool) -> list[Path]:
+    """Return the files of the base model that belong to its config, tokenizer or processor, and its code if `with_code`."""
+    files = [path for path in sorted(source.iterdir()) if path.is_file()]
+    return [file for file in files if TAKEN.fullmatch(file.name) or (with_code and CODE.fullmatch(file.name))]
 
-    Args:
-        with_code: whether to copy the model's Python files, too.
+
+def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
+    """Copy the files of `list_base_files`, and nothing else that is beside them.
 
     Raises:
         CheckpointError: one of these files is a link that leaves the folder.
     """
-    for path in sorted(source.iterdir()):
-        if path.is_file() and (TAKEN.fullmatch(path.name) or (with_code and CODE.fullmatch(path.name))):
-            copy_file(source, path.name, output)
+    for file in list_base_files(source, with_code=with_code):
+        copy_file(source, file.name, output)
 
 
 def copy_file(source: Path, name: str, output: Path) -> None:

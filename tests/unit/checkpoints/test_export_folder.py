@@ -15,7 +15,7 @@ import torch
 from dsreason.checkpoints import export_folder
 from dsreason.checkpoints.export import write_model_folder
 from dsreason.checkpoints.export_digests import DIGESTS_FILE
-from dsreason.checkpoints.export_folder import write_folder_atomically
+from dsreason.checkpoints.export_folder import check_base_links, write_folder_atomically
 from dsreason.cli.export import check_run_does_not_write
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.files.lock import LOCK_FILE, FolderLock, describe_process, hold_folder
@@ -96,6 +96,14 @@ def test_link_out_of_base_model_is_refused(source: Path, tmp_path: Path, kind: s
     with pytest.raises(CheckpointError, match=f"{source / name}: is a link to .*secret, which is outside the folder"):
         write_export(source, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"base", "private"}
+
+
+def test_link_is_refused_before_the_run_starts(source: Path, tmp_path: Path) -> None:
+    (source / "vocab.json").symlink_to(tmp_path / "base" / ".." / "secret")
+    check_base_links(source)  # the link leads nowhere, so that no export takes it
+    (tmp_path / "secret").touch()
+    with pytest.raises(CheckpointError, match="vocab.json: is a link to"):
+        check_base_links(source)
 
 
 def test_link_inside_base_model_is_followed(source: Path, tmp_path: Path) -> None:
