@@ -48,8 +48,8 @@ app.add_typer(reward.app, name="reward")
 app.command("reward-serve")(serve.reward_serve)
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(requested: bool) -> None:
+    if requested:
         print_message(f"dsreason {__version__}")
         raise typer.Exit
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FLOORS = [
-    {"dsreason", "errors", "imports", "screen"},  # `dsreason` itself holds only the version
+    {"dsreason", "errors", "imports", "screen", "secret_names"},  # `dsreason` itself holds only the version
     {"problems", "secrets", "text", "families", "phases"},
     {"user_code"},
     {"files"},

@@ -72,7 +72,7 @@ def open_policy_job(
     Args:
         output_dir: folder of the run; if None, the ranks agree on a new folder named after `command`.
         resume: checkpoint to continue from, `auto` for the newest, or None for a new run.
-        check: checks data and model; called on rank 0 if another launcher than dsreason started the ranks.
+        check: checks data and model; called on rank 0 if a launcher other than dsreason started the ranks.
     """
     job = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
     job.world = build_row_groups(job.world, config.train.sequence_parallel_size)

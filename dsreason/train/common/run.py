@@ -32,7 +32,7 @@ from dsreason.train.common.saving import Checkpoints, WriteExport
 log = logging.getLogger(__name__)
 
 TRIAL_STEPS = 2
-"""Number of steps up to which a run is a trial of the setup, which is not expected to learn anything."""
+"""Maximum number of steps of a trial run, which only tests the setup and is not expected to learn anything."""
 IDLE_STEPS = "idle_steps"
 """Key in `TrainerState.extra`: number of steps that had nothing to learn from."""
 
@@ -73,7 +73,7 @@ class TrainingRun(Generic[J]):
     total_steps: int
     state: TrainerState
     skipped: Counter[str] = field(default_factory=Counter)
-    """Number of times that each row was skipped since this process started, by the message that names the row."""
+    """Message that names a skipped row → number of times that the row was skipped since this process started."""
 
     @property
     def learning_rate(self) -> float:
@@ -163,7 +163,7 @@ class TrainingRun(Generic[J]):
         due = improved or is_due(steps, config.checkpoint.every)
         if last or due:
             self.checkpoints.save(self.state, last=last, checkpoint=due or config.checkpoint.last)
-        self.checkpoints.stop_if_asked(self.state)
+        self.checkpoints.stop_if_signalled(self.state)
         self.profiler.begin(self.state.step + 1)
 
     def validate(self, validate: Validate) -> bool:
@@ -186,10 +186,11 @@ class TrainingRun(Generic[J]):
         return is_better and step > 0 and config.keep_best
 
     def finish(self, problems: Sequence[str] = ()) -> None:
-        """Write and upload what is still missing, including exports of an earlier job, and print the final messages.
+        """Write and upload all checkpoints and exports that are still missing, also those of an earlier job, and
+        print the final messages.
 
         Args:
-            problems: what kept the run from learning; printed first.
+            problems: reasons why the run may not have learned; printed first.
 
         Raises:
             NothingLearned: the run had more than `TRIAL_STEPS` steps, and none of them had anything to learn from.

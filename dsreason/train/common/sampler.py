@@ -35,7 +35,7 @@ class Sampler:
     memory: MemoryLedger
     bucket_mb: float = BUCKET_MB
     watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
-    """Method `track_phase` of the watchdog."""
+    """The watchdog's method `track_phase`, which limits the duration of a phase."""
     times: dict[str, float] = field(default_factory=dict)
     """Durations of the last handover in seconds, by metric: `time/{offload,wake,sync,sleep,reload}`."""
 

@@ -85,7 +85,7 @@ class Checkpoints:
         if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not is_sound(output / self.export_file)):
             self.export(output, state, last=False)
 
-    def stop_if_asked(self, state: TrainerState) -> None:
+    def stop_if_signalled(self, state: TrainerState) -> None:
         """If any rank has received a signal, save a checkpoint and raise `Stopped`; do nothing after the last step."""
         step, name = state.step, self.job.stop.asked()
         if not name or step == self.total_steps:

@@ -99,7 +99,7 @@ def ask_teacher(url: str, limit: float) -> str:
         prompt=SimpleNamespace(prompt_ids=[1], sample=SAMPLE), completion=SimpleNamespace(ids=[2])
     )
     with pytest.raises(DsReasonError) as caught:
-        teacher_server.Client(DistillConfig.model_validate(settings)).ask(rollout)
+        teacher_server.Client(DistillConfig.model_validate(settings)).request_logprobs(rollout)
     return str(caught.value)
 
 

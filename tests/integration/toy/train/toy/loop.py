@@ -1,4 +1,4 @@
-"""A trainer that is as small as one can be: each rank takes its rows in their order."""
+"""A minimal trainer, in which each rank takes its rows in order."""
 
 from __future__ import annotations
 
