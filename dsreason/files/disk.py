@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from dsreason.errors import ConfigError
+from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.atomic import write_file
 from dsreason.problems import describe_first_problem, describe_parse_error
 
@@ -96,6 +96,25 @@ def write_report(file: Path, content: str | bytes) -> None:
     if file.is_dir() and not file.is_symlink():
         set_aside(file, "is a folder")
     write_file(file, content)
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a link in the folder leaves it, because the link's target may be private."""
+    for path in folder.rglob("*"):
+        check_link(path, folder)
+
+
+def check_link(path: Path, folder: Path) -> None:
+    """Raise CheckpointError if `path`, which is in `folder`, leads out of it, itself or through a linked folder on the way.
+
+    In the cache of the Hugging Face Hub, the files in `snapshots/<revision>/` are links to `blobs/` beside it; they are allowed.
+    """
+    target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    blobs = [place.parent.parent / "blobs" for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    if not (target.is_relative_to(root) or target.parent in blobs):
+        raise CheckpointError(
+            f"{path}: is a link to {target}, which is outside the folder; replace the link with the file itself"
+        )
 
 
 def remove(path: Path) -> None:

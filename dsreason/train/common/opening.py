@@ -186,6 +186,7 @@ def start_policy_run(
             step=current.step,
             adapter=current.adapter,
             vision=current.vision,
+            trust_remote_code=config.model.trust_remote_code,
         )
 
     run = start_run(

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, SavedRun, TrainerState, prune_exports, write_json
+from dsreason.checkpoints.export_digests import DIGESTS_FILE
+from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import DataError, DsReasonError, RewardError, SaveError, Stopped
 from dsreason.train.common import run, run_folder, saving
 from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.run import TrainingRun, is_due
 from tests.runs import make_job, make_run
+from tests.unit.checkpoints.made_folders import make_export
 
 
 @pytest.fixture
@@ -333,6 +336,27 @@ def test_outdated_export_is_written_again(tmp_path: Path) -> None:
     assert saving.is_outdated(export, checkpoint)
     os.utime(checkpoint / "COMPLETE", (50, 50))
     assert not saving.is_outdated(export, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", DIGESTS_FILE])
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b""), Path.unlink], ids=["empty", "removed"])
+def test_damaged_export_of_finished_run_is_written_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    damage: Callable[[Path], object],
+) -> None:
+    with write_folder_atomically(tmp_path / "export" / "final") as draft:
+        draft.rmdir()
+        make_export(draft)
+    sound = Saved(tmp_path, monkeypatch)
+    sound.run.finish()
+    assert sound.exported == 0
+    damage(tmp_path / "export" / "final" / name)
+    resumed = Saved(tmp_path, monkeypatch)
+    resumed.run.finish()
+    is_unknown = name == DIGESTS_FILE and damage is Path.unlink  # an export of an older version looks like that
+    assert resumed.exported == (0 if is_unknown else 1)
 
 
 def test_repeated_skips_are_counted_but_logged_once(
