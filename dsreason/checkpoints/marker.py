@@ -1,6 +1,6 @@
 """The marker of a complete folder, which lists the size and the digest of each of its files. This module does not need torch.
 
-COMPLETE    {"files": {"trainer_state.json": 214, …}, "xxh3_128_of_64MiB": {"trainer_state.json": "9f0c…", …}}
+COMPLETE    {"files": {"trainer_state.json": 214, …}, "xxh3_128_of_64mib": {"trainer_state.json": "9f0c…", …}}
 
 Older markers have the SHA-256 of the last 64 KiB of each file under "ends" instead, or only sizes.
 """

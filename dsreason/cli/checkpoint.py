@@ -76,13 +76,19 @@ def list_folders(path: Path) -> list[Path]:
 def verify_folder(folder: Path) -> str:
     """Verify a checkpoint or export, and return what was verified; raise CheckpointError if it is damaged."""
     from dsreason.checkpoints.checkpoint_folder import read_checkpoint
+    from dsreason.checkpoints.export_digests import DIGESTS_FILE
     from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_content, read_marker
     from dsreason.storage.package import CHECKPOINTS, open_export
 
     is_checkpoint = folder.absolute().parent.name == CHECKPOINTS
     if not (is_checkpoint or (folder / MARKER).is_file() or (folder / STATE_FILE).is_file()):
         package = open_export(folder)
-        return f"sound ({len(package.files)} files, {decimal(package.num_bytes)})"
+        gaps = (
+            ""
+            if (folder / DIGESTS_FILE).is_file()
+            else "; it has no digests, so only headers and sizes can be verified"
+        )
+        return f"sound ({len(package.files)} files, {decimal(package.num_bytes)}){gaps}"
     read_checkpoint(folder)
     sizes, gaps = check_content(folder), read_marker(folder).gaps
     return f"sound ({len(sizes)} files, {decimal(sum(sizes.values()))})" + (f"; {gaps}" if gaps else "")

@@ -11,6 +11,8 @@ import typer
 from dsreason.config.output import find_run_record
 from dsreason.errors import CheckpointError
 from dsreason.files.disk import check_writable
+from dsreason.files.lock import check_not_in_use
+from dsreason.files.step_names import is_step_name
 from dsreason.imports import make_imports_fast
 from dsreason.job import launch
 from dsreason.screen import print_message
@@ -29,8 +31,9 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint to a Hugging Face folder for transformers and vLLM, or for diffusers if it is a world model."""
-    check_writable(Path(os.path.realpath(output)).parent, "--output")  # for a link, check its target
-    launch.prepare_environment()  # before the imports below load torch and DeepSpeed
+    check_writable(Path(os.path.realpath(output)).parent, "--output")  # if --output is a link, this checks its target
+    check_run_does_not_write(output)
+    launch.prepare_environment()  # must precede the imports below, which load torch and DeepSpeed
     with make_imports_fast():
         from dsreason.checkpoints.export import export_checkpoint
     from dsreason.checkpoints.checkpoint_folder import find_checkpoint
@@ -41,10 +44,10 @@ def export(
         raise CheckpointError(
             f"{checkpoint}: the run has no complete checkpoint in {folder} yet; export it after it has saved one"
         )
-    if is_of_world_model(checkpoint_folder):
+    if is_world_checkpoint(checkpoint_folder):
         if results_dir:
             raise typer.BadParameter(
-                f"{checkpoint_folder} is a world model, whose model card has no scores; remove the option",
+                f"{checkpoint_folder} is a world model, whose model card has no scores; remove --results-dir",
                 param_hint="--results-dir",
             )
         with make_imports_fast():
@@ -57,7 +60,14 @@ def export(
     print_message(f"exported to {output}", err=True)
 
 
-def is_of_world_model(checkpoint: Path) -> bool:
+def check_run_does_not_write(output: Path) -> None:
+    """Raise ConfigError if a run that is in progress writes, replaces or deletes this export itself."""
+    exports = output.absolute().parent
+    if exports.name == "export" and (output.name == "final" or is_step_name(output.name)):
+        check_not_in_use(exports.parent)
+
+
+def is_world_checkpoint(checkpoint: Path) -> bool:
     """Return whether the checkpoint's base model is a folder in diffusers' format."""
     from dsreason.checkpoints.checkpoint_folder import read_checkpoint
 

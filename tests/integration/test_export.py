@@ -1,9 +1,11 @@
-"""Exported folders: the very logits of the trained model, reopened by transformers and served by vLLM."""
+"""Exported folders: transformers reproduces the logits of the trained model, and vLLM serves the folders."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from dsreason.errors import CheckpointError
 from tests.distributed import run_on_ranks
+from tests.integration.command import dsreason
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_gradient_invariance import first_step, run_config
 from tests.integration.test_positions_vllm import VIDEOS, ask_vllm, encode, generate
@@ -26,7 +29,7 @@ SHARD = "1.2MB"
 
 
 def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
-    """Return the logits of the policy as it is being trained."""
+    """Return the logits of the policy while it is being trained."""
     import deepspeed
 
     from tests.positions import patch_positions
@@ -42,7 +45,7 @@ def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
 
 
 def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, np.ndarray]]:
-    """A few large steps with a frozen vision tower under each ZeRO stage, then a checkpoint and an export."""
+    """Under each ZeRO stage, train a few large steps with a frozen vision tower, then write a checkpoint and an export."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.export import export_engine
     from dsreason.engine.engine import set_learning_rate
@@ -70,7 +73,7 @@ def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, 
 
 
 def reopen(folder: str) -> dict[str, Any]:
-    """Logits and greedy text of an exported folder, by transformers and by a real vLLM engine."""
+    """Return the logits and greedy texts of an exported folder, computed by transformers and by a real vLLM engine."""
     import os
 
     os.environ.update(
@@ -108,11 +111,12 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_reopened_logits_match_trained_model(trained: tuple[Path, dict[str, Any]], reopened: dict[str, Any]) -> None:
     for name in CASES:
-        # transformers embeds patches with a convolution, training with a matrix product; they differ only by rounding.
+        # transformers embeds patches with a convolution, training with a matrix product; the results differ only by
+        # rounding.
         assert np.abs(reopened["logits"][name] - trained[1]["zero3"][name]).max() <= 1e-5
 
 
-def test_vllm_continues_as_transformers_does(reopened: dict[str, Any]) -> None:
+def test_vllm_and_transformers_generate_equal_text(reopened: dict[str, Any]) -> None:
     assert reopened["text"] == reopened["vllm_generated"]
 
 
@@ -131,7 +135,26 @@ def test_checkpoint_export_matches_engine_export(
     assert {path.name for path in tiny.iterdir() if path.suffix != ".safetensors"} <= {p.name for p in output.iterdir()}
 
 
-def test_index_lists_shards_within_size_limit(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_two_exports_into_a_folder_do_not_mix(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    from dsreason.checkpoints.export_digests import check_digests
+
+    stages = dict(zip(STAGES, ("1.2MB", "2MB"), strict=True))  # two models with other shards
+    options = [
+        ["--checkpoint", trained[0] / stage / "step_3", "--max-shard-size", size] for stage, size in stages.items()
+    ]
+    with ThreadPool(2) as threads:
+        ended = threads.map(lambda o: dsreason("export", *o, "--output", tmp_path / "out", cwd=tmp_path), options)
+    assert sorted(process.returncode for process in ended) == [0, 2], [process.stderr for process in ended]
+    refused = max(ended, key=lambda process: process.returncode)
+    assert re.search(r"out: (cannot be written now: .* in use by process|exists and is not empty)", refused.stderr)
+    winner = STAGES[[process.returncode for process in ended].index(0)]
+    check_digests(tmp_path / "out")
+    live = all_tensors(trained[0] / f"{winner}_engine")
+    assert all(torch.equal(tensor, live[name].bfloat16()) for name, tensor in all_tensors(tmp_path / "out").items())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_exported_shards_respect_size_limit(trained: tuple[Path, dict[str, Any]]) -> None:
     folder = trained[0] / "zero3_engine"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -143,7 +166,7 @@ def test_index_lists_shards_within_size_limit(trained: tuple[Path, dict[str, Any
     assert all((folder / name).stat().st_size <= 1_200_000 for name in shards)
 
 
-def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_bf16_export_can_be_loaded_for_training(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     from dsreason.checkpoints.export import export_checkpoint
     from dsreason.models.load import load_model
 
@@ -157,7 +180,7 @@ def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]
         assert torch.equal(parameter, exact[name].bfloat16()), name
 
 
-def test_export_rejects_full_folder_or_missing_base(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_export_rejects_nonempty_folder_and_missing_base(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     from dsreason.checkpoints.export import export_checkpoint
     from dsreason.checkpoints.marker import write_marker
 

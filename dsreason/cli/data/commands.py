@@ -20,7 +20,9 @@ from dsreason.config.output import build_default_output_dir
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.errors import ConfigError, DataError
+from dsreason.files.atomic import write_file
 from dsreason.files.disk import check_writable, make_folder
+from dsreason.files.lock import hold_folder
 from dsreason.imports import make_imports_fast
 from dsreason.job import launch
 from dsreason.problems import summarise_problems
@@ -97,7 +99,7 @@ def inspect(
         str | None, typer.Option(help="Without --config: adapter that reads the rows; default: auto.")
     ] = None,
     path: Annotated[str | None, typer.Option(help="Without --config: file, folder or Hub name.")] = None,
-    media_path: Annotated[str, typer.Option(help="Folder that relative media paths start from.")] = "",
+    media_path: Annotated[str, typer.Option(help="Folder against which relative media paths are resolved.")] = "",
     subset: Annotated[str | None, typer.Option(help="Subset of the data set, such as robovqa.")] = None,
     split: Annotated[str, typer.Option(help="Split of the data set, such as train or train[:100].")] = "train",
     model: Annotated[str | None, typer.Option(help="Model folder or tiny:qwen2_5_vl, to also count tokens.")] = None,
@@ -105,8 +107,10 @@ def inspect(
         str | None,
         typer.Option(help="Without --config: value of data.balance, such as answer, whose labels are counted."),
     ] = None,
-    test: Annotated[str | None, typer.Option(help="Test rows in the same format, to search for duplicates.")] = None,
-    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder to search for duplicates.")] = None,
+    test: Annotated[
+        str | None, typer.Option(help="Test rows in the same format, to search for duplicates of rows.")
+    ] = None,
+    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder to search for duplicates of rows.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write to; default: outputs/inspect-<time>.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of rows to inspect per part, evenly spaced.")
@@ -142,7 +146,7 @@ def inspect(
     training, validation = open_datasets(run.data)
     columns = print_column_use(training)
     datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
-    datasets |= test_sets(run.data, test, benchmark)
+    datasets |= collect_test_sets(run.data, test, benchmark)
     encoder = None
     if model is not None:
         with make_imports_fast():
@@ -150,9 +154,10 @@ def inspect(
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
-    inspection = inspect_data(datasets, encoder, limit=limit, workers=choose_num_workers(workers))
-    inspection = add_labels(inspection, training, run.data)
-    write_inspection(inspection, datasets, folder)
+    make_folder(folder, "--output")
+    with hold_folder(folder):
+        found = inspect_data(datasets, encoder, limit=limit, workers=choose_num_workers(workers))
+        write_inspection(inspection := add_labels(found, training, run.data), datasets, folder)
     if as_json:
         write(json.dumps(asdict(inspection) | {"columns": columns}, indent=2, ensure_ascii=False))
     else:
@@ -162,18 +167,20 @@ def inspect(
         raise typer.Exit(1)
 
 
-def add_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
+def add_labels(inspection: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
     """Add the effect of `data.balance` to the inspection; if no row has a label, add a problem instead."""
     from dsreason.data.labels import count_labels_per_epoch
 
     try:
-        return replace(found, balance=count_labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"})))
+        return replace(
+            inspection, balance=count_labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"}))
+        )
     except DataError as error:
         problem = {"part": "training", "where": "all rows", "kind": "no labels", "reason": str(error)}
-        return replace(found, problems=[problem, *found.problems])
+        return replace(inspection, problems=[problem, *inspection.problems])
 
 
-def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
+def collect_test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
     from dsreason.data.sources import SampleDataset, open_source
 
     sources: dict[str, SourceConfig] = {}
@@ -192,19 +199,18 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
     return {name: SampleDataset([open_source(source)]) for name, source in sources.items()}
 
 
-def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
+def write_inspection(inspection: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
     """Write `inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png` to the folder."""
     from dsreason.data.loader import read_row
     from dsreason.data.order import pick_evenly
     from dsreason.data.types import Sample
     from dsreason.train.common.contact_sheet import draw_sample_sheets
 
-    make_folder(folder, "--output")
-    document = asdict(found)
+    document = asdict(inspection)
     for name in ("problems", "duplicates"):
         lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in document.pop(name)]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    (folder / "inspection.json").write_text(json.dumps(document, indent=2, ensure_ascii=False), encoding="utf-8")
+        write_file(folder / f"{name}.jsonl", "".join(lines))
+    write_file(folder / "inspection.json", json.dumps(document, indent=2, ensure_ascii=False))
     training = datasets["training"]
     rows = [read_row(training, row, lambda sample: sample) for row in pick_evenly(len(training), SHEET_SAMPLES)]
     draw_sample_sheets([row for row in rows if isinstance(row, Sample)]).save(folder / "contact_sheet.png")
@@ -223,7 +229,10 @@ def validate(
         ),
     ] = None,
     list_all: Annotated[
-        bool, typer.Option("--all", help="Write all unusable rows to a file; otherwise, at most a screen is printed.")
+        bool,
+        typer.Option(
+            "--all", help="Write all unusable rows to a file; otherwise, at most one screen of them is printed."
+        ),
     ] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of rows to validate per part, evenly spaced.")
@@ -258,7 +267,7 @@ def write_problems(messages: Sequence[str]) -> Path:
     folder = build_default_output_dir("validate")
     make_folder(folder, "--all")
     file = folder / "problems.txt"
-    file.write_text("".join(f"{to_one_line(message)}\n" for message in messages), encoding="utf-8")
+    write_file(file, "".join(f"{to_one_line(message)}\n" for message in messages))
     return file
 
 
@@ -271,7 +280,7 @@ def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDat
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)
     print_column_use(training)
-    as_trained = trainer.row_encoder(run, encoder)
+    as_trained = trainer.build_row_encoder(run, encoder)
     held_out = as_trained if run.held_out_as_trained else encoder.encode
     return [("training", training, as_trained), ("validation", validation, held_out)]
 
@@ -284,7 +293,13 @@ def print_column_use(dataset: SampleDataset) -> list[dict[str, Any]]:
     for use in uses:
         print_message(use.describe(), err=True)
     return [
-        {"name": use.name, "used": sorted(use.used), "kept": sorted(use.kept), "ignored": sorted(use.ignored)}
+        {
+            "name": use.name,
+            "formats": dict(use.formats),
+            "used": sorted(use.used),
+            "kept": sorted(use.kept),
+            "ignored": sorted(use.ignored),
+        }
         for use in uses
     ]
 

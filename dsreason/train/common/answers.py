@@ -13,7 +13,7 @@ from PIL import Image
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import get_text, list_media_parts
 from dsreason.data.types import Sample
-from dsreason.files.atomic import write_file
+from dsreason.files.disk import write_report
 from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import Metrics
@@ -44,8 +44,8 @@ class GeneratedAnswer:
     finish_reason: str
     media: list[str]
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """Rewards by function name, with the weighted sum under ""; empty if the run has no rewards. None: the function does not
-    apply to the row."""
+    """Rewards by function name, with the weighted sum under ""; empty if the run has no rewards. A reward is None if
+    its function does not apply to the row."""
     data_source: str | None = None
     """Value of `meta["data_source"]` of the sample; None if it has none."""
 
@@ -89,7 +89,7 @@ class ValidationResult:
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write `rows` to `file` as JSON Lines; create the folder if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_report(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def describe(prompt: str, completion: str, reference: str | None, correct: bool | None) -> str:
@@ -161,7 +161,7 @@ def get_question(sample: Sample) -> str:
 
 
 def get_data_source(sample: Sample) -> str | None:
-    """Return the data set of a sample, by which metrics are split: its field `data_source`."""
+    """Return the name of the sample's data set (its field `data_source`), by which metrics are broken down."""
     source = sample.meta.get("data_source")
     return None if source is None else str(source)
 

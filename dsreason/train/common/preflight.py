@@ -15,6 +15,8 @@ from pydantic import ValidationError
 
 from dsreason.checkpoints.checkpoint import check_stage
 from dsreason.checkpoints.checkpoint_folder import choose_checkpoint, find_complete_checkpoints, read_checkpoint
+from dsreason.checkpoints.export_digests import check_digests
+from dsreason.checkpoints.export_folder import check_base_links
 from dsreason.checkpoints.marker import check_sizes
 from dsreason.config.deepspeed import build_trial_settings, format_json, read_zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
@@ -42,7 +44,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 LOW_ADAPTER_LR = 5e-6
 MAX_SECONDS = 30.0
-"""Time limit of the check of all rows, in seconds. The remaining rows of a large data set are checked when they are used."""
+"""Time limit for checking rows, in seconds. In a large data set, rows that remain unchecked are checked when they are
+used."""
 
 
 def check_model(config: RunConfig) -> Encoder:
@@ -52,6 +55,9 @@ def check_model(config: RunConfig) -> Encoder:
     if config.data.video_decoder == "torchcodec":
         check_torchcodec()
     model_path = find_model(config)
+    check_digests(model_path)
+    if config.checkpoint.export != "none":
+        check_base_links(model_path)
     check_freeze(read_parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
         check_adapters(config, model_path)
@@ -76,12 +82,12 @@ def check_adapters(config: RunConfig, model_path: Path) -> None:
     trusted = config.model.trust_remote_code
     model = read_model_config(model_path, trust_remote_code=trusted)
     find_adapted_layers(build_empty_model(model, torch.float32, "sdpa", trusted), config.lora)
-    for note in list_adapter_notes(config.optim):
+    for note in list_adapter_warnings(config.optim):
         log.warning("%s", note)
 
 
-def list_adapter_notes(optim: OptimConfig) -> list[str]:
-    """Return warnings about settings that are unsuitable for adapters. None of them is an error."""
+def list_adapter_warnings(optim: OptimConfig) -> list[str]:
+    """Return warnings about settings that are unsuitable for adapters; none of them stops the run."""
     notes = []
     if optim.lr < LOW_ADAPTER_LR:
         notes.append(
@@ -100,7 +106,7 @@ def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = F
     """Raise a ConfigError that lists all upload targets that do not accept uploads.
 
     Args:
-        checkpoint: checkpoint that the run continues from; if set, outages of a target are tolerated.
+        checkpoint: checkpoint that the run continues from; if set, a target may be temporarily unreachable.
         create: whether to create repositories that do not exist.
     """
     problems = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor
 from dsreason.engine.reference import BaseReference
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import MOST_REPORT_BYTES, read_small
 from dsreason.job.ranks import World, gather_objects, run_on_rank_zero
 from dsreason.losses.preference import Pairs, build_pairs
 from dsreason.problems import describe_missing_file, describe_parse_error
@@ -27,7 +29,8 @@ from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 log = logging.getLogger(__name__)
 
 FILE = "reference.jsonl"
-"""Name of a file in the run folder: its first line identifies the model, and each further line contains a measured row."""
+"""Name of the file of measured rows in the run folder. Its first line identifies the model; each of the other lines
+contains one row."""
 START = b'{"model"'
 VALUES = ("chosen", "rejected")
 REMOVE = "remove the file to measure its rows again"
@@ -36,7 +39,7 @@ REMOVE = "remove the file to measure its rows again"
 class PairReference(Protocol):
     """The reference policy for log-ratios."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         """Return the log-probabilities of the chosen and the rejected answers, `[P, 2]` float64. Collective.
 
         The result is on the engine's device.
@@ -52,7 +55,7 @@ class PairReference(Protocol):
 class NoReference:
     """A reference whose log-probabilities are all 0."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return torch.zeros(len(micro_batch.pairs), 2, dtype=torch.float64, device=engine.device)
 
 
@@ -62,7 +65,7 @@ class AdapterOff:
     def __init__(self, base: BaseReference) -> None:
         self.base = base
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         with self.base.in_place():
             pairs = compute_policy_pairs(engine, micro_batch)
         return torch.stack([pairs.chosen, pairs.rejected], dim=1)
@@ -77,10 +80,10 @@ NOTHING_GIVEN = (
 class RowReference:
     """A reference that reads the log-probabilities from the rows."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.get_logprobs(pair) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts) -> tuple[float, float]:
+    def get_logprobs(self, pair: PairFacts) -> tuple[float, float]:
         if pair.ref_logprobs is None:
             raise DataError(f"{pair.where} (sample {pair.id!r}): {NOTHING_GIVEN}")
         return pair.ref_logprobs
@@ -104,16 +107,16 @@ class FileReference:
     models: set[str] = field(default_factory=set)
     """Fingerprints of the models that computed the file's log-probabilities; empty if the file names no model."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.get_logprobs(pair) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts) -> tuple[float, float]:
-        if problem := self.problem(pair.id, pair.fingerprint):
+    def get_logprobs(self, pair: PairFacts) -> tuple[float, float]:
+        if problem := self.find_problem(pair.id, pair.fingerprint):
             raise DataError(f"{pair.where} (sample {pair.id!r}): {problem}")
         line = self.by_id[pair.id]
         return line.chosen, line.rejected
 
-    def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
+    def find_problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
         """Return the reason why the file cannot be used for a row, or None. Without a fingerprint, check only the id."""
         line = self.by_id.get(row_id)
         if line is None:
@@ -126,7 +129,7 @@ class FileReference:
             )
         return None
 
-    def warn_of_other_model(self, model: str) -> None:
+    def warn_if_model_differs(self, model: str) -> None:
         """Warn if the file was computed by a different model than the initial one, whose fingerprint is `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
@@ -140,7 +143,7 @@ class FileReference:
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """A measured row, and its line in `FILE`.
+    """A row's measured log-probabilities; each row is one line of `FILE`.
 
     Example: `{"part": "training", "row": 3, "id": "7", "fingerprint": "…", "chosen": -10.5, "rejected": -9.8}`.
     """
@@ -161,10 +164,10 @@ class StoredReference:
     rows: dict[tuple[str, int], ReferenceRecord] = field(default_factory=dict)
     """(part, row index) → measured row; the same on all ranks."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair, part) for pair in micro_batch.pairs], engine)
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.get_logprobs(pair, part) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts, part: str) -> tuple[float, float]:
+    def get_logprobs(self, pair: PairFacts, part: str) -> tuple[float, float]:
         row = self.rows.get((part, pair.row))
         if row is None or row.fingerprint != pair.fingerprint:
             raise DataError(
@@ -173,7 +176,7 @@ class StoredReference:
             )
         return row.chosen, row.rejected
 
-    def missing(self, part: str, rows: Iterable[int]) -> list[int]:
+    def list_missing(self, part: str, rows: Iterable[int]) -> list[int]:
         return sorted(row for row in set(rows) if (part, row) not in self.rows)
 
     def measure(self, engine: DeepSpeedEngine, part: str, batch: StepPairs, world: World) -> None:
@@ -222,7 +225,7 @@ def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> Stored
     """
     file = output_dir / FILE
     candidates = [file] if checkpoint is None else [file, checkpoint.parent.parent / FILE]
-    existing_file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    existing_file = next((candidate for candidate in candidates if os.path.lexists(candidate)), None)
     lines = [] if existing_file is None else read_lines(existing_file, REMOVE)
     measured_model = lines[0][1].get("model") if lines else model
     if measured_model != model and checkpoint is not None:
@@ -263,7 +266,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
     try:
-        content = file.read_bytes()
+        content = read_small(file, MOST_REPORT_BYTES)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}; {advice}") from error
     rows, lines = [], content.splitlines()

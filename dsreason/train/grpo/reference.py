@@ -12,18 +12,20 @@ from dsreason.checkpoints.checkpoint_folder import (
     find_unfinished_steps,
 )
 from dsreason.checkpoints.export import export_engine
+from dsreason.checkpoints.export_digests import check_digests
+from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import CheckpointError
 from dsreason.families import get_family
-from dsreason.files.disk import remove
+from dsreason.files.disk import check_links, remove
 from dsreason.files.step_names import format_step, parse_step
 from dsreason.job.ranks import World, run_on_rank_zero
 
 log = logging.getLogger(__name__)
 
 
-def reset_step(step: int, every: int) -> int:
+def find_reference_step(step: int, every: int) -> int:
     """Return the step whose policy serves as the reference after `step`; 0 stands for the initial model.
 
     Example: with `every` = 100, step 250 → 200.
@@ -50,7 +52,7 @@ def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
     """Delete the references that are needed neither by the run nor by any checkpoint, complete or still being written."""
     checkpoints = output_dir / "checkpoints"
     steps = [step, *map(parse_step, find_complete_checkpoints(checkpoints)), *find_unfinished_steps(checkpoints)]
-    needed = {format_step(reset_step(used_step, every)) for used_step in steps}
+    needed = {format_step(find_reference_step(used_step, every)) for used_step in steps}
     for folder in (output_dir / "reference").iterdir():
         if folder.name not in needed:
             delete_folder(folder)
@@ -64,7 +66,7 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
     Raises:
         CheckpointError: the run that saved the checkpoint does not have the reference.
     """
-    step = reset_step(parse_step(checkpoint), config.grpo.reference_reset_every)
+    step = find_reference_step(parse_step(checkpoint), config.grpo.reference_reset_every)
     if step == 0:
         return
     folder = checkpoint.resolve().parent.parent / "reference" / format_step(step)
@@ -73,12 +75,15 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
             f"{checkpoint}: its reference policy {folder} is missing (grpo.reference_reset_every = "
             f"{config.grpo.reference_reset_every}); copy it there, or choose another checkpoint"
         )
+    run_on_rank_zero(lambda: check_digests(folder))
     reference.load(folder, get_family(reference.engine.module.model.config.model_type).rename)
     saved_folder = output_dir / "reference" / folder.name
     if saved_folder.resolve() != folder:
 
         def copy() -> None:
+            check_links(folder)
             remove(saved_folder)
-            shutil.copytree(folder, saved_folder)
+            with write_folder_atomically(saved_folder) as draft:
+                shutil.copytree(folder, draft, dirs_exist_ok=True)
 
         run_on_rank_zero(copy)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from dsreason.checkpoints import selection
 from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, finish, finish_interrupted
 from dsreason.checkpoints.digests import ALGORITHM, compute_digest
+from dsreason.checkpoints.export_digests import write_digests
 from dsreason.checkpoints.marker import MARKER, check_content, read_marker, write_marker
 from dsreason.checkpoints.selection import choose_sound, is_checked_by
 from dsreason.cli.main import app
@@ -218,14 +219,17 @@ def test_verify_lists_each_checkpoint_and_export(tmp_path: Path) -> None:
         save(tmp_path / "checkpoints", step)
     make_older(tmp_path / "checkpoints/step_2")
     export = make_export(tmp_path / "export/final")
+    write_digests(make_export(tmp_path / "export/step_2"))
     result = verify(tmp_path)
     assert result.exit_code == 0
     lines = result.output.splitlines()
     assert [line.partition(":")[0].removeprefix(str(tmp_path)) for line in lines] == [
-        *("/checkpoints/step_2", "/checkpoints/step_10", "/export/final")
+        *("/checkpoints/step_2", "/checkpoints/step_10", "/export/step_2", "/export/final")
     ]
     assert "sound (2 files, 300.3 kB); an older version wrote it" in lines[0]
     assert lines[1].endswith("sound (2 files, 300.3 kB)")
+    assert lines[2].endswith("bytes)")
+    assert "it has no digests" in lines[3]
     assert verify(export).exit_code == verify(tmp_path / "checkpoints").exit_code == 0
 
 
@@ -234,7 +238,8 @@ def test_verify_names_damage_and_fails(tmp_path: Path) -> None:
         save(tmp_path / "checkpoints", step)
     flip_bit(tmp_path / "checkpoints/step_2" / WEIGHTS)
     (tmp_path / "checkpoints/step_6" / MARKER).unlink()
-    cut(make_export(tmp_path / "export/step_2") / "model.safetensors")
+    write_digests(make_export(tmp_path / "export/step_2"))
+    flip_bit(tmp_path / "export/step_2/model.safetensors", -1)
     result = verify(tmp_path)
     assert result.exit_code == 1
     two, four, six, export = result.output.splitlines()
@@ -243,7 +248,7 @@ def test_verify_names_damage_and_fails(tmp_path: Path) -> None:
     assert "step_6: damaged" in six
     assert "COMPLETE is missing" in six
     assert "step_2: damaged" in export
-    assert "model.safetensors is truncated" in export
+    assert "model.safetensors: is damaged or was changed" in export
 
 
 def test_verify_rejects_folder_without_checkpoints(tmp_path: Path) -> None:

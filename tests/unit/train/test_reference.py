@@ -10,14 +10,15 @@ import pytest
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import CheckpointError
-from dsreason.train.grpo.reference import delete_unneeded, load_reference, reset_step
+from dsreason.train.grpo import reference as reference_module
+from dsreason.train.grpo.reference import delete_unneeded, find_reference_step, load_reference
 
 
 @pytest.mark.parametrize(
     ("step", "every", "expected"), [(99, 100, 0), (100, 100, 100), (250, 100, 200), (300, 100, 300), (250, 0, 0)]
 )
 def test_reference_is_policy_of_last_reset(step: int, every: int, expected: int) -> None:
-    assert reset_step(step, every) == expected
+    assert find_reference_step(step, every) == expected
 
 
 def test_references_still_in_use_are_kept(tmp_path: Path) -> None:
@@ -31,7 +32,8 @@ def test_references_still_in_use_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "reference").iterdir()) == ["step_20", "step_30", "step_40"]
 
 
-def test_checkpoint_resumes_with_its_reference(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_its_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_module, "run_on_rank_zero", lambda function: function())
     config = GRPOConfig.model_validate(
         {"reward": {"functions": {"format": 1.0}}, "grpo": {"reference_reset_every": 10}}
     )
