@@ -4,8 +4,8 @@
 
 Each round saves the checkpoint of `checkpoint_stall.py` in the background and in the foreground, without digests and with them,
 and loads it without and with the check of all its files; once from the page cache, and once after its files have been dropped
-from there. The sides take turns, and the shortest time of each is taken, because other work on the machine only adds to it. A
-resume consists of the rank's start (imports, joining the job, building the engine) and the load.
+from there. The sides take turns, and the shortest time of each is compared, because other work on the machine only adds to it;
+the ratio of the medians follows. A resume consists of the rank's start (imports, joining the job, building the engine) and the load.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -117,7 +118,11 @@ def run_rank(arguments: argparse.Namespace) -> None:
         print(f"{arguments.gib:.2f} GiB per checkpoint, {world.size} ranks, load {os.getloadavg()[0]:.1f}")
         for name in dict.fromkeys(name for name, _ in seconds):
             without, checked = (min(seconds[name, side][1:]) for side in SIDES)
-            print(f"{name:26}{without:8.3f} s without, {checked:8.3f} s with: {checked / without:.3f}")
+            medians = [statistics.median(seconds[name, side][1:]) for side in SIDES]
+            print(
+                f"{name:26}{without:8.3f} s without, {checked:8.3f} s with: {checked / without:.3f} "
+                f"(medians {medians[1] / medians[0]:.3f})"
+            )
             if name.startswith("load"):
                 ratio = (measurement.start + checked) / (measurement.start + without)
                 print(f"  resume, i.e. {measurement.start:.1f} s of start and the load: {ratio:.3f} (goal {GOAL})")
