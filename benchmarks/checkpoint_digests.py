@@ -5,7 +5,8 @@
 Each round saves the checkpoint of `checkpoint_stall.py` in the background and in the foreground, without digests and with them,
 and loads it without and with the check of all its files; once from the page cache, and once after its files have been dropped
 from there. The sides take turns, and the shortest time of each is compared, because other work on the machine only adds to it;
-the ratio of the medians follows. A resume consists of the rank's start (imports, joining the job, building the engine) and the load.
+the ratio of the medians follows. A resume consists of the rank's start (imports, joining the job, building the engine) and
+the load.
 """
 
 from __future__ import annotations
