@@ -40,7 +40,6 @@ precision = "fp32"
 """
 EXPORT = ("export", "--checkpoint", "run/checkpoints/step_2", "--output", "exported")
 RESUME = (
-RESUME_STEP_2 = tuple("run/checkpoints/step_2" if argument == "auto" else argument for argument in RESUME)
     "sft",
     "--config",
     "run.toml",
@@ -53,6 +52,7 @@ RESUME_STEP_2 = tuple("run/checkpoints/step_2" if argument == "auto" else argume
     "--resume",
     "auto",
 )
+RESUME_STEP_2 = tuple("run/checkpoints/step_2" if argument == "auto" else argument for argument in RESUME)
 MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
