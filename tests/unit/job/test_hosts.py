@@ -14,10 +14,9 @@ import torch.distributed as dist
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError, DsReasonError
-from dsreason.job import hosts
+from dsreason.job import hosts, network
 from dsreason.job.hosts import (
     find_differences,
-    find_local_address,
     find_missing_variables,
     hash_code,
     select_shared_variables,
@@ -93,11 +92,6 @@ def test_cosmos_keys_are_not_mixed_between_hosts() -> None:
     assert find_missing_variables([*names, "AWS_PROFILE"], {names[0]: "own"}) == {names[2], "AWS_PROFILE"}
 
 
-@pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.1.1", "no-such-host.invalid"])
-def test_loopback_and_unknown_peers_have_no_address(peer: str) -> None:
-    assert find_local_address(peer) is None
-
-
 @pytest.fixture
 def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Return the port of a program that accepts connections but never sends anything; ranks are to meet there."""
@@ -142,7 +136,7 @@ def test_duplicate_rank_is_rejected(taken_port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     store = dist.HashStore()
-    monkeypatch.setattr(hosts, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    monkeypatch.setattr(network, "open_store", lambda timeout: store)
     hosts.join()
     hosts.release_store()
     with pytest.raises(ConfigError, match="another process of this job also has RANK=1"):
