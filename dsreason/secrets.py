@@ -112,6 +112,11 @@ def list_secret_variables(count: int) -> list[tuple[str, str]]:
     return sorted(long_values.items(), key=lambda item: -len(item[1]))
 
 
+def is_secret_variable(name: str) -> bool:
+    """Return whether the environment variable's name marks its value as secret."""
+    return name in VARIABLES or SECRET_NAME.search(name) is not None
+
+
 def hide_in_json(value: Any) -> Any:
     """Mask secrets in JSON values: within strings, in query strings of URLs, and as the values of secret keys."""
     if isinstance(value, str):

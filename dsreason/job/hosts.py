@@ -31,6 +31,7 @@ from dsreason.job.launchers import PDSH, find_launchers
 from dsreason.job.record import read_versions
 from dsreason.problems import join_first
 from dsreason.screen import print_message
+from dsreason.secrets import VARIABLES, hide_in_json, hide_secrets, is_secret_variable
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """Time limit for all ranks to reach the store, and again for connecting to each other; later collectives may take longer."""
@@ -50,6 +51,8 @@ CREDENTIALS = (
     {"PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"},
 )
 """Groups of variables that belong together: a host that sets one variable of a group takes none from another host."""
+SHARE_CREDENTIALS = "DSREASON_SHARE_CREDENTIALS"
+"""Environment variable of the first host that, if it is 1, allows sending credentials to the other hosts, unencrypted."""
 
 SHOWN = 5
 """Maximum number of differences between hosts that an error lists."""
@@ -191,29 +194,50 @@ def can_resolve(name: str) -> bool:
 def share_environment() -> None:
     """Copy variables that only the first host has to the other hosts, and print their names, but not their values. Collective.
 
+    Credentials are copied only if the first host allows it; otherwise, rank 0 prints a warning with those that a host lacks.
+
     Under `deepspeed`, the variables come from the shell in which `deepspeed` was called, because pdsh starts the ranks without
-    them, even on the host of that shell.
+    them, even on the host of that shell. Ranks on that host read them from a process, not from the store.
     """
-    caller_values = select_shared_variables(read_caller_environment())
+    rank, host = int(os.environ["RANK"]), socket.gethostname()
+    caller = read_caller_environment()
+    caller_values = select_shared_variables(caller)
     own_values = caller_values | select_shared_variables(os.environ)
-    offers = exchange("names", [bool(caller_values), sorted(own_values)])
-    source = next((rank for rank, (is_caller, _) in enumerate(offers) if is_caller), 0)
-    requested_names = exchange("wanted", sorted(find_missing_variables(offers[source][1], os.environ)))
-    if not any(requested_names):
-        return
-    rank = int(os.environ["RANK"])
-    values = exchange(
-        "values", {name: own_values[name] for name in set().union(*requested_names)} if rank == source else None
-    )[source]
-    os.environ.update({name: values[name] for name in requested_names[rank]})
-    if requested_names[rank] and os.environ["LOCAL_RANK"] == "0":
+    copied_names = find_missing_variables(caller_values, os.environ)
+    os.environ.update({name: caller_values[name] for name in copied_names})
+    may_share = (caller or os.environ).get(SHARE_CREDENTIALS) == "1"
+    kept_names = [] if may_share else [name for name, value in own_values.items() if is_credential(name, value)]
+    offers = exchange("names", [bool(caller_values), host, sorted(own_values), kept_names])
+    source = next((rank for rank, (is_caller, *_) in enumerate(offers) if is_caller), 0)
+    _, source_host, offered_names, kept_names = offers[source]
+    missing_names = find_missing_variables(offered_names, os.environ)
+    is_first_here = os.environ["LOCAL_RANK"] == "0"
+    lacking = f"{host} has no {', '.join(names)}" if (names := sorted(missing_names.intersection(kept_names))) else ""
+    requests = exchange("wanted", [sorted(missing_names.difference(kept_names)), lacking if is_first_here else ""])
+    if rank == 0 and (lines := [line for _, line in requests if line]):
         print_message(
-            f"{describe_rank()}: these variables were copied from where the job was started: {', '.join(requested_names[rank])}",
+            f"warning: {source_host} has credentials that other hosts lack: {'; '.join(lines)}; set them there if the run needs "
+            f"them, or set {SHARE_CREDENTIALS}=1 on {source_host} to send them to the other hosts unencrypted",
             err=True,
         )
-    exchange("taken", None)
-    if rank == source:
-        join().delete_key(f"values/{rank}")
+    requested_names = [names for names, _ in requests]
+    if any(requested_names):
+        offer = {name: own_values[name] for name in set().union(*requested_names)} if rank == source else None
+        values = exchange("values", offer)[source]
+        os.environ.update({name: values[name] for name in requested_names[rank]})
+        exchange("taken", None)
+        if rank == source:
+            join().delete_key(f"values/{rank}")
+    if is_first_here and (names := sorted(copied_names.union(requested_names[rank]))):
+        print_message(
+            f"{describe_rank()}: these variables were copied from where the job was started: {', '.join(names)}",
+            err=True,
+        )
+
+
+def is_credential(name: str, value: str) -> bool:
+    """Return whether a variable's name or value shows that it is secret; the proxy `http://user:password@host` is, too."""
+    return name in VARIABLES or is_secret_variable(name) or hide_secrets(value) != value
 
 
 def read_caller_environment() -> dict[str, str]:
@@ -252,7 +276,8 @@ def check_hosts_match(config: JobConfig, options: Mapping[str, str | None]) -> N
     device = launch.get_device_kind(launch.count_gpus())
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(os.environ["WORLD_SIZE"]))
     settings = flatten_keys({**dump_config(config), "deepspeed": deepspeed})
-    compare({**read_versions(), "device": device, **hash_code(config), **options, **settings})
+    # Masked, because the facts travel through the store.
+    compare(hide_in_json({**read_versions(), "device": device, **hash_code(config), **options, **settings}))
 
 
 def compare(facts: Mapping[str, Any]) -> None:

@@ -241,10 +241,8 @@ def get_lifeline(rank: int, size: int, store: dist.Store) -> Lifeline:
 
 def start_server(store: dist.Store, size: int) -> None:
     """Start rank 0's server for all lifelines, and publish its address in the job's store."""
-    if network.is_on_one_machine():
-        host = network.LOOPBACK
-    else:
-        host = network.find_local_address(os.environ["MASTER_ADDR"]) or ""
+    here = network.is_on_one_machine()
+    host = network.LOOPBACK if here else network.find_local_address(os.environ["MASTER_ADDR"]) or ""
     listener = network.listen(host, backlog=size)
     token = secrets.token_hex(16)
     address = {

@@ -130,8 +130,8 @@ def build_row_groups(world: World, ranks_per_row: int) -> World:
         if network.count_local_ranks() % ranks_per_row:
             raise ConfigError(
                 f"train.sequence_parallel_size ({ranks_per_row}) does not divide the number of ranks on {socket.gethostname()} "
-                f"({network.count_local_ranks()}), and ranks that compute a packed row together must be on one host; lower it, or "
-                "start a different number of ranks there"
+                f"({network.count_local_ranks()}), and ranks that compute a packed row together must be on one host; lower it, "
+                "or start a different number of ranks there"
             )
     starts = range(0, world.size, ranks_per_row)
     groups = [dist.new_group(list(range(first, first + ranks_per_row)), timeout=COLLECTIVE_TIMEOUT) for first in starts]

@@ -92,6 +92,24 @@ def test_cosmos_keys_are_not_mixed_between_hosts() -> None:
     assert find_missing_variables([*names, "AWS_PROFILE"], {names[0]: "own"}) == {names[2], "AWS_PROFILE"}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("HF_TOKEN", "x", True),
+        ("AWS_ACCESS_KEY_ID", "x", True),
+        ("VLLM_API_KEY", "x", True),
+        ("https_proxy", "http://me:password@proxy", True),
+        ("https_proxy", "http://proxy", False),
+        ("REMOTE_REWARD_URL", "http://judge/?token=abcdefgh", True),
+        ("HF_HOME", "/data/hf", False),
+        ("NCCL_DEBUG", "INFO", False),
+        ("AWS_REGION", "eu-west-1", False),
+    ],
+)
+def test_credentials_are_known_by_name_or_value(name: str, value: str, expected: bool) -> None:
+    assert hosts.is_credential(name, value) == expected
+
+
 @pytest.fixture
 def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Return the port of a program that accepts connections but never sends anything; ranks are to meet there."""
