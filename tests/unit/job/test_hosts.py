@@ -160,3 +160,14 @@ def test_duplicate_rank_is_rejected(taken_port: int, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="another process of this job also has RANK=1"):
         hosts.join()
     hosts.release_store()
+
+
+def test_missing_rank_is_named_when_store_is_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    settings |= {"MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0", "DSREASON_ERROR_DIR": str(tmp_path)}
+    for name in (*settings, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
+        monkeypatch.setenv(name, settings.get(name, ""))
+    monkeypatch.setattr(hosts, "JOIN_TIMEOUT", timedelta(seconds=0.3))
+    with pytest.raises(DsReasonError, match="rank 1 did not connect"):
+        hosts.exchange("a", 1)
+    hosts.release_store()
