@@ -38,8 +38,12 @@ PART_SETTINGS = frozenset(
         "total_pixels",
         "video_start",
         "video_end",
+        "resized_height",
+        "resized_width",
     )
 )
+GIVEN_SIZE_TOKENS = 4, 16384
+"""Bounds on the tokens of an image or frame whose size a row gives, as in qwen-vl-utils."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,26 @@ def sample_evenly(start: int, end: int, count: int) -> tuple[int, ...]:
 
 def compute_image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
     """Return the (height, width) to which an image is resized; see `compute_image_bounds`."""
+    if (size := read_given_size(part, limits)) is not None:
+        return size
     min_pixels, max_pixels = compute_image_bounds(part, limits)
     return fit_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+
+
+def read_given_size(part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int] | None:
+    """Return the size that a part's `resized_height` and `resized_width` give, as multiples of the factor; None without them.
+
+    Like qwen-vl-utils, this ignores the pixel limits of the part.
+    """
+    settings = _read_settings(part)
+    height, width = settings.get("resized_height"), settings.get("resized_width")
+    if height is None and width is None:
+        return None
+    if height is None or width is None:
+        missing, given = ("resized_height", "resized_width") if height is None else ("resized_width", "resized_height")
+        raise DataError(f"{given} ({settings[given]}) needs {missing}; add it, or remove {given}")
+    low, high = (tokens * limits.token_pixels for tokens in GIVEN_SIZE_TOKENS)
+    return fit_size(height, width, factor=limits.factor, min_pixels=low, max_pixels=high)
 
 
 def compute_image_bounds(part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
@@ -200,6 +222,8 @@ def compute_video_size(
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, but at most `max_pixels`.
     If `max_pixels` is below the default smallest frame, frames are not enlarged.
     """
+    if (size := read_given_size(part, limits)) is not None:
+        return size
     settings = _read_settings(part)
     smallest, largest, total = choose_frame_bounds(num_frames, limits, family, temporal_patch)
     min_pixels, total = settings.get("min_pixels", smallest), settings.get("total_pixels", total)
@@ -210,7 +234,7 @@ def compute_video_size(
     return fit_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
-def fit_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
+def fit_size(height: float, width: float, *, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
     """Return the nearest multiples of `factor` with about the same aspect ratio and an area within the bounds.
 
     If both bounds cannot be met, `max_pixels` takes precedence. No side is shorter than `factor`, so a thin strip may exceed

@@ -284,7 +284,13 @@ def print_column_use(dataset: SampleDataset) -> list[dict[str, Any]]:
     for use in uses:
         print_message(use.describe(), err=True)
     return [
-        {"name": use.name, "used": sorted(use.used), "kept": sorted(use.kept), "ignored": sorted(use.ignored)}
+        {
+            "name": use.name,
+            "formats": dict(use.formats),
+            "used": sorted(use.used),
+            "kept": sorted(use.kept),
+            "ignored": sorted(use.ignored),
+        }
         for use in uses
     ]
 

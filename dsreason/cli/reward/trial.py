@@ -1,4 +1,4 @@
-"""`dsreason reward try`: scores of given completions by the rewards of a run, without a model."""
+"""`dsreason reward try`: scores of completions by the rewards of a run, without training."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ class Attempt:
     row: int
     """Number of the row, counted from 1."""
     kind: str
-    """Origin of the completion: `answer` (the row's own), `wrong` (an obviously wrong text) or `completion` (from the user)."""
+    """Origin: `answer` (the row's own), `wrong` (an obviously wrong text), `completion` (from the user) or `sampled`."""
     completion: str
     sample: Sample
+    ids: tuple[int, ...] = ()
+    """Tokens of a sampled completion; empty if the completion has another origin."""
 
 
 def try_rewards(
@@ -61,13 +63,18 @@ def try_rewards(
             metavar="FILE", help="JSONL file with a completion per row: a string, or an object with `completion`."
         ),
     ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Let the run's model sample N completions per row; with --config."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per completion.")] = False,
 ) -> None:
     """Call the rewards of a GRPO run on the first rows, and print value, parts and seconds of each call.
 
-    Without --completion or --completions, each row is scored twice: with its own answer, and with an obviously wrong text. No
-    model is loaded.
+    Without --completion, --completions or --sample, each row is scored twice: with its own answer, and with an obviously wrong
+    text. Only --sample loads the model.
     """
+    check_origin(config, completion, completions, sample)
     run = load_rewards(config, overrides or [], reward or [], path)
     launch.prepare_environment()
     with make_imports_fast():
@@ -76,16 +83,18 @@ def try_rewards(
         from dsreason.train.grpo.check_rewards import check_functions, select_functions
 
     check_functions(run)
-    names = [name for name in run.reward.functions if name != "overlong"]
+    names = [name for name in run.reward.functions if sample or name != "overlong"]
     if len(names) < len(run.reward.functions):
-        print_message("overlong is left out, because it needs the tokens of a sampled completion", err=True)
+        print_message("overlong is left out, because it needs the tokens of a sampled completion (--sample)", err=True)
     training, _ = open_datasets(run.data)
-    samples = [training[index] for index in range(min(rows, len(training)))]
-    samples = [replace(sample, id=sample.id or f"row {number}") for number, sample in enumerate(samples, 1)]
-    attempts = list_attempts(samples, completion, completions)
+    first = [training[index] for index in range(min(rows, len(training)))]
+    samples = [replace(row, id=row.id or f"row {number}") for number, row in enumerate(first, 1)]
+    attempts = sample_attempts(run, samples, sample) if sample else list_attempts(samples, completion, completions)
     with Scorer(select_functions(run.reward, names, workers=run.reward.workers)) as scorer:
         scores, extra = scorer.score_by_function(
-            [attempt.completion for attempt in attempts], [attempt.sample for attempt in attempts]
+            [attempt.completion for attempt in attempts],
+            [attempt.sample for attempt in attempts],
+            [attempt.ids for attempt in attempts] if sample else None,
         )
         totals = scorer.sum_scores(scores).tolist()
     if as_json:
@@ -113,10 +122,34 @@ def load_rewards(config: Path | None, overrides: list[str], reward: list[str], p
     return read_values(GRPOConfig, values, "the options", overrides)
 
 
+def check_origin(config: Path | None, completion: str | None, completions: Path | None, sample: int | None) -> None:
+    """Raise ConfigError if the completions would come from two places, or from a model that no configuration names."""
+    options = {"--completion": completion, "--completions": completions, "--sample": sample}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} cannot be combined; keep one of them")
+    if sample and config is None:
+        raise ConfigError("--sample needs the model of a run; specify its configuration with --config")
+
+
+def sample_attempts(run: GRPOConfig, samples: Sequence[Sample], count: int) -> list[Attempt]:
+    """Sample `count` completions per row with the run's model and sampling settings."""
+    with make_imports_fast():
+        from dsreason.rewards.text import add_length
+        from dsreason.train.grpo.trial import sample_completions
+
+    longest = run.rollout.max_completion_length
+    return [
+        Attempt(number, "sampled", completion.text, add_length(sample, completion.num_tokens, longest), completion.ids)
+        for number, (sample, completions) in enumerate(
+            zip(samples, sample_completions(run, samples, count), strict=True), 1
+        )
+        for completion in completions
+    ]
+
+
 def list_attempts(samples: Sequence[Sample], completion: str | None, file: Path | None) -> list[Attempt]:
     """Return the completions to score, in the order of the rows."""
-    if completion is not None and file is not None:
-        raise ConfigError("--completion and --completions cannot be combined; remove one of them")
     if file is not None:
         texts = read_completions(file)
         if len(texts) > len(samples):
@@ -202,7 +235,7 @@ def make_table(label: str, attempts: Sequence[Attempt], scores: Sequence[Functio
         cells = [
             str(attempt.row),
             attempt.sample.id,
-            shown if attempt.kind == "completion" else f"{attempt.kind}: {shown}",
+            shown if attempt.kind in ("completion", "sampled") else f"{attempt.kind}: {shown}",
         ]
         if score is None:
             cells += ["–", "excluded by reward.only", ""]

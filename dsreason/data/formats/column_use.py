@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsreason.data.adapters import rename_columns
-from dsreason.data.formats.read import find_format
+from dsreason.data.formats.row_formats import describe_detection
 from dsreason.data.formats.turns import ROLE_KEYS
 from dsreason.data.order import pick_evenly
 from dsreason.data.sources import DataSource
@@ -54,7 +54,7 @@ class ColumnUse:
     num_rows: int = 0
     """Number of rows read for this report."""
     formats: Counter[str] = field(default_factory=Counter)
-    """Number of rows of each format; empty unless the adapter is `auto`."""
+    """Description of a detected format → number of its rows; empty unless the adapter is `auto`."""
     used: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
     """Columns kept in `sample.meta`, which rewards can read."""
@@ -62,7 +62,7 @@ class ColumnUse:
 
     def describe(self) -> str:
         """Return the use of the columns in one line."""
-        formats = ", ".join(f"{count} rows of the format {name}" for name, count in self.formats.most_common())
+        formats = ", ".join(f"{count} rows have the {description}" for description, count in self.formats.most_common())
         used = sorted(column for column in self.used if "[]" not in column)
         parts = [f"{self.name}: {formats or f'{self.num_rows} rows'}, uses {', '.join(used) or 'no column'}"]
         parts += [f"keeps {', '.join(sorted(self.kept))} for rewards"] if self.kept else []
@@ -89,7 +89,7 @@ def add_row(use: ColumnUse, row: dict[str, Any], source: DataSource) -> None:
     try:
         sample = source.adapter.to_sample(TrackedRow(row, "", read), source.config)
         if source.config.adapter == "auto" and source.config.path:
-            use.formats[find_format(row).name] += 1
+            use.formats[describe_detection(row)] += 1
     except Exception:  # noqa: BLE001 (an adapter may raise anything; the check of the rows reports it)
         return
     use.num_rows += 1

@@ -111,3 +111,15 @@ def merge_prompt(messages: list[Message], column: str, prompt: list[Message]) ->
 def get_role_and_text(message: Message) -> tuple[str, str]:
     """Return a message's role, and its text without tags such as `<image>`."""
     return message["role"], MARK.sub("", join_text(message)).strip()
+
+
+def flatten_openai_preference(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert OpenAI's preference rows (`input`, `preferred_output`, `non_preferred_output`) to the usual columns."""
+    if not isinstance(row.get("input"), dict) or "preferred_output" not in row:
+        return row
+    rest = {
+        key: value for key, value in row.items() if key not in ("input", "preferred_output", "non_preferred_output")
+    }
+    replies = {"chosen": row["preferred_output"], "rejected": row.get("non_preferred_output")}
+    settings = {key: value for key, value in row["input"].items() if key in ("messages", "tools")}
+    return {**rest, **settings, **replies}

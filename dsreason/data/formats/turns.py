@@ -213,6 +213,8 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
             file = f"data:{kind}/unknown;base64,{part[key]}" if key == "base64" else part[key]
     if kind != raw_kind:
         part.pop(kind, None)
+    if isinstance(file, list) and "sample_fps" in part:  # the name in qwen-vl-utils
+        part.setdefault("fps", part.pop("sample_fps"))
     settings = {key: value for key, value in part.items() if key not in SOURCE_KEYS and key != "text"}
     return {"type": kind, **settings} | ({} if file is None else {kind: file})
 

@@ -28,7 +28,7 @@ from dsreason.media.files import find_local_file
 from dsreason.media.frames import describe_video_path
 
 JPEG_QUALITY = 95
-PIXELS = ("min_pixels", "max_pixels", "total_pixels")
+PIXELS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
 # For an unknown model, use Qwen2.5-VL's upper bounds; the server resizes all media anyway.
 DEFAULTS = build_vision_defaults(bounds_are_per_video=False)
 FRAME_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=768 * 28**2)
@@ -98,7 +98,8 @@ def plan_for_unknown_model(sample: Sample) -> Iterator[PlannedMedium]:
             size = vision.compute_video_size(info.height, info.width, count, part, FRAME_LIMITS, DEFAULTS)
         except DataError as error:
             raise DataError(f"{describe_video_path(path)}: {error}") from error
-        if info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None:
+        is_larger = info.height * info.width <= size[0] * size[1]
+        if is_larger and all(part.get(key) is None for key in ("min_pixels", "resized_height")):
             size = info.height, info.width
         metadata = describe_video(info, frame_choice)
         yield PlannedMedium("video", path, size, (1, 1, 1), frame_choice.indices, metadata)

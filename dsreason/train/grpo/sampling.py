@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema_grpo import GRPOConfig, RolloutConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.prompts import Prompts
 from dsreason.job.ranks import World, gather_objects, reduce_sum
@@ -94,13 +94,7 @@ class RolloutSampler:
         """Sample and score `num_generations` completions per prompt, and add the metrics to `sampled`."""
         rollout, size = self.config.rollout, self.config.grpo.num_generations
         seed = int(np.random.SeedSequence((self.config.train.seed, prompts.batch)).generate_state(1)[0])
-        sampling = Sampling(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_completion_length=rollout.max_completion_length,
-            seed=seed,
-        )
+        sampling = build_sampling(rollout, seed)
         repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
         # Streams are numbered over all ranks, so the samples do not depend on the number of ranks.
         streams = [number * size + i for number in prompts.numbers for i in range(size)]
@@ -117,3 +111,13 @@ class RolloutSampler:
         places = [(prompts.batch, number) for number in prompts.numbers for _ in range(size)]
         rollouts = make_rollouts(repeated, places, completions, scores)
         return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+
+
+def build_sampling(rollout: RolloutConfig, seed: int) -> Sampling:
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_completion_length=rollout.max_completion_length,
+        seed=seed,
+    )

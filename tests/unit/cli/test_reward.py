@@ -105,3 +105,39 @@ def test_unusable_options_are_named(folder: Path, arguments: list[str], text: st
 def test_failing_function_is_named_with_its_row(folder: Path) -> None:
     with pytest.raises(RewardError, match='reward "mine.py:fails", sample "a": raised ValueError: no'):
         call("--reward", "mine.py:fails", "--path", "rows.jsonl")
+
+
+def test_model_samples_completions_of_each_row(folder: Path) -> None:
+    model = '[model]\npath = "tiny:qwen2_5_vl"\n[rollout]\nmax_completion_length = 8\n[train]\nprecision = "fp32"\n'
+    (folder / "run.toml").write_text((folder / "run.toml").read_text() + model)
+    entries = read("--config", "run.toml", "--sample", "2")
+    assert [(entry["id"], entry["kind"]) for entry in entries] == [
+        *[("a", "sampled")] * 2,
+        *[("row 2", "sampled")] * 2,
+    ]
+    assert entries[0]["completion"] != entries[1]["completion"]
+    assert all(entry["rewards"]["overlong"] is not None for entry in entries)
+    again = read("--config", "run.toml", "--sample", "2")
+    assert [entry["completion"] for entry in again] == [entry["completion"] for entry in entries]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--completion", "4", "--sample", "2"], "--completion and --sample cannot be combined; keep one of them"),
+        (["--completion", "4", "--completions", "texts.jsonl"], "--completion and --completions cannot be combined"),
+        (["--sample", "2"], "--sample needs the model of a run; specify its configuration with --config"),
+    ],
+)
+def test_conflicting_origins_are_refused(options: list[str], message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call("--reward", "exact_match", "--path", "rows.jsonl", *options)
+
+
+def test_functions_can_read_rank_outside_of_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    (folder / "ranked.py").write_text(
+        "import os\ndef rank(completion, sample):\n    return float(os.environ['RANK'])\n"
+    )
+    (entry,) = read("--reward", "ranked.py:rank", "--path", "rows.jsonl", "--rows", "1", "--completion", "4")
+    assert entry["total"] == 0

@@ -75,6 +75,12 @@ def test_clips_match_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str
     assert sum(item.refused for item in result) == 12 * {"qwen2_5_vl": 2, "qwen3_vl": 3}[model_type]
 
 
+def test_given_frame_sizes_match_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
+    settings = {"resized_height": 275, "resized_width": 430, "max_pixels": 81_920, "fps": 1}
+    result = [compare(encoder, utils, clip, settings, PATCH_SIZES[model_type]) for clip in CLIPS]
+    assert [item.text for item in result if not item.same] == []
+
+
 @pytest.mark.parametrize("settings", [{}, {"fps": 1, "total_pixels": 3_774_873}, {"nframes": 6, "max_pixels": 200_000}])
 def test_data_set_settings_match_cosmos_rl(
     encoder: Encoder, utils: Any, model_type: str, settings: dict[str, float], tmp_path: Path
@@ -123,7 +129,12 @@ def part_text(part: dict[str, Any]) -> dict[str, str]:
 
 
 IMAGE_SIZES = [(480, 640), (100, 60), (30, 20), (333, 1000), (4800, 3600)]
-IMAGE_SETTINGS: list[dict[str, float]] = [{}, {"max_pixels": 81_920}, {"min_pixels": 300_000}]
+IMAGE_SETTINGS: list[dict[str, float]] = [
+    {},
+    {"max_pixels": 81_920},
+    {"min_pixels": 300_000},
+    {"resized_height": 275, "resized_width": 430, "max_pixels": 81_920},
+]
 
 
 def test_image_sizes_match_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:

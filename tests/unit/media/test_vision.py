@@ -120,7 +120,13 @@ def test_absurd_numbers_are_refused_with_the_limit(key, value):
             use({key: value})
 
 
-@pytest.mark.parametrize("key", sorted(vision.PART_SETTINGS))
+@pytest.mark.parametrize("key", ["resized_height", "resized_width"])
+def test_one_side_of_a_given_size_is_refused(key):
+    with pytest.raises(DataError, match=rf"^{key} \(100\) needs resized_\w+; add it, or remove {key}$"):
+        compute_image_size(100, 100, {key: 100}, QWEN2_5)
+
+
+@pytest.mark.parametrize("key", sorted(vision.PART_SETTINGS - {"resized_height", "resized_width"}))
 def test_extreme_setting_values_are_accepted(key):
     most = 150_000_000 if key == "min_pixels" else 10**15
     for value in (5e-324, most, float(most)):

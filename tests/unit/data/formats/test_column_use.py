@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from dsreason.config.schema_data import SourceConfig
 from dsreason.data.formats.column_use import find_column_use
+from dsreason.data.formats.row_formats import describe_detection
 from dsreason.data.sources import open_source
 
 ADAPTER = """
@@ -22,7 +26,10 @@ def test_columns_are_reported_by_use(tmp_path: Path) -> None:
     rows = [{"messages": turns, "site": "north"}, {"question": "Up?", "answer": "yes"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     use = find_column_use(open_source(SourceConfig(path=str(tmp_path / "rows.jsonl"))))
-    assert use.formats == {"conversation": 1, "question": 1}
+    assert use.formats == {
+        "format conversation (recognised by messages)": 1,
+        "format question (recognised by question)": 1,
+    }
     assert use.kept == {"site"}
     assert use.ignored == {"messages[].time"}
     assert {"messages", "messages[].loss", "question", "answer"} <= use.used
@@ -38,3 +45,19 @@ def test_columns_ignored_by_own_adapter_are_reported(tmp_path: Path) -> None:
         open_source(SourceConfig(adapter=str(tmp_path / "own.py"), path=str(tmp_path / "rows.jsonl")))
     )
     assert (use.used, use.kept, use.ignored) == ({"id", "question"}, {"site"}, {"weight"})
+
+
+@pytest.mark.parametrize(
+    ("row", "description"),
+    [
+        ({"query": "Up?", "response": "Yes."}, "format instruction (recognised by query)"),
+        ({"input": "Up?", "output": "Yes."}, "format instruction (recognised by input, output)"),
+        (
+            {"messages": [], "rejected_response": "No.", "question": "Up?"},
+            "format preference (recognised by rejected_response; to read conversation or question instead, "
+            'set data.adapter = "auto:conversation")',
+        ),
+    ],
+)
+def test_detection_names_columns_and_alternatives(row: dict[str, Any], description: str) -> None:
+    assert describe_detection(row) == description

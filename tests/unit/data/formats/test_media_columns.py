@@ -70,6 +70,10 @@ def speak(*texts: str) -> list[dict[str, Any]]:
             {"question": "Up?", "videos": [FRAMES, FRAMES], "fps": [2, 4]},
             [("video", FRAMES, {"fps": 2}), ("video", FRAMES, {"fps": 4}), "Up?"],
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"video": FRAMES, "sample_fps": 3}, "Up?"]}]},
+            [("video", FRAMES, {"fps": 3}), "Up?"],
+        ),
         ({"question": "Up?", "video": "f/*.png", "fps": 5}, [("video", "f/*.png", {"fps": 5}), "Up?"]),
         ({"question": "Up?", "video": "f", "fps": 5}, [("video", "f", {"fps": 5}), "Up?"]),
         ({"question": "Up?", "video": "f/v1.0", "fps": 5}, [("video", "f/v1.0", {"fps": 5}), "Up?"]),
