@@ -171,3 +171,18 @@ def test_missing_rank_is_named_when_store_is_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(DsReasonError, match="rank 1 did not connect"):
         hosts.exchange("a", 1)
     hosts.release_store()
+
+
+def test_rank_beside_deepspeed_takes_its_credentials(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[object] = []
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "HF_TOKEN": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(hosts, "read_caller_environment", lambda: {"HF_TOKEN": "hf_secret"})
+    monkeypatch.setattr(hosts, "exchange", lambda name, value: sent.append(value) or [value])
+    hosts.share_environment()
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+    assert "hf_secret" not in str(sent)
+    assert capsys.readouterr().err.endswith(": these variables were copied from where the job was started: HF_TOKEN\n")

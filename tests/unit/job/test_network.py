@@ -84,9 +84,13 @@ def test_store_of_one_machine_listens_on_loopback(host: str, monkeypatch: pytest
     set_job(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR=host, MASTER_PORT=port)
     child = os.fork()
     if child == 0:
-        os.environ["RANK"] = "1"
-        open_store(TIME).set("a", "1")
-        os._exit(0)
+        code = 1
+        try:
+            os.environ["RANK"] = "1"
+            open_store(TIME).set("a", "1")
+            code = 0
+        finally:
+            os._exit(code)
     store = open_store(TIME)
     assert store.get("a") == b"1"
     assert find_listening(port) == [LOOPBACK]
