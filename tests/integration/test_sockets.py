@@ -118,7 +118,10 @@ def watch(command: list[object], folder: Path, *, seconds: float = 900.0, signal
 
 def build_environment() -> dict[str, str]:
     """Return the environment, with variables that make gloo and NCCL listen on another interface, if there is one."""
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    environment["DS_ACCELERATOR"] = "cpu"
     others = [name for name in psutil.net_if_addrs() if name != find_interface(LOOPBACK[0])]
     return environment | {name: others[0] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if others}
 
