@@ -1,4 +1,4 @@
-"""Comparison of our answer reader with the rules of VLMEvalKit and lmms-eval: answers read, unread and misread.
+"""Comparison of dsreason's answer reader with the rules of VLMEvalKit and lmms-eval: answers read, unread and misread.
 
     python benchmarks/answer_reading.py [--show tuned|held-out|new] [--write]
 
@@ -61,7 +61,7 @@ def load_rows(file: Path = RESPONSES) -> list[Row]:
 
 
 def read_ours(rows: Sequence[Row]) -> str:
-    """Return the readings of our reader, one character per row."""
+    """Return the readings of dsreason's reader, one character per row."""
     return "".join(parse(row.response, "letter", options=row.options).answer or UNREAD for row in rows)
 
 
@@ -72,7 +72,7 @@ def load_others(file: Path = OTHERS) -> dict[str, str]:
 
 
 def count_outcomes(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
-    """Count the outcomes. If a person reads B, `B` is read, `-` unread and `A` misread; if none, `B` is misread."""
+    """Count outcomes: if a person reads B, `B` is read, `-` unread, and `A` misread; if a person reads none, `B` is misread."""
     outcomes: Counter[str] = Counter()
     for row, reading in zip(rows, readings, strict=True):
         if part is not None and row.part != part:
@@ -189,7 +189,7 @@ def main() -> None:
     print(format_table(rows, {OURS: our_readings} | (their_readings or load_others())))
     for row, reading in zip(rows, our_readings, strict=True):
         if row.part == arguments.show and reading != (row.reading or UNREAD):
-            print(f"\nread {reading}, means {row.reading or UNREAD}: {row.response!r}  {row.options}")
+            print(f"\nread as {reading}, but means {row.reading or UNREAD}: {row.response!r}  {row.options}")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def run_step(engine, width: int) -> float:
 
 
 def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[str, list[float]], int]:
-    """Return the seconds of each measurement by round, of which the first is a warm-up, and a checkpoint's bytes. Collective."""
+    """Return the seconds of each measurement by round (the first one is a warm-up), and a checkpoint's size in bytes.
+    Collective."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 

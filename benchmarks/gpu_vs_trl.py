@@ -63,7 +63,7 @@ def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
 
     model = folder / "model"
     build_tiny("qwen3_vl", model, dtype=torch.bfloat16, device="cuda" if has_gpu() else "cpu", **SIZES[size])
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     never_drawn = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     GenerationConfig(eos_token_id=[never_drawn], pad_token_id=tokenizer.pad_token_id).save_pretrained(model)
     (folder / "rewards.py").write_text(REWARD)
@@ -134,8 +134,10 @@ def run_trl(task: str, facts: dict[str, Any], output: Path) -> None:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             print_ends(ends)
 
-    model = AutoModelForImageTextToText.from_pretrained(facts["model"], dtype=torch.bfloat16)
-    processor = AutoProcessor.from_pretrained(facts["model"], padding_side="left", truncation_side="left")
+    model = AutoModelForImageTextToText.from_pretrained(facts["model"], dtype=torch.bfloat16, trust_remote_code=False)
+    processor = AutoProcessor.from_pretrained(
+        facts["model"], padding_side="left", truncation_side="left", trust_remote_code=False
+    )
     common = {
         "output_dir": str(output),
         "max_steps": STEPS[task],

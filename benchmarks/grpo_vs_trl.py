@@ -45,7 +45,7 @@ SETTINGS = ("steps", "prompts", "generations", "micro_batch", "length", "ds_conf
 REWARD = "import random\n\ndef chance(completion, sample):\n    return random.random()\n"
 NEVER_DRAWN = "<|image_pad|>"
 AROUND = 44
-"""Mean number of tokens that picture and chat format add to the question of a prompt."""
+"""Mean number of tokens that the picture and the chat format add to the question of a prompt."""
 
 
 def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:
@@ -53,7 +53,7 @@ def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:
     from transformers import AutoTokenizer, GenerationConfig
 
     build_model(arguments, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     end = tokenizer.convert_tokens_to_ids(NEVER_DRAWN)
     GenerationConfig(eos_token_id=[end], pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
     return folder
@@ -127,8 +127,10 @@ def run_trl_side(task: dict[str, Any]) -> None:
         ],
         features=Features({"prompt": [{"role": Value("string"), "content": Value("string")}], "image": ImageFeature()}),
     )
-    processor = AutoProcessor.from_pretrained(task["model"], padding_side="left", truncation_side="left")
-    family = get_family(AutoConfig.from_pretrained(task["model"]).model_type)
+    processor = AutoProcessor.from_pretrained(
+        task["model"], padding_side="left", truncation_side="left", trust_remote_code=False
+    )
+    family = get_family(AutoConfig.from_pretrained(task["model"], trust_remote_code=False).model_type)
     never = {*find_media_token_ids(processor.tokenizer, family), processor.tokenizer.eos_token_id}
     settings = GRPOConfig(
         output_dir=task["output"],
@@ -155,7 +157,7 @@ def run_trl_side(task: dict[str, Any]) -> None:
         disable_tqdm=True,
     )
     trainer = GRPOTrainer(
-        model=AutoModelForImageTextToText.from_pretrained(task["model"], dtype=torch.float32),
+        model=AutoModelForImageTextToText.from_pretrained(task["model"], dtype=torch.float32, trust_remote_code=False),
         reward_funcs=chance,
         args=settings,
         train_dataset=dataset,

@@ -127,7 +127,7 @@ def iter_grpo_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator
     from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
+    from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, split_into_micro_batches
 
     settings = build_settings(arguments)
     del settings["train"]["global_batch_size"]
@@ -146,7 +146,7 @@ def iter_grpo_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator
         halves = [make_rollouts(prompts[:2], first), make_rollouts(prompts[2:], first + 2)]
 
         def step(halves: Any = halves) -> int:
-            steps = [cut(rollouts, config, encoder) for rollouts in halves]
+            steps = [split_into_micro_batches(rollouts, config, encoder) for rollouts in halves]
             for micro_batches in add_fixed_logprobs(steps, engine, reference, None, config, banned):
                 accumulate_gradients(engine, micro_batches, config, world, banned)
                 engine.step()

@@ -1,4 +1,4 @@
-"""Savings through rows of segments: shared prompts, no padding, and less memory per rank if ranks share a row.
+"""Savings from packed rows: shared prompts, no padding, and less memory per rank if ranks share a row.
 
     python benchmarks/packing.py [prompts] [rows] [memory] [--rounds 3] [--threads 1]
 

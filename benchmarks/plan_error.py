@@ -1,4 +1,4 @@
-"""Errors of the estimates of `dsreason plan`, part by part.
+"""Errors of the estimates that `dsreason plan` makes, part by part.
 
     python benchmarks/plan_error.py [training] [vllm] [--cases full lora nf4 video fp32 …] [--threads 1]
 

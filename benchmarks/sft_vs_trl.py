@@ -46,7 +46,7 @@ from sides import (
 GOALS = {"spread": 1.8, "even": 1.1}
 SHORTEST, LONGEST = 50, 1500
 AROUND = 50
-"""Mean number of tokens that picture and chat format add to the question of a prompt."""
+"""Mean number of tokens that the picture and the chat format add to the question of a prompt."""
 TRL, AS_IT_COMES, OURS = "TRL", "TRL as it comes", "dsreason"
 
 
@@ -152,10 +152,10 @@ def run_trl_side(task: dict[str, Any]) -> None:
         disable_tqdm=True,
     )
     trainer = SFTTrainer(
-        model=AutoModelForImageTextToText.from_pretrained(task["model"], dtype=torch.float32),
+        model=AutoModelForImageTextToText.from_pretrained(task["model"], dtype=torch.float32, trust_remote_code=False),
         args=settings,
         train_dataset=dataset,
-        processing_class=AutoProcessor.from_pretrained(task["model"]),
+        processing_class=AutoProcessor.from_pretrained(task["model"], trust_remote_code=False),
         callbacks=[build_trl_clock(ends)],
     )
     trainer.train()
@@ -169,7 +169,7 @@ def try_trl_video(task: dict[str, Any]) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import SFTConfig, SFTTrainer
 
-    model = AutoModelForImageTextToText.from_pretrained(task["model"], dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(task["model"], dtype=torch.float32, trust_remote_code=False)
     question = [{"type": "video", "video": task["video"]}, {"type": "text", "text": "Which way?"}]
     answer = [{"type": "text", "text": "left"}]
     row = {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
@@ -184,7 +184,7 @@ def try_trl_video(task: dict[str, Any]) -> None:
         model=model,
         args=settings,
         train_dataset=Dataset.from_list([row] * 2, on_mixed_types="use_json"),
-        processing_class=AutoProcessor.from_pretrained(task["model"]),
+        processing_class=AutoProcessor.from_pretrained(task["model"], trust_remote_code=False),
     )
     trainer.train()
     pixels = "pixel_values_videos" in arguments

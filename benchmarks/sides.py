@@ -67,7 +67,8 @@ def make_words(count: int, first: int = 0) -> str:
 
 
 def write_rows(folder: Path, prompts: Sequence[int], answers: Sequence[int]) -> Path:
-    """Write rows of a picture (56 to 168 pixels per side), a question and an answer; the arguments are their numbers of tokens.
+    """Write rows of a picture (56 to 168 pixels per side), a question and an answer; `prompts` and `answers` contain their
+    numbers of tokens.
 
     The picture adds 4 to 36 tokens to a prompt, and the chat format adds a fixed number.
     """
@@ -124,7 +125,7 @@ def time_steps(report: Callable[[Ends], None] = lambda ends: None) -> Ends:
 
 
 def time_calls(owner: Any, name: str) -> list[tuple[float, float]]:
-    """Return a list that each call of a method of `owner` extends by its seconds of wall-clock time and of CPU time."""
+    """Return a list to which each call of the method `name` of `owner` appends its seconds of wall-clock time and of CPU time."""
     times: list[tuple[float, float]] = []
     call = getattr(owner, name)
 

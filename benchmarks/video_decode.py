@@ -35,7 +35,7 @@ OURS = "dsreason"
 HEIGHT, WIDTH, RATE = 720, 1280, 30
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 FRAME_LIMITS = {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2}
-"""Limits on the pixels of Qwen2.5-VL's frames in qwen-vl-utils, which the video processor gets as well."""
+"""Limits on the pixels of Qwen2.5-VL's frames in qwen-vl-utils; the video processor gets the same limits."""
 
 
 class Encoded(NamedTuple):

@@ -86,7 +86,7 @@ def open_pipeline(folder: Path) -> Any:
         def check_video_safety(self, frames: Any) -> Any:
             return frames
 
-    pipeline = Cosmos2_5_PredictBasePipeline.from_pretrained(folder, safety_checker=NoSafety())
+    pipeline = Cosmos2_5_PredictBasePipeline.from_pretrained(folder, safety_checker=NoSafety(), trust_remote_code=False)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -134,7 +134,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
             "solver": lambda: maker.codec.decode(solve_ode(maker, batch)),
             "rollout": run_rollout,
         }
-        pixels = {name: side() for name, side in sides.items()}  # this also warms up
+        pixels = {name: side() for name, side in sides.items()}  # this also warms up both sides
         difference = (pixels["pipeline"] - pixels["solver"]).abs().max().item()
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(arguments.rounds):

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dsreason.screen import escape_control, format_message
+from dsreason.secret_names import is_secret_name, names_secret_variable
 
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
@@ -29,24 +30,34 @@ VARIABLES = (
     "WANDB_API_KEY",
     "OPENAI_API_KEY",
 )
-"""Environment variables with secret values, in addition to those that match `SECRET_NAME`."""
+"""Environment variables with secret values, in addition to those whose names `is_secret_name` recognises."""
 SHORTEST = 6
 """Minimum length of a value to hide; a shorter one would also occur in unrelated text."""
-SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?|CONNECTION_STRING)$|PASSW(OR)?D$", re.IGNORECASE)
 SHORTEST_BY_NAME = 8
-"""Minimum length of a value to hide if its variable matches `SECRET_NAME`; a shorter one, such as `true`, may be a setting."""
-WORD = r"(?<![^\W_])(?:(?:api|access|account|auth|private|secret)[-_]?key|token|secret|passw(?:or)?d|credentials?|authorization)"
-"""Pattern of the last word in the name of a secret; it matches `hf_token`, but not `token_count`."""
-SECRET_KEY = re.compile(rf"[\w .-]*{WORD}", re.IGNORECASE)
+"""Minimum length of a value to hide if only its name marks it as secret; a shorter one, such as `true`, may be a setting."""
+ASSIGNMENT = re.compile(
+    r"(?<!\\)(?P<quote>\\*['\"])(?P<quoted>[\w .$/-]{1,100})(?P=quote)(?P<colon>\s*:\s*|\s*=\s*)"
+    r"|(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\s*[:=]\s*)"
+)
+"""Pattern of a name and the sign before its value, as in JSON, Python, TOML, URLs, command lines and HTTP headers."""
+QUOTED = re.compile(
+    r"[bfru]{0,2}(?:(\\+['\"])(.*?)(?:(?<!\\)\1|(?=\n)|$)"
+    r"|'((?:[^'\\\n]|\\.)*+)(?:'|(?=\n)|$)|\"((?:[^\"\\\n]|\\.)*+)(?:\"|(?=\n)|$))"
+)
+"""Pattern of a value in quotes, which may be cut off."""
+# Punctuation after the value belongs to the sentence and is kept.
+BARE = re.compile(r"[^&\s'\"<\\](?:[^&\s'\"\\]*[^&\s'\").,:;}\]\\])?")
+NUMBER = re.compile(r"\d{4,}(?![\w.])")
+HEADER = re.compile(r"(?:(?:basic|bearer|token|digest)\s+)?([^\s'\",]+)", re.IGNORECASE)
+COOKIES = re.compile(r"([^\n'\"]+)")
+MARKUP = re.compile(r"<[^<>]*>")
+"""Pattern of values that are left unchanged: names of variables (`<HF_TOKEN>`) and special tokens (`<|im_end|>`)."""
 PATTERNS = {
-    re.compile(r"\bhf_[A-Za-z0-9]{30,}"): "hf_…",
-    re.compile(r"\b(X-Amz-(?:Signature|Credential|Security-Token)|Signature)=[^&\s'\"]+"): r"\1=…",
-    # Punctuation after the value belongs to the sentence and is kept.
-    re.compile(rf"((?:[?&](?:sig|key)|{WORD})=)[^&\s'\"<](?:[^&\s'\"]*[^&\s'\").,:;\]])?", re.IGNORECASE): r"\1…",
-    re.compile(rf"({WORD}(?:['\"]\s*[:=]|\s*=)\s*)(['\"])(?!<).{{1,4096}}?\2", re.IGNORECASE): r"\1\2…\2",
-    re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
+    re.compile(r"\b(hf_|sk-|gh[a-z]_|AKIA)[A-Za-z0-9_-]{16,}"): r"\1…",
+    re.compile(r"(\bbearer\s+)[\w.~+/-]{16,}=*", re.IGNORECASE): r"\1…",
+    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)"): r"\1…",
 }
-"""Secrets that are recognised by their format or name (Hub tokens, signed URLs, `token=…`, headers): pattern → replacement."""
+"""Secrets that are recognised by their format: pattern → replacement."""
 PAYLOAD = re.compile(r"(\bdata:[\w.+;=/-]{0,120},|['\"]base64['\"]: ['\"])[\w+/=%-]{16,}")
 """Pattern of encoded media in a text: a `data:` URI, or the field `base64` of a part."""
 EMBEDDED = re.compile(r"(['\"]bytes['\"]: b)(?:'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?)")
@@ -58,11 +69,7 @@ RAW_BYTES = re.compile(
 BASE64 = re.compile(r"(?<![\w+=-])(?=[\w+/-]*[0-9])(?=[\w+/-]*[A-Z])([\w+/-]{24})[\w+/-]{176,}={0,2}", re.ASCII)
 """Pattern of an unbroken text of at least 200 characters that may be base64: it has digits and capital letters."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
-MASK = re.compile(
-    rf"\bhf_…|://…@|(?:Signature|Credential|Security-Token|[?&](?:sig|key)|{WORD})=…|{WORD}['\"]?\s*[:=]\s*['\"]…"
-    r"|\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+…",
-    re.IGNORECASE,
-)
+MASK = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|AKIA)…|\bbearer\s+…|PRIVATE KEY-----…|://…@", re.IGNORECASE)
 """Pattern of the masks that `PATTERNS` and `mask_credentials` put into a text."""
 VERBOSE_LOGGERS = (
     "boto3",
@@ -85,9 +92,42 @@ def hide_secrets(text: str) -> str:
     """
     for name, value in list_secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
+    parts, done = [], 0
+    for start, end in iter_secret_values(text):
+        parts += [text[done:start], "…"]
+        done = end
+    text = "".join([*parts, text[done:]])
     for pattern, replacement in PATTERNS.items():
         text = pattern.sub(replacement, text)
     return mask_credentials(hide_payloads(text))
+
+
+def iter_secret_values(text: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of every value in a text that follows a secret name: `token=…`, `"api_key": "…"`, `X-Api-Key: …`."""
+    last_end = 0
+    for match in ASSIGNMENT.finditer(text):
+        name = match["quoted"] or match["name"]
+        is_parameter = match.start() > 0 and text[match.start() - 1] in "?&"
+        if match.start() < last_end or not is_secret_name(f"url-{name}" if is_parameter else name):
+            continue
+        if value := find_value(text, match):
+            last_end = value.end()
+            yield value.span(value.lastindex or 0)
+
+
+def find_value(text: str, name: re.Match[str]) -> re.Match[str] | None:
+    """Return the match of the value after a name; its last group, if it has any, is the part to mask."""
+    sign = name["colon"] or name["sign"]
+    if value := QUOTED.match(text, name.end()):
+        return None if MARKUP.fullmatch(value[value.lastindex or 0]) else value
+    header = name["name"] and ("-" in name["name"] or name["name"].lower() in ("authorization", "cookie"))
+    if header and sign.strip() == ":":
+        return (COOKIES if "cookie" in name["name"].lower() else HEADER).match(text, name.end())
+    if name["name"] and name["name"].lower().endswith("authorization"):
+        return HEADER.match(text, name.end())
+    if name["quoted"]:
+        return NUMBER.match(text, name.end())
+    return BARE.match(text, name.end()) if sign == "=" else None
 
 
 def hide_payloads(text: str) -> str:
@@ -96,50 +136,105 @@ def hide_payloads(text: str) -> str:
     return BASE64.sub(r"\1…", RAW_BYTES.sub("b'…'", text))
 
 
+_variables: set[str] = set()
+"""Environment variables that the configuration or the command line names as secret."""
+_values: dict[str, str] = {}
+"""Secrets in the configuration: dotted key → value."""
+
+
+def add_secret_variable(name: str) -> None:
+    """Treat the value of this environment variable as secret, whatever its name is."""
+    if name not in _variables:
+        _variables.add(name)
+        list_secret_variables.cache_clear()
+
+
+def register_secrets(document: Any, place: str = "") -> None:
+    """Register all secrets in a configuration, and the environment variables that it names as secret, for `hide_secrets`."""
+    for key, item, is_secret in iter_items(document):
+        below = f"{place}.{key}" if place else key
+        if names_secret_variable(key) and isinstance(item, str):
+            add_secret_variable(item)
+        elif not is_secret:
+            register_secrets(item, below)
+        elif isinstance(item, (dict, list)):
+            register_secrets({f"{number}_secret": value for number, value in enumerate(iter_leaves(item))}, below)
+        elif is_set(item) and len(str(item).strip()) >= SHORTEST_BY_NAME:
+            _values[below] = str(item).strip()
+            list_secret_variables.cache_clear()
+
+
+def forget_secrets() -> None:
+    """Forget the secrets and variables that were registered."""
+    _variables.clear()
+    _values.clear()
+    list_secret_variables.cache_clear()
+
+
 @lru_cache(maxsize=1)
 def list_secret_variables(count: int) -> list[tuple[str, str]]:
-    """Return the name and value of every environment variable that holds a secret.
+    """Return the name and value of every secret in the environment and in the loaded configuration.
 
     The longest value comes first, because it may contain a shorter one. The result is cached until the number of variables
     (`count`) changes, since user code may load keys.
     """
-    values = {name: os.environ.get(name, "").strip() for name in VARIABLES}
+    values = {name: os.environ.get(name, "").strip() for name in (*VARIABLES, *_variables)}
     long_values = {name: value for name, value in values.items() if len(value) >= SHORTEST}
     for name, value in os.environ.items():
         # A path, such as that of a key file, is not secret; hiding it would mask part of every path below it.
-        if SECRET_NAME.search(name) and len(value.strip()) >= SHORTEST_BY_NAME and not value.startswith("/"):
+        if is_secret_variable(name) and len(value.strip()) >= SHORTEST_BY_NAME and not value.startswith("/"):
             long_values.setdefault(name, value.strip())
-    return sorted(long_values.items(), key=lambda item: -len(item[1]))
+    return sorted((_values | long_values).items(), key=lambda item: -len(item[1]))
+
+
+def is_secret_variable(name: str) -> bool:
+    """Return whether the environment variable's name marks its value as secret; a variable named KEY is, too."""
+    return name in _variables or is_secret_name(f"variable-{name}")
 
 
 def hide_in_json(value: Any) -> Any:
-    """Mask secrets in JSON values: within strings, in query strings of URLs, and as the values of secret keys."""
+    """Mask secrets in JSON values: within strings, in query strings of URLs, and as the values of secret names."""
     if isinstance(value, str):
         return ADDRESS.sub(strip_query, hide_secrets(value))
     if isinstance(value, dict):
-        return {key: "…" if is_secret_key(key) and is_set(item) else hide_in_json(item) for key, item in value.items()}
+        return {
+            key: "…" if is_secret and is_set(item) else hide_in_json(item) for key, item, is_secret in iter_items(value)
+        }
     return [hide_in_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def iter_items(value: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the keys and values of a dict or list, and whether the value belongs to a secret name.
+
+    In `{name = "X-Api-Key", value = "…"}`, as in lists of headers, the secret is the value.
+    """
+    if isinstance(value, dict):
+        names = [value.get(key) for key in ("name", "key", "header")]
+        is_pair = any(isinstance(name, str) and is_secret_name(name) for name in names)
+        for key, item in value.items():
+            yield key, item, is_secret_name(key) or (is_pair and key == "value")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield str(number), item, False
+
+
+def iter_leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in nested dicts and lists that are neither."""
+    items = [item for _, item, _ in iter_items(value)]
+    yield from (leaf for item in items for leaf in iter_leaves(item)) if isinstance(value, (dict, list)) else [value]
 
 
 def iter_masked_keys(value: Any, place: str = "") -> Iterator[str]:
     """Yield the dotted keys of JSON values that `hide_in_json` has masked, such as `reward.options.judge.api_key`."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            below = f"{place}.{key}" if place else str(key)
-            yield from [below] if item == "…" and is_secret_key(key) else iter_masked_keys(item, below)
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from iter_masked_keys(item, f"{place}.{number}")
-    elif isinstance(value, str):
-        names = (*VARIABLES, *(name for name in os.environ if SECRET_NAME.search(name)))
+    for key, item, is_secret in iter_items(value):
+        below = f"{place}.{key}" if place else key
+        yield from [below] if item == "…" and is_secret else iter_masked_keys(item, below)
+    if isinstance(value, str):
+        names = (*VARIABLES, *_variables, *_values, *filter(is_secret_variable, os.environ))
+        masks = any(value[start:end].endswith("…") for start, end in iter_secret_values(value))
         queries = any("?…" in address for address in ADDRESS.findall(value))
-        if MASK.search(value) or queries or any(f"<{name}>" in value for name in names):
+        if masks or queries or MASK.search(value) or any(f"<{name}>" in value for name in names):
             yield place
-
-
-def is_secret_key(key: str) -> bool:
-    """Return whether a key names a secret: `api_key`, `hf_token` or `Authorization`, but not `max_tokens` or `judge.py:token`."""
-    return SECRET_KEY.fullmatch(key) is not None
 
 
 def strip_query(address: re.Match[str]) -> str:
@@ -156,7 +251,8 @@ def is_header_safe(secret: str) -> bool:
 
 
 def is_set(value: Any) -> bool:
-    return value is not None and value != "" and not isinstance(value, bool)
+    """Return whether a value may be a secret: it is set, and neither a switch nor a fraction, such as the weight of a reward."""
+    return value is not None and value != "" and not isinstance(value, bool | float)
 
 
 class VisibleRecord(logging.LogRecord):
@@ -177,11 +273,11 @@ class HidingFormatter(logging.Formatter):
 
 
 def mask_credentials(text: str) -> str:
-    """Mask the user and password in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. The password may contain slashes."""
+    """Mask user, password or token in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. The password may contain slashes."""
 
     def mask_user(match: re.Match[str]) -> str:
         user, at, remainder = match[0].rpartition("@")
-        return f"…@{remainder}" if at and ":" in user else match[0]
+        return f"…@{remainder}" if at and (":" in user or not set("/?#") & set(user)) else match[0]
 
     return re.sub(r"(?<=://)[^\s'\"]+", mask_user, text)
 

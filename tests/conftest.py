@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from dsreason.secrets import list_secret_variables
+from dsreason.secrets import forget_secrets
 
 
 def pytest_configure() -> None:
@@ -78,8 +78,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
 
 @pytest.fixture(autouse=True)
 def own_environment() -> None:
-    """Clear the cached secrets: a test that sets the same number of variables as the last would get that one's."""
-    list_secret_variables.cache_clear()
+    """Forget the secrets of the previous test, also the cached ones, whose key is only the number of variables."""
+    forget_secrets()
 
 
 def _build(family: str, factory: pytest.TempPathFactory) -> Path:

@@ -39,7 +39,7 @@ SHORTEST = 15
 
 
 def choose_parts(names: str) -> list[Part]:
-    """Return the parts in `names`, which spaces or commas separate, in the order of `PARTS`; all parts if it is empty.
+    """Return the parts in `names` (separated by spaces or commas), in the order of `PARTS`; all parts if `names` is empty.
 
     `ledger` stands for `ledger_05b` and all other parts that begin with `ledger_`.
     """
@@ -62,7 +62,8 @@ def show_parts(enabled: bool) -> None:
 
 
 def catch_stop_signals() -> threading.Event:
-    """Return an event that Ctrl-C and SIGTERM set. An exception instead could leave a part running that is just being started."""
+    """Return an event that Ctrl-C and SIGTERM set. Raising an exception instead could leave a part running that was just being
+    started."""
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from dsreason.train.common.sampler import Sampler
 
 HOST_GIB_7B = 100
-"""GiB of host memory for the weights, gradients and master weights of 7 billion parameters, rounded up by pinning."""
+"""GiB of host memory for the weights, gradients and master weights of 7 billion parameters, including the rounding of pinned
+blocks."""
 ROUNDS = 3
 PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload")
 
@@ -122,7 +123,8 @@ def measure_ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]
 
 
 def measure_memory(values: dict[str, float]) -> Iterator[tuple[str, Value]]:
-    """Yield the device memory that the driver reports after each phase, and how much of the rollout's memory sleep gives back."""
+    """Yield the device memory that the driver reports after each phase of a rollout, and the fraction of the rollout's memory
+    that sleep releases."""
     import torch
 
     device_gib = {phase: values[f"memory/{phase}/device_gib"] for phase in PHASES}
@@ -146,7 +148,9 @@ def ledger_7b(setting: Setting) -> Iterator[tuple[str, Value]]:
 
     available = count_available_bytes() / 2**30
     if not setting.tiny and available < HOST_GIB_7B:
-        raise SkipPart(f"7B parameters need {HOST_GIB_7B} GiB of host memory; {available:.0f} are available")
+        raise SkipPart(
+            f"7B parameters need {HOST_GIB_7B} GiB of host memory, but only {available:.0f} GiB are available"
+        )
     yield from measure_ledger(setting, size="7B")
 
 
@@ -186,7 +190,7 @@ GARBAGE = (255, 127)
 
 
 def check_state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
-    """Check that answers do not change if the memory that vLLM gets back contains data of other code, and then garbage."""
+    """Check that answers do not change if the memory that vLLM gets back contains the data of other code, or garbage."""
     from dsreason.rollout.sleep_state import DROPPED
 
     with open_policy(replace(setting, tiny=True), build_tiny_model(setting, family), train=False) as run:

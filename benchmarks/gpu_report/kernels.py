@@ -167,7 +167,8 @@ def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
     ):
         tower = build_tower(family, *names, setting)
         embedding = tower.patch_embed.proj
-        plain = copy(embedding)  # stays a convolution; the next line makes `embedding` a product
+        # Stays a convolution, for the comparison; the next line turns `embedding` into a matrix product.
+        plain = copy(embedding)
         embedding.__class__ = PatchProduct
         grid = torch.tensor([[2, 16, 20] if setting.tiny else [30, 20, 28]], device=setting.device)
         patch = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
@@ -197,7 +198,7 @@ def build_tower(family: str, config_name: str, model_name: str, setting: Setting
     sizes = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
     real = (
         {"hidden_size": 1280, "intermediate_size": 3420} if family == "qwen2_5_vl" else {}
-    )  # the defaults of the class differ
+    )  # these values differ from the defaults of the class
     sizes |= {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]}
     config = config_class(**(sizes if setting.tiny else real))
     torch.manual_seed(0)
@@ -209,7 +210,8 @@ def build_tower(family: str, config_name: str, model_name: str, setting: Setting
 def build_tower_run(
     tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Build a function that runs forward and backward: → output and gradient of the first block's matrix, both float32."""
+    """Build a function that runs a forward and a backward pass, and returns the output and the gradient of the first block's
+    matrix, both in float32."""
 
     def run() -> tuple[Tensor, Tensor]:
         for module in tower.modules():  # `set_attn_implementation` would search the Hub for a kernel of that name
@@ -234,7 +236,8 @@ def time_patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) ->
 
 
 def head(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Time forward and backward of log-probabilities with entropy by chunk size; `own choice` is that of a training run."""
+    """Time the forward and backward pass of log-probabilities with entropy by chunk size; `own choice` is a training run's
+    chunk size."""
     import torch
 
     from dsreason.models.logprobs import compute_token_logprobs

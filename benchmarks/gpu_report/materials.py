@@ -14,7 +14,7 @@ from dsreason.files.atomic import build_once, write_file
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"head_size": 64, "num_key_value_heads": 1, "vocabulary_size": 1024},
-    # 0.6e9, 1.9e9, 8.7e9 and 7.4e9 parameters; the shapes are those of Qwen3-VL with 2 and 8 billion.
+    # 0.6e9, 1.9e9, 8.7e9 and 7.4e9 parameters; the shapes are those of Qwen3-VL with 2 and 8 billion parameters.
     "0.5B": {"hidden_size": 1024, "num_layers": 28, "intermediate_size": 3072},
     "2B": {"hidden_size": 2048, "num_layers": 28, "intermediate_size": 6144},
     "8B": {"hidden_size": 4096, "num_layers": 36, "intermediate_size": 12288, "tie_embeddings": False},

@@ -77,7 +77,7 @@ def grpo(setting: Setting) -> Iterator[tuple[str, Value]]:
     output = setting.scratch / "grpo"
     for measurement in run_grpo_steps(build_real_grpo(setting), output, 2 if setting.tiny else 5):
         yield measurement
-        yield from split(read_metrics(output))  # after each step, in case the time limit ends the part
+        yield from split(read_metrics(output))  # yields after each step, in case the time limit ends the part
 
 
 def build_real_grpo(setting: Setting) -> dict[str, Any]:

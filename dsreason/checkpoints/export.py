@@ -298,4 +298,6 @@ def find_limits(source: Path, trained: TrainedVision | None, run: Path | None) -
         return None
     if trained is None and run is not None:
         trained = read_run_vision(run)
-    return None if trained is None else compute_limits(AutoProcessor.from_pretrained(source), trained, family)
+    if trained is None:
+        return None
+    return compute_limits(AutoProcessor.from_pretrained(source, trust_remote_code=False), trained, family)

@@ -68,7 +68,8 @@ def evaluate(
     nproc: NprocOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a model the questions of benchmarks or of your own data, and grade its answers. Interrupted evaluations continue.
+    """Ask a model the questions of benchmarks or of your own data, and grade its answers. Run the command again to continue an
+    interrupted evaluation.
 
     For a world model (a dsreason world run or its configuration), clips are sampled for held-out prompts and scored.
     """
@@ -102,7 +103,7 @@ def evaluate(
             from dsreason.job import lifeline  # imports torch
 
         with lifeline.join_with_lifeline("in the evaluation"):
-            loaded = load(config, changes)  # only now, because TP_SIZE may come from the first host
+            loaded = load(config, changes)  # must not happen earlier, because TP_SIZE may come from the first host
             if loaded.server.url is not None and int(os.environ["WORLD_SIZE"]) > 1:
                 raise ConfigError(
                     f"server.url ({loaded.server.url}): a server is queried by a single process, but "
@@ -159,7 +160,8 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
 
 
 def list_possible_runs(path: Path) -> list[Path]:
-    """List candidates for the run's folder for `RUN`, `RUN/export/…` or `RUN/checkpoints/…`; empty if `path` does not exist."""
+    """List possible folders of the run that `RUN`, `RUN/export/…` or `RUN/checkpoints/…` belongs to; empty if `path` does not
+    exist."""
     path = path.absolute()
     if not path.exists():
         return []
@@ -168,7 +170,8 @@ def list_possible_runs(path: Path) -> list[Path]:
 
 
 def is_world(values: dict[str, Any]) -> bool:
-    """Return whether a configuration is for world models: it has `[world]`, or keys that only fit a world-model training."""
+    """Return whether a configuration is for world models: it has `[world]`, or keys that only the training of a world model
+    has."""
     if "world" in values:
         return True
     return bool(split_unknown(EvalConfig, values)[1]) and not split_unknown(WorldConfig, values)[1]
@@ -203,7 +206,7 @@ def check_unmasked(config: WorldConfig, name: str) -> None:
     needed = config.model_dump(mode="json", include={"model", "data", "world", "reward", "validation"})
     if keys := list(iter_masked_keys(needed)):
         raise ConfigError(
-            f"{name}: {', '.join(keys)}: the stored secret is masked; pass the file that the run was started with by --config, "
+            f"{name}: {', '.join(keys)}: the stored secret is masked; pass the run's original configuration file with --config, "
             "or set the value with --set"
         )
 
@@ -264,10 +267,10 @@ def load(config: Path | None, changes: list[str]) -> EvalConfig:
     return loaded
 
 
-def check_complete(who: object, what: object) -> None:
-    """Raise a ConfigError that lists the available options if the model (`who`) or the questions (`what`) are missing."""
-    missing = [] if who else ["no model is set: use --model D or --server URL"]
-    missing += [] if what else ["no questions are set: use --data D, --dataset NAME or --adapter NAME"]
+def check_complete(model_source: object, question_source: object) -> None:
+    """Raise a ConfigError that lists the available options if the model or the questions are missing."""
+    missing = [] if model_source else ["no model is set: use --model D or --server URL"]
+    missing += [] if question_source else ["no questions are set: use --data D, --dataset NAME or --adapter NAME"]
     if missing:
         raise ConfigError("; ".join(missing) + " (or --config eval.toml)")
 
@@ -329,7 +332,7 @@ def build_model_overrides(model: str | None, server: str | None) -> list[str]:
 
 
 def build_arguments(config: Path | None, changes: list[str]) -> list[str]:
-    """Build the arguments with which Python is started in a rank."""
+    """Build the command-line arguments with which each rank starts Python."""
     arguments = [] if config is None else [f"--config={config}"]
     return ["-m", "dsreason", "eval", *arguments, *(f"--set={change}" for change in changes)]
 

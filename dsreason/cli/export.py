@@ -29,8 +29,8 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint to a Hugging Face folder for transformers and vLLM, or for diffusers if it is a world model."""
-    check_writable(Path(os.path.realpath(output)).parent, "--output")  # for a link, check its target
-    launch.prepare_environment()  # before the imports below load torch and DeepSpeed
+    check_writable(Path(os.path.realpath(output)).parent, "--output")  # if --output is a link, this checks its target
+    launch.prepare_environment()  # must precede the imports below, which load torch and DeepSpeed
     with make_imports_fast():
         from dsreason.checkpoints.export import export_checkpoint
     from dsreason.checkpoints.checkpoint_folder import find_checkpoint
@@ -41,10 +41,10 @@ def export(
         raise CheckpointError(
             f"{checkpoint}: the run has no complete checkpoint in {folder} yet; export it after it has saved one"
         )
-    if is_of_world_model(checkpoint_folder):
+    if is_world_checkpoint(checkpoint_folder):
         if results_dir:
             raise typer.BadParameter(
-                f"{checkpoint_folder} is a world model, whose model card has no scores; remove the option",
+                f"{checkpoint_folder} is a world model, whose model card has no scores; remove --results-dir",
                 param_hint="--results-dir",
             )
         with make_imports_fast():
@@ -57,7 +57,7 @@ def export(
     print_message(f"exported to {output}", err=True)
 
 
-def is_of_world_model(checkpoint: Path) -> bool:
+def is_world_checkpoint(checkpoint: Path) -> bool:
     """Return whether the checkpoint's base model is a folder in diffusers' format."""
     from dsreason.checkpoints.checkpoint_folder import read_checkpoint
 

@@ -63,7 +63,7 @@ class Trainer(Generic[C]):
     """A training command.
 
     Its package has `preflight.py` with `check(config)` and, if it trains a vision-language model,
-    `row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. Both modules need torch and are
+    `build_row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. Both modules need torch and are
     imported only when they are used.
     """
 
@@ -79,9 +79,9 @@ class Trainer(Generic[C]):
         """Check data and model before any rank starts."""
         self._import_module("preflight").check(config)
 
-    def row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
+    def build_row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
         """Return the function that encodes a training row; it raises DataError for an unusable row."""
-        return cast("Callable[[Sample], object]", self._import_module("preflight").row_encoder(config, encoder))
+        return cast("Callable[[Sample], object]", self._import_module("preflight").build_row_encoder(config, encoder))
 
     def run(self, config: C, output_dir: Path | None, resume: str | None) -> None:
         """Run the training loop of one rank; if `output_dir` is None, the ranks agree on a folder."""
@@ -118,7 +118,7 @@ class Trainer(Generic[C]):
 def find_trainers() -> dict[str, Trainer[Any]]:
     """Find all trainers, by name.
 
-    For each folder of `dsreason.train`, and for `world`, `dsreason.cli` has a module of the same name with its `TRAINER`.
+    For each folder of `dsreason.train`, and for `world`, `dsreason.cli` has a module of the same name that defines `TRAINER`.
     """
     names = [module.name for module in iter_modules(train.__path__) if module.ispkg and module.name != "common"]
     return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in [*names, "world"]}
@@ -143,7 +143,7 @@ class TrainingCommand(Generic[C]):
         return str(self.config or f"{self.trainer.recipe} (shipped)")
 
     def arguments(self, output_dir: Path, resume: str | None) -> list[str]:
-        """Build the arguments with which Python is started in a rank.
+        """Build the command-line arguments with which each rank starts Python.
 
         Relative paths are kept, because ranks start in the same working folder.
         """
@@ -213,7 +213,7 @@ def run_job(job: TrainingCommand[C], *, ranks_on_cpu: int = 1) -> Path | None:
     print_message(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
     with signals.add_stop_message("no step was in progress, saved checkpoints are kept, and --resume auto continues"):
         launch.start_ranks(
-            lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, before)),
+            lambda attempt: job.arguments(output_dir, _choose_resume(attempt, job.resume, output_dir, before)),
             ranks=ranks,
             log_dir=output_dir / "logs",
             max_restarts=job.max_restarts,
@@ -246,20 +246,20 @@ def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
                 launch.share_value("output_dir", str(build_default_output_dir(job.trainer.name)))
             )
             before = json.loads(launch.share_value("checkpoints", json.dumps(_list_checkpoints(output_dir))))
-            resume = _resume_at(launch.get_attempt(), resume, output_dir, before)
+            resume = _choose_resume(launch.get_attempt(), resume, output_dir, before)
         job.trainer.run(config, output_dir, resume)
     return output_dir
 
 
 def _list_checkpoints(output_dir: Path) -> dict[str, str]:
-    """List the complete checkpoints of a run, each with a value that identifies this version of it."""
+    """List the complete checkpoints of a run, each with a value that identifies its current version."""
     from dsreason.checkpoints.checkpoint_folder import MARKER, find_complete_checkpoints
 
     markers = {path.name: (path / MARKER).stat() for path in find_complete_checkpoints(output_dir / "checkpoints")}
     return {name: f"{marker.st_ino} {marker.st_mtime_ns}" for name, marker in markers.items()}
 
 
-def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
+def _choose_resume(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
     """Return the value of `--resume` for an attempt: "auto" if this job has written a checkpoint, else the requested value.
 
     Checkpoints of an earlier job, listed in `before`, must not replace a requested path. They are compared by identity,

@@ -68,7 +68,7 @@ def plan(
         ),
     ] = None,
     media_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of these tokens that are media tokens.")
+        float, typer.Option(min=0, max=1, help="Share of media tokens in the tokens of a sample or prompt.")
     ] = 0.5,
     rows: Annotated[
         int | None,
@@ -152,12 +152,12 @@ def find_rates(card: str | None, machine: Machine) -> Rates:
     return CARDS[card.lower()]
 
 
-def show(planned: Plan, found: list[Suggestion], duration: Duration, *, as_json: bool) -> None:
+def show(planned: Plan, suggestions: list[Suggestion], duration: Duration, *, as_json: bool) -> None:
     from dsreason.tools.planning import show as texts
     from dsreason.tools.planning.duration.show import describe_time, make_time_table, time_to_json
 
     if as_json:
-        write(json.dumps(texts.to_json(planned, found) | {"time": time_to_json(duration)}, indent=2))
+        write(json.dumps(texts.to_json(planned, suggestions) | {"time": time_to_json(duration)}, indent=2))
         return
     console = open_console()
     if not console.is_terminal:
@@ -171,5 +171,5 @@ def show(planned: Plan, found: list[Suggestion], duration: Duration, *, as_json:
         print_message(line)
     for note in planned.notes:
         print_message(f"note: {note}")
-    for line in texts.write_verdict(planned, found):
+    for line in texts.write_verdict(planned, suggestions):
         print_message(line)

@@ -30,7 +30,7 @@ def push(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="An export, a checkpoint, the logs of a run, or a run, of which complete checkpoints and exports are uploaded.",
+            help="An export, a checkpoint, the logs of a run, or a run, whose complete checkpoints and exports are uploaded.",
         ),
     ],
     to: Annotated[

@@ -20,7 +20,7 @@ from dsreason.config.schema_data import SourceConfig
 from dsreason.config.shipped import find_file, get_shipped_file
 from dsreason.errors import ConfigError
 from dsreason.problems import build_config_error, describe_parse_error
-from dsreason.secrets import hide_in_json, mask_credentials
+from dsreason.secrets import hide_in_json, mask_credentials, register_secrets
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -68,6 +68,7 @@ def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: S
     document = copy_json(values)
     for override in parsed:
         _apply(document, override, find_synonyms(schema, override.path))
+    register_secrets(document)
     known_values, unknown = split_unknown(schema, document)
     problems = [(key, f"unknown key; {describe_unknown_key(schema, key)}") for key in unknown]
     try:

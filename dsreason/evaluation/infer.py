@@ -31,7 +31,7 @@ from dsreason.data.sources import select_vision_settings
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.ask.engine import VERSION
-from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, run_weights
+from dsreason.evaluation.ask.models import export_temporarily, find_run_weights, is_checkpoint
 from dsreason.evaluation.timestamps import TimestampEncoder, compute_frame_times
 from dsreason.evaluation.vision import choose_vision
 from dsreason.files.cache import get_cache_dir
@@ -52,7 +52,7 @@ MANY_PROMPTS = 8
 """Number of prompts above which `auto` selects vLLM on a GPU, because it then saves more time than its startup takes."""
 MOST_PROMPT_BYTES = 16 * 1024**2
 DEFAULTS = VisionConfig(fps=DEFAULT_FPS, total_pixels=6_422_528)
-"""Vision settings for models without those of a training, as in cosmos-reason1."""
+"""Vision settings for models whose training settings are unknown, as in cosmos-reason1."""
 
 Asked = tuple[EncodedPrompt, Sampling]
 Draw = Callable[[Iterator[Asked]], Iterator[tuple[EncodedPrompt, Iterator[int]]]]
@@ -68,11 +68,11 @@ class InferSettings:
     """
 
     model: str
-    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of dsreason; see `models.run_weights`."""
+    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of dsreason; see `models.find_run_weights`."""
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)
-    """Keys of `[data.vision]` for every media item; unset keys are those of the model's training, or else `DEFAULTS`."""
+    """Keys of `[data.vision]` for every media item; unset keys take the values of the model's training, or else of `DEFAULTS`."""
     system: str = ""
     """System message; empty: the default of the chat template."""
     reasoning: bool = False
@@ -135,7 +135,7 @@ class StreamedAnswer:
 
 
 def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[StreamedAnswer]:
-    """Yield a `StreamedAnswer` for each prompt; each must be consumed completely before the next.
+    """Yield a `StreamedAnswer` for each prompt; each must be consumed completely before the next one is requested.
 
     Args:
         say: called with a message before slow steps, and if a setting has to be changed.
@@ -154,8 +154,8 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         say(vision.describe())
         settings = replace(settings, vision=vision.settings.model_dump(exclude_none=True))
         dtype = DTYPES.get(settings.dtype) or read_model_config(folder).dtype or torch.float32
-        encoder, longest = prompt_encoder(settings, folder, dtype)
-        samples = [sample_of(settings, number, prompt) for number, prompt in enumerate(prompts)]
+        encoder, longest = build_prompt_encoder(settings, folder, dtype)
+        samples = [build_sample(settings, number, prompt) for number, prompt in enumerate(prompts)]
         lengths = [check_length(encoder, sample, longest) for sample in samples]
         needed = min(longest, max(lengths) + settings.sampling.max_completion_length)
         first = encoder.encode_prompt(samples[0])
@@ -176,9 +176,9 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
 
 
 def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], None]) -> Path:
-    """Return the Hugging Face folder (see `models.run_weights`); a checkpoint is exported until `stack` closes."""
+    """Return the Hugging Face folder (see `models.find_run_weights`); a checkpoint is exported until `stack` closes."""
     try:
-        own_weights = run_weights(settings.model)
+        own_weights = find_run_weights(settings.model)
         if own_weights is not None and is_checkpoint(own_weights):
             say(f"exporting {own_weights} …")
             return stack.enter_context(export_temporarily(own_weights, Path(tempfile.gettempdir()), settings.dtype))
@@ -187,7 +187,7 @@ def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], N
         raise CheckpointError(str(error).replace("model.path", "--model", 1)) from None
 
 
-def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
+def build_prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
     """Return the trainer's encoder, and the maximum number of tokens in prompt and answer together."""
     longest = int(read_model_config(folder).get_text_config().max_position_embeddings)
     encoder = open_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
@@ -218,8 +218,8 @@ def open_engine(
     )
     stop_ids = torch.tensor(read_stop_token_ids(folder), device=device)
 
-    def draw_ids(asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
-        for number, (prompt, sampling) in enumerate(asked):
+    def draw_ids(requests: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
+        for number, (prompt, sampling) in enumerate(requests):
             tokens = draw_tokens(model, [prompt.encoded], [number], sampling, banned_ids=banned_ids, stop_ids=stop_ids)
             yield prompt, (int(token) for token, _ in tokens)
 
@@ -241,11 +241,11 @@ def open_vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, m
         yield partial(draw_batch, stack.enter_context(engine))
 
 
-def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
+def draw_batch(engine: RolloutEngine, requests: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
     """Sample the answers to all prompts in one call; the prompts share one copy of the media."""
     prompts: list[EncodedPrompt] = []
     samplings: list[Sampling] = []
-    for prompt, sampling in asked:
+    for prompt, sampling in requests:
         media = prompts[0].media if prompts else prompt.media
         prompts.append(replace(prompt if engine.reads_pixels else prompt.drop_pixels(), media=media))
         samplings.append(sampling)
@@ -253,13 +253,13 @@ def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[
     completed = engine.iter_completions(prompts, samplings, version=VERSION, streams=streams)
     completions: dict[int, Completion] = {}
 
-    def ids_of(number: int) -> Iterator[int]:
+    def iter_ids(number: int) -> Iterator[int]:
         while number not in completions:
             completions.update([next(completed)])
         yield from completions[number].ids
 
     for number in streams:
-        yield prompts[number], ids_of(number)
+        yield prompts[number], iter_ids(number)
 
 
 def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -268,7 +268,7 @@ def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[s
     for token in ids:
         pending.append(token)
         text = str(tokenizer.decode(pending, skip_special_tokens=True))
-        if not text.endswith("\ufffd"):  # not an incomplete character
+        if not text.endswith("\ufffd"):  # the text does not end in an incomplete character
             yield text
             pending = []
     if pending:  # the answer was cut off in the middle of a character
@@ -278,7 +278,7 @@ def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[s
 # ---------------------------------------------------------------- prompt
 
 
-def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
+def build_sample(settings: InferSettings, number: int, prompt: str) -> Sample:
     """Build the sample of a prompt: images, then videos, then the text."""
     media = [("image", path) for path in settings.images] + [("video", path) for path in settings.videos]
     vision = VisionConfig.model_validate(settings.vision)
@@ -327,7 +327,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
             prompts = [str(prompt)]
         elif file.suffix == ".jsonl":
             rows = JsonLinesRows(file)
-            prompts = [_prompt_of(rows[i], rows.describe_location(i)) for i in range(len(rows))]
+            prompts = [_parse_prompt(rows[i], rows.describe_location(i)) for i in range(len(rows))]
         else:
             prompts = [read_prompt(file)]
     except (OSError, UnicodeDecodeError) as error:
@@ -348,7 +348,7 @@ def read_prompt(file: Path) -> str:
     return content.decode("utf-8-sig").strip()
 
 
-def _prompt_of(row: Any, where: str) -> str:
+def _parse_prompt(row: Any, where: str) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
         raise ConfigError(f'{where}: must be {{"prompt": "…"}}; got {row!r:.80}')

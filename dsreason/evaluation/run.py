@@ -1,4 +1,4 @@
-"""The evaluation of `dsreason eval`: it asks all questions, grades the answers, and stores each as soon as it arrives."""
+"""The evaluation behind `dsreason eval`: it asks all questions, grades the answers, and stores each as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsreason.evaluation.report.results import (
     read_file,
     write_results,
 )
-from dsreason.evaluation.settings import open_run_folder, run_folder
+from dsreason.evaluation.settings import get_run_folder, open_run_folder
 from dsreason.evaluation.types import Question, Result
 from dsreason.files.disk import make_folder
 from dsreason.files.lock import FolderLock
@@ -41,7 +41,7 @@ MIN_FAILURES = 16
 NOT_ASKED = "not asked yet"
 """Error of questions that the evaluation has not reached yet."""
 VISIBILITY_TIMEOUT_S = 60.0
-"""Seconds to wait for a new file of another host, because network file systems may show it late."""
+"""Seconds to wait for a file that another host has written, because network file systems may show new files late."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def evaluate(config: EvalConfig, vision: Mapping[str, Any] = MappingProxyType({}
         FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock, vision)) as answering,
     ):
-        folder = run_folder(config, answering.model["name"])
+        folder = get_run_folder(config, answering.model["name"])
         evaluation = Evaluation(config, folder, grader, answering)
         own_questions = select_for_rank(questions, answering.rank, answering.size)
         with answering.progress(len(questions)) as advance:
@@ -114,7 +114,7 @@ def open_results(
     vision: Mapping[str, Any],
 ) -> None:
     """Lock and prepare the folder of the results; see `open_run_folder` and `check_asked`."""
-    folder = run_folder(config, model["name"])
+    folder = get_run_folder(config, model["name"])
     make_folder(folder, "results_dir")
     lock.take(folder)
     open_run_folder(folder, config, model, vision)
@@ -124,7 +124,7 @@ def open_results(
 def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question]) -> None:
     """Raise DataError if there are stored answers to questions that a data set no longer has, since they would be scored.
 
-    With `evaluation.limit`, they may be answers to questions beyond the limit, so this only logs a warning.
+    With `evaluation.limit`, such answers may belong to questions beyond the limit, so the function only logs a warning.
     """
     question_ids = {question.id for question in questions}
     files = [file for name in config.names for file in list_dataset_files(folder / make_safe_name(name))]
@@ -147,7 +147,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
 
 
 def check_stored(folder: Path, questions: Sequence[Question]) -> None:
-    """Raise DataError if a question is missing from the folder after all ranks have stored theirs."""
+    """Raise DataError if a question is missing from the folder after all ranks have stored their results."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while missing := {question.id for question in questions} - read_stored_ids(folder, clips):
@@ -195,7 +195,9 @@ class Evaluation:
                 question for question in clip_questions if question.id in stored and stored[question.id].error is None
             ]
             for question in done:
-                check_same(question, stored[question.id], locate_result_file(self.folder, dataset, video_id))
+                check_question_unchanged(
+                    question, stored[question.id], locate_result_file(self.folder, dataset, video_id)
+                )
             answered |= {question.id for question in done}
             if missing := [question for question in clip_questions if question.id not in answered]:
                 unasked = {
@@ -252,7 +254,9 @@ class Evaluation:
                 replies = check_server_answers(replies, len(requests), self.config.server.url)
             for request, reply in replies:
                 question = request.question
-                is_read = reply.error is not None or read(question, reply.text, settings.answer_type, settings.parser)
+                is_read = reply.error is not None or is_readable(
+                    question, reply.text, settings.answer_type, settings.parser
+                )
                 if is_read or attempt == last:
                     yield question, reply, attempt + (reply.error is None)
                 else:
@@ -323,12 +327,12 @@ def check_server_answers(
             )
 
 
-def read(question: Question, text: str, answer_type: AnswerType, parser: Parser) -> bool:
+def is_readable(question: Question, text: str, answer_type: AnswerType, parser: Parser) -> bool:
     """Return whether the parser finds an answer in a response."""
     return parse(text, answer_type, parser, kind=question.kind, options=question.options).answer != ""
 
 
-def check_same(question: Question, stored: Result, file: Path) -> None:
+def check_question_unchanged(question: Question, stored: Result, file: Path) -> None:
     """Raise DataError if a stored answer belongs to a different version of the question."""
     texts = [get_text(message) for message in question.sample.messages]
     for fact, old, new in (

@@ -35,7 +35,7 @@ THRESHOLD, FORMER_THRESHOLD = "evaluation.scorer_threshold", 0.5
 MODEL = ("max_length", "engine", "trust_remote_code", "attention")
 
 
-def run_folder(config: EvalConfig, model_name: str) -> Path:
+def get_run_folder(config: EvalConfig, model_name: str) -> Path:
     """Return the folder of an evaluation's results, `<results_dir>/<model>/<answer_type>`."""
     return Path(config.results_dir).expanduser() / make_safe_name(model_name) / config.evaluation.answer_type
 

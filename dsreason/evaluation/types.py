@@ -71,7 +71,7 @@ class Result:
     """`stop`, `length`, or "" if there is no answer."""
     completion_tokens: int
     seconds: float
-    """Seconds from the last request of the question, or of its batch, to the answer."""
+    """Seconds from the last request for the question (or its batch) to the answer."""
     error: str | None = None
     """Reason why the answer is missing, such as an unreadable clip or a failed request; None if there is an answer. The next
     evaluation asks the question again."""

@@ -12,7 +12,7 @@ from dsreason.checkpoints.trained_vision import TrainedVision, format_settings, 
 from dsreason.config.schema_data import VisionConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.evaluation.ask.answerers import resolve_model_folder
-from dsreason.evaluation.ask.models import is_checkpoint, run_weights
+from dsreason.evaluation.ask.models import find_run_weights, is_checkpoint
 from dsreason.evaluation.ask.server import ServerAnswerer
 
 
@@ -49,7 +49,7 @@ class VisionChoice:
         return f"vision settings: {'; '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record for the results."""
+        """Return the choice as JSON values, which are recorded with the results."""
         return {
             "used": self.settings.model_dump(exclude_none=True),
             "set": self.user.model_dump(exclude_none=True),
@@ -67,7 +67,7 @@ def choose_vision(
 
 
 def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
-    """Choose the settings for all data sets, for which the model is downloaded if it is not on this machine.
+    """Choose the vision settings for all data sets; this downloads the model if it is not on this machine.
 
     Raises:
         DsReasonError: the model or the server does not exist.
@@ -78,7 +78,7 @@ def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
             folder = answerer.folder
         trained = None if folder is None else read_trained_vision(folder)
         return choose_vision(user, trained, str(folder or ""), defaults)
-    own_weights = run_weights(str(config.model.path))
+    own_weights = find_run_weights(str(config.model.path))
     origin = str(own_weights or config.model.path)
     if own_weights is not None and is_checkpoint(own_weights):
         return choose_vision(user, find_checkpoint_vision(own_weights), origin, defaults)
@@ -93,10 +93,11 @@ def find_checkpoint_vision(checkpoint: Path) -> TrainedVision | None:
 
 
 def apply_choice(config: EvalConfig, choice: VisionChoice) -> EvalConfig:
-    """Return the configuration with the settings of training; without these, its own defaults apply."""
+    """Return the configuration with the vision settings of training; if these are unknown, its own defaults apply."""
     if choice.trained is None:
         return config
     changes: dict[str, Any] = {"vision": choice.settings}
-    if choice.settings.fps is None and choice.settings.nframes is None:  # training without a rate has its own default
+    # If no rate is set, training has its own default.
+    if choice.settings.fps is None and choice.settings.nframes is None:
         changes["evaluation"] = config.evaluation.model_copy(update={"fps": None})
     return config.model_copy(update=changes)

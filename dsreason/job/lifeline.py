@@ -2,9 +2,9 @@
 
 The kernel closes the connections of a process that dies, and TCP keepalive detects within half a minute that a host is gone.
 Neither depends on a thread of the rank, whereas heartbeats would: native code may hold the interpreter lock for minutes, and
-missing heartbeats would then cause false alarms. A rank uses the connection to report its activity and its failure, and to say
-goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks. If rank 0 dies, each rank
-detects that itself.
+missing heartbeats would then cause false alarms. A rank uses the connection to report its activity, its failure and stop
+signals, and to say goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks, as it does
+with stop signals. If rank 0 dies, each rank detects that itself.
 
 On a single host, the launcher detects deaths until the watchdog opens the lifeline. On several hosts, the ranks open it as
 soon as they have joined the job.
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from dsreason.errors import DsReasonError
 from dsreason.job import hosts, launch
 from dsreason.job.failures import PEER_EXIT_CODE, Failure, build_failure, build_peer_error, read_last_line, read_rank
+from dsreason.stopping import request_stop
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,10 @@ class Lifeline:
     def report_activity(self, activity: str) -> None:
         self._send({"activity": activity})
 
+    def report_stop(self, name: str) -> None:
+        """Report that this rank has received the stop signal `name`, to all ranks."""
+        self._send({"stop": name})
+
     def send_goodbye(self) -> None:
         self._send({"goodbye": True})
 
@@ -176,6 +181,8 @@ class Lifeline:
             for message in messages:
                 zero.update(message)
                 zero.has_ended |= "goodbye" in message
+                if "stop" in message:
+                    request_stop(message["stop"])
                 if "first" in message:
                     self._decide(Failure(**message["first"]))
         if not zero.has_ended:
@@ -345,7 +352,7 @@ class LifelineServer:
         elif "goodbye" in message:
             peer.has_ended = True
             self._is_over = peer.rank == 0
-        if peer.rank == 0 and "failure" not in message:
+        if "stop" in message or (peer.rank == 0 and "failure" not in message):
             self._broadcast(message)
 
     def _add_failure(self, failure: Failure) -> None:

@@ -20,7 +20,7 @@ VIDEO_FORMATS = (
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Suffixes, in lower case, of the image files in a folder."""
 IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-"""First bytes of image files; WebP is recognised by two places."""
+"""First bytes of image files. WebP is not listed, because it is recognised by two separate byte sequences."""
 OTHER_FORMATS = (
     *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
     *("wav", "mp3", "aac", "flac"),
@@ -29,7 +29,7 @@ OTHER_FORMATS = (
 
 
 def is_image_content(content: bytes) -> bool:
-    """Return whether a file's content starts as that of an image."""
+    """Return whether a file's content starts like that of an image."""
     return content.startswith(IMAGE_STARTS) or (content[:4] == b"RIFF" and content[8:12] == b"WEBP")
 
 

@@ -37,7 +37,7 @@ FRAME_RATE_HINT = "; use 'fps': the frames per second to sample from a video fil
 MAX_FRAME_FILES = 100_000
 """Maximum number of frames: all headers are read before the first frame is shown."""
 MAX_SECONDS = 1_000_000.0
-"""Latest accepted timestamp, which is 11 days: larger numbers are times of day, or not in seconds."""
+"""Maximum accepted timestamp in seconds (11 days); larger numbers are times of day, or are not in seconds."""
 EVEN = 1e-6
 """Deviation, in seconds, up to which timestamps count as evenly spaced."""
 
@@ -58,7 +58,7 @@ class FrameList:
 
     @property
     def times(self) -> dict[str, Any]:
-        """The frame rate or the seconds, as the row of a data set has them."""
+        """The frame rate or the timestamps, in the form that a data set's row uses."""
         return {"timestamps": list(self.timestamps)} if self.timestamps else {"fps": self.fps}
 
 
@@ -90,7 +90,7 @@ def list_frames(path: str) -> list[str] | None:
         return [os.path.join(path, name) for name in sorted(names, key=make_natural_key)]
     if os.path.isfile(path) or not any(mark in path for mark in "*?["):
         return None
-    base = next(folder for folder in Path(path).parents if os.path.isdir(folder))  # its name may contain "["
+    base = next(folder for folder in Path(path).parents if os.path.isdir(folder))  # the folder's name may contain "["
     matches = glob.glob(os.path.relpath(path, base), root_dir=base)
     files = [file for name in sorted(matches, key=make_natural_key) if os.path.isfile(file := os.path.join(base, name))]
     return files or None
@@ -109,14 +109,14 @@ def write_frame_list(paths: Sequence[str], part: Mapping[str, Any]) -> Path:
         DataError: there are no frames or too many, or their times are missing or wrong.
     """
     if not 0 < len(paths) <= MAX_FRAME_FILES:
-        raise DataError(f"video: {len(paths)} frames; between 1 and {MAX_FRAME_FILES} are accepted")
+        raise DataError(f"video: has {len(paths)} frames; the number must be between 1 and {MAX_FRAME_FILES}")
     seconds, fps = read_times(part, len(paths))
     content = json.dumps({"frames": list(paths), "seconds": seconds, "fps": fps})
     return write_cached(content.encode("utf-8", "surrogateescape"), SUFFIX)
 
 
 def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], float]:
-    """Return the seconds of each frame and the (mean) frame rate. Raise DataError if the part does not give them."""
+    """Return the seconds of each frame and the (mean) frame rate. Raise DataError if the part does not specify them."""
     fps: Any = to_number(part.get("fps"))
     timestamps: Any = part.get("timestamps")
     if isinstance(timestamps, list):
@@ -194,7 +194,8 @@ def is_frame_list(path: str | Path) -> bool:
 def read_frame_list(path: str) -> FrameList:
     """Read a list of frames. Raise DataError if the cache does not have it."""
     file = Path(os.path.abspath(path))
-    if not file.is_relative_to(os.path.abspath(get_media_cache())):  # others may have written it
+    # A file outside the cache may have been written by someone else.
+    if not file.is_relative_to(os.path.abspath(get_media_cache())):
         raise DataError(f"{path}: is not in the cache {get_media_cache()}; only lists of frames written there are read")
     try:
         document = json.loads(file.read_text("utf-8", "surrogateescape"))
@@ -209,7 +210,8 @@ def list_files(path: str) -> tuple[str, ...]:
 
 
 def expand_part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a media part as a row has it, with the files and times of its frames in place of the path of their list."""
+    """Return a media part in the form that a row uses, with the files and times of its frames in place of the path of their
+    list."""
     if part["type"] != "video" or not is_frame_list(part["video"]):
         return part
     frames = read_frame_list(part["video"])
@@ -249,7 +251,7 @@ def iter_frame_pixels(path: str, indices: Sequence[int]) -> Iterator[NDArray[np.
     info, paths = probe_frames(path), read_frame_list(path).paths
     for index in indices:
         if index >= len(paths):
-            raise DataError(f"{describe_video_path(path)}: frame {index} is wanted but there are only {len(paths)}")
+            raise DataError(f"{describe_video_path(path)}: frame {index} was requested, but only {len(paths)} exist")
         pixels = np.array(load_image(paths[index]))
         if pixels.shape[:2] != (info.height, info.width):
             raise DataError(f"{paths[index]}: its size has changed since the start; start again")

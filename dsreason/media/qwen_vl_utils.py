@@ -49,13 +49,13 @@ def fit_image(height: int, width: int, part: Mapping[str, Any], factor: int) -> 
 def fit_video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
     """Return the chosen frames of a video and their size; arguments and errors are as for `fit_image`.
 
-    Of a video given as frames, all are shown. Each is resized twice: like an image, to multiples of twice the factor, and then
-    like a frame.
+    All frames of a video given as frames are shown. Each is resized twice: like an image, to multiples of twice the factor,
+    and then like a frame.
     """
     settings = {key: value for key, value in part.items() if value is not None}
     if info.is_frames:
         indices = repeat_last(range(info.num_frames), PAIR)
-        image = fit_image(info.height, info.width, part, 2 * factor)  # 0.0.14 passes it the factor as the patch size
+        image = fit_image(info.height, info.width, part, 2 * factor)  # 0.0.14 passes `factor` as the patch size
         return fit_frames(image.height, image.width, indices, settings, factor)
     start, end = find_frame_range(info, settings)
     indices = sample_evenly(start, end, count_frames(settings, end - start + 1, info.fps))

@@ -37,7 +37,8 @@ TICK = 0.5
 """Seconds between two checks."""
 
 LAST_WORDS = mmap(-1, 4096)
-"""Memory shared with processes forked from this one, which holds the pid and the reason of the last one that ended itself."""
+"""Memory shared with processes that are forked from this one. It holds the pid of the last process that ended itself, and the
+reason."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Limit:
     resident: int
     """Resident memory of this process, in bytes, when reading started."""
 
-    def left(self) -> float:
+    def compute_remaining_seconds(self) -> float:
         return self.seconds - (time.clock_gettime(self.clock) - self.started)
 
-    def error(self) -> DataError:
+    def build_error(self) -> DataError:
+        used_seconds = self.seconds - self.compute_remaining_seconds()
         return DataError(
-            f"{self.file}: reading it took {self.seconds - self.left():.3g} s of CPU time, but the limit for a file of "
+            f"{self.file}: reading it took {used_seconds:.3g} s of CPU time, but the limit for a file of "
             f"{self.size} bytes is {self.seconds:.3g} s; save it in a common format, or raise {TIME_VARIABLE}"
         )
 
@@ -88,11 +90,11 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
     seconds = factor * compute_seconds(min(size, most))
     _limits[thread] = Limit(file, size, seconds, clock, time.clock_gettime(clock), read_resident_bytes())
     if not _watch:
-        _watch.append(threading.Thread(target=_end_what_is_endless, name="media", daemon=True))
+        _watch.append(threading.Thread(target=_end_if_stuck, name="media", daemon=True))
         _watch[0].start()
     try:
         yield
-        check_time()  # a decoder may do everything in one call
+        check_time()  # a decoder may do all its work in one call, without a check in between
     finally:
         if outer is None:
             del _limits[thread]
@@ -116,11 +118,11 @@ def compute_seconds(size: float) -> float:
 def check_time() -> None:
     """Raise DataError if this thread's file has exceeded its time limit. Call this whenever a decoder returns to Python."""
     limit = _limits.get(threading.get_ident())
-    if limit and limit.left() < 0:
-        raise limit.error()
+    if limit and limit.compute_remaining_seconds() < 0:
+        raise limit.build_error()
 
 
-def _end_what_is_endless() -> None:
+def _end_if_stuck() -> None:
     while True:
         time.sleep(TICK)
         if not (limits := list(_limits.values())):
@@ -130,8 +132,8 @@ def _end_what_is_endless() -> None:
             if now - limit.resident > most:
                 end_process(limit.build_memory_error(most))
             with suppress(OSError):  # the thread may have ended
-                if limit.left() < -ENDLESS:
-                    end_process(limit.error())
+                if limit.compute_remaining_seconds() < -ENDLESS:
+                    end_process(limit.build_error())
 
 
 def read_resident_bytes() -> int:

@@ -111,7 +111,7 @@ def split_url(url: str) -> tuple[str, int]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        url.encode()  # fails for half a character
+        url.encode()  # raises an error for a lone surrogate, which is half a character
     except ValueError as error:
         raise DataError(f"{mask_url(url)!a}: is not a valid URL ({type(error).__name__}); correct it") from None
     if not host or not is_url(url):
@@ -196,7 +196,7 @@ async def find_public_address(url: str, host: str, port: int) -> str | None:
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address is one of the internet, and not private, shared, loopback, link-local or multicast."""
+    """Return whether an IP address is public, that is, not private, shared, loopback, link-local or multicast."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         translated = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else None

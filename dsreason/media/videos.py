@@ -38,9 +38,9 @@ H.264; in newer codecs, a megabyte may take hours to decode."""
 MAX_UNUSABLE_PACKETS = 10_000
 """Maximum number of packets at the start of a video that cannot be decoded on their own."""
 RAW_STREAMS = ("h264", "hevc")
-"""FFmpeg's names of the formats without a container that it cannot seek in."""
+"""FFmpeg's names of raw formats, which have no container and cannot be seeked in."""
 SEEK_FROM_FRAME = 128
-"""Smallest index of a first requested frame for which the reader seeks the preceding key frame instead of decoding from the
+"""Minimum index of the first requested frame for which the reader seeks the preceding key frame instead of decoding from the
 start."""
 MAX_REORDERING = 32
 """Number of packets to read beyond a frame: codecs reorder by at most 16; this is twice that, to be safe."""
@@ -117,7 +117,7 @@ def _load_frames(
     if decoder == "torchcodec":
         with _bound_video_time(file):
             return _load_torchcodec_frames(file, wanted_indices, size)
-    with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them, too
+    with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB also raises FFmpeg's errors
         try:
             return [_to_array(frame, size) for frame in iter_frames_by_time(file, wanted_indices)]
         except UnusableTimes:
@@ -260,25 +260,25 @@ class UnusableTimes(Exception):
     """A failure to find frames by the times of their packets."""
 
 
-def iter_frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
-    """Yield the frames at the ascending indices `wanted`, decoding all frames before them."""
-    index, wanted_indices = -1, set(wanted)
+def iter_frames_by_count(file: Path, indices: Sequence[int]) -> Iterator[VideoFrame]:
+    """Yield the frames at the ascending `indices`, decoding all frames before them."""
+    index, wanted_indices = -1, set(indices)
     with open_video(file) as (container, stream):
         for index, frame in enumerate(_bound_work(file, _decode_frames(container, stream))):
             if index in wanted_indices:
                 if frame.is_corrupt:
                     raise DataError(f"{file}: frame {index} is damaged")
                 yield frame
-            if index >= wanted[-1]:
+            if index >= indices[-1]:
                 return
     raise DataError(
-        f"{file}: frame {wanted[-1]} is needed, but only {index + 1} frames can be decoded; the file is damaged or "
+        f"{file}: frame {indices[-1]} is needed, but only {index + 1} frames can be decoded; the file is damaged or "
         "truncated"
     )
 
 
-def iter_frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ()) -> Iterator[VideoFrame]:
-    """Yield the frames at the indices `wanted`, decoding from the key frame before the first one.
+def iter_frames_by_time(file: Path, indices: Sequence[int], times: Sequence[int] = ()) -> Iterator[VideoFrame]:
+    """Yield the frames at the ascending `indices`, decoding from the key frame before the first one.
 
     `times` are the result of `read_packet_times`; if empty, they are read from the file.
 
@@ -287,11 +287,11 @@ def iter_frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] 
     """
     with open_video(file) as (container, stream):
         if not times:
-            _, times = read_packet_times(container, stream, wanted[-1] + MAX_REORDERING)
-        if wanted[-1] >= len(times):
+            _, times = read_packet_times(container, stream, indices[-1] + MAX_REORDERING)
+        if indices[-1] >= len(times):
             raise UnusableTimes
-        missing = deque(times[index] for index in wanted)
-        if wanted[0] >= SEEK_FROM_FRAME:
+        missing = deque(times[index] for index in indices)
+        if indices[0] >= SEEK_FROM_FRAME:
             container.seek(missing[0], stream=stream)
         else:
             container.seek(0)

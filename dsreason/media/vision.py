@@ -21,9 +21,9 @@ MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
 """Maximum pixels of an image or video frame, read or resized: a small file can claim any size (a decompression bomb)."""
 TICKS = 1000
-"""Time unit of unevenly spaced frames: their metadata has them at multiples of 1/1000 s."""
+"""Time unit of unevenly spaced frames, whose metadata contains multiples of 1/1000 s."""
 SHORTEST_GAP = 1 / TICKS
-"""Seconds between two frames, at least."""
+"""Minimum number of seconds between two frames."""
 MAX_SETTING = 10**15
 """Largest value of the other settings: a float represents all whole numbers up to this one, and no product below overflows."""
 
@@ -168,12 +168,12 @@ def compute_image_bounds(part: Mapping[str, Any], limits: PixelLimits) -> tuple[
     return min_pixels, settings.get("max_pixels", max(limits.max_pixels, min_pixels))
 
 
-def choose_image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
-    """Return the family's `trained_sizes`, or the processor's `own` limits if these forbid the largest of the trained images."""
-    trained, cell = family.trained_sizes, own.token_pixels
-    if trained is None or own.max_pixels < trained.image[1] * cell:
-        return own
-    return PixelLimits(own.factor, *(tokens * cell for tokens in trained.image))
+def choose_image_limits(processor_limits: PixelLimits, family: Vision) -> PixelLimits:
+    """Return the family's `trained_sizes`, or `processor_limits` if these forbid the largest of the trained images."""
+    trained, cell = family.trained_sizes, processor_limits.token_pixels
+    if trained is None or processor_limits.max_pixels < trained.image[1] * cell:
+        return processor_limits
+    return PixelLimits(processor_limits.factor, *(tokens * cell for tokens in trained.image))
 
 
 def compute_frame_count_bounds(settings: Mapping[str, Any], family: Vision, temporal_patch: int) -> tuple[int, int]:
@@ -191,19 +191,25 @@ class FrameBounds(NamedTuple):
     total: float
 
 
-def choose_frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_patch: int = 2) -> FrameBounds:
+def choose_frame_bounds(
+    num_frames: int, processor_limits: PixelLimits, family: Vision, temporal_patch: int = 2
+) -> FrameBounds:
     """Return the default bounds for a video of `num_frames` sampled frames.
 
-    The bounds are the family's `trained_sizes`, or the processor's `own` limits if these forbid the family's largest frame (or,
-    if the limits are per video, a temporal patch of such frames).
+    The bounds are the family's `trained_sizes`, or `processor_limits` if these forbid the family's largest frame (or, if the
+    limits are per video, a temporal patch of such frames).
     """
-    cell, trained = own.token_pixels, family.trained_sizes
+    cell, trained = processor_limits.token_pixels, family.trained_sizes
     frames = temporal_patch if family.bounds_are_per_video else 1
-    if trained is not None and own.max_pixels >= frames * trained.frame[1] * cell:
+    if trained is not None and processor_limits.max_pixels >= frames * trained.frame[1] * cell:
         return FrameBounds(trained.frame[0] * cell, trained.frame[1] * cell, trained.video * cell)
     if family.bounds_are_per_video:
-        return FrameBounds(own.min_pixels / num_frames, family.max_frame_tokens * cell, own.max_pixels / temporal_patch)
-    return FrameBounds(own.min_pixels, own.max_pixels, family.max_video_tokens * cell)
+        return FrameBounds(
+            processor_limits.min_pixels / num_frames,
+            family.max_frame_tokens * cell,
+            processor_limits.max_pixels / temporal_patch,
+        )
+    return FrameBounds(processor_limits.min_pixels, processor_limits.max_pixels, family.max_video_tokens * cell)
 
 
 def compute_video_size(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -128,6 +129,28 @@ def compute_fingerprint(folder: Path) -> str:
                 opened.seek(start)
                 digest.update(opened.read(CHUNK))
     return digest.hexdigest()[:16]
+
+
+def explain_custom_code(
+    folder: Path,
+    error: Exception,
+    kind: str,
+    advice: str = "read the code and, if you trust it, set model.trust_remote_code = true",
+) -> str:
+    """Return which files name which classes of `kind` (a pattern such as "AutoTokenizer"), if transformers needs their code.
+
+    Return "" if the error has another cause.
+    """
+    if "trust_remote_code" not in str(error):
+        return ""
+    classes = []
+    for file in sorted(folder.glob("*config.json")):
+        auto_map = json.loads(file.read_bytes()).get("auto_map", {})
+        for name, value in (auto_map if isinstance(auto_map, dict) else {"AutoTokenizer": auto_map}).items():
+            names = value if isinstance(value, list) else [value]
+            if re.fullmatch(kind, name):
+                classes.append(f"{file.name} names the class {next((name for name in names if name), None)}")
+    return f"this needs custom code, which was not run: {', '.join(dict.fromkeys(classes))}; {advice}"
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:

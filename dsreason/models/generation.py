@@ -27,7 +27,7 @@ def read_generation_config(path: Path, config: PreTrainedConfig) -> GenerationCo
     generation = GenerationConfig.from_model_config(config)
     if (path / "generation_config.json").is_file():
         try:
-            generation = GenerationConfig.from_pretrained(path)
+            generation = GenerationConfig.from_dict(_read_json(path / "generation_config.json"))
         except Exception as error:  # the errors have no common class, see `read_model_config`
             raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
     stop_ids = list_stop_ids(generation.eos_token_id)

@@ -22,6 +22,7 @@ from dsreason.models.folder import (
     build_tiny_folder,
     check_sizes,
     download_folder,
+    explain_custom_code,
     fetch_model_folder,
     find_folder,
 )
@@ -88,7 +89,10 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers' errors for invalid values have no common base class
-        raise CheckpointError(f"{path}: config.json cannot be read: {str(error) or type(error).__name__}") from error
+        problem = explain_custom_code(path, error, "AutoConfig")
+        raise CheckpointError(
+            f"{path}: config.json cannot be read: {problem or str(error) or type(error).__name__}"
+        ) from error
     try:
         get_family(config.model_type)
     except CheckpointError as error:

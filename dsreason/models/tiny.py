@@ -155,7 +155,7 @@ def build_tiny(
         common |= {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in media.items()}
     config = family.tiny.config(text, vision, head_size, common)
     with init_empty_weights(include_buffers=True):
-        model = auto_class.from_config(deepcopy(config))  # from_config modifies its argument
+        model = auto_class.from_config(deepcopy(config), trust_remote_code=False)  # from_config modifies its argument
     config.architectures = [type(model).__name__]
     _write_weights(family, model, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)
     GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding).save_pretrained(folder)

@@ -25,7 +25,7 @@ from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards.http import LONGEST_PAUSE, Refused, Retry, RewardServer, Unusable
 from dsreason.rewards.options import NotNegative, Positive, get_defaults
 from dsreason.rewards.reading.plain import find_json_values, to_finite_float
-from dsreason.secrets import SECRET_NAME
+from dsreason.secrets import add_secret_variable
 from dsreason.text import split_response
 
 RUBRIC = "How well does the answer agree with the reference answer? What the reference does not say does not count."
@@ -187,11 +187,7 @@ def open_judge(url: str | None, model: str | None, api_key_variable: str) -> tup
             raise ConfigError(
                 f"the reward judge has no {option}; set the option judge.{option}, or {variable} in the environment"
             )
-    if not SECRET_NAME.search(api_key_variable):
-        raise ConfigError(
-            f"reward option judge.api_key_variable ({api_key_variable!r}) must end in _KEY or _TOKEN, because the "
-            "values of such variables are masked in all output"
-        )
+    add_secret_variable(api_key_variable)
     key = os.environ.get(api_key_variable, "").strip() or None
     if key is None and api_key_variable != KEY_VARIABLE:
         raise ConfigError(f"reward option judge.api_key_variable: {api_key_variable} is not set in the environment")

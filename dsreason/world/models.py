@@ -201,7 +201,7 @@ def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> La
         dtype = torch.float32
     try:
         vae = AutoencoderKLWan.from_pretrained(
-            folder / "vae", torch_dtype=dtype, use_safetensors=True, local_files_only=True
+            folder / "vae", torch_dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # diffusers' errors for missing, damaged or pickled weights have no common base class
         raise CheckpointError(f"{folder / 'vae'}: the autoencoder cannot be loaded: {error}") from error

@@ -1,4 +1,4 @@
-"""Every reader has the time of --fuzz-seconds."""
+"""Fixtures that let each fuzz test run for --fuzz-seconds."""
 
 from __future__ import annotations
 

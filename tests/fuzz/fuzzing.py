@@ -1,4 +1,4 @@
-"""Generated inputs for one reader, in seeded rounds until its time is over."""
+"""Generated inputs for one reader, in seeded rounds until the time limit is reached."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
 ROUND = 200
-"""Inputs of a round: its seed makes the same ones again."""
+"""Number of inputs per round; the seed of a round reproduces them."""
 CPU_SECONDS = 10
-"""CPU seconds that one input may take."""
+"""Maximum number of CPU seconds per input."""
 Fuzz = Callable[[Callable[[Any], object], st.SearchStrategy[Any]], None]
 
 texts = st.text(max_size=30)
@@ -25,11 +25,12 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=8,
 )
-"""Whatever JSON can say."""
+"""Strategy for arbitrary JSON values."""
 
 
 def run_rounds(check: Callable[[Any], object], inputs: st.SearchStrategy[Any], seconds: float, first: int) -> None:
-    """`check` with inputs of the rounds `first`, `first + 1`, …; a failure is shown with its round and its smallest input."""
+    """Call `check` with the inputs of the rounds `first`, `first + 1`, …; a failure reports its round and the smallest failing
+    input."""
     end = time.monotonic() + seconds
     for number in itertools.count(first):
         run_round(check, inputs, number)
@@ -52,7 +53,7 @@ def run_round(check: Callable[[Any], object], inputs: st.SearchStrategy[Any], nu
 
 
 def within_time(check: Callable[[Any], object], value: Any, seconds: float = CPU_SECONDS) -> None:
-    """Processor time, of this process: the clock goes on while others have the machine."""
+    """Limit the CPU time of this process instead of the wall-clock time, which passes even while other processes run."""
     before = signal.signal(signal.SIGVTALRM, too_slow)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
@@ -68,7 +69,7 @@ def too_slow(number: int, frame: FrameType | None) -> NoReturn:
 
 @st.composite
 def changed(draw: st.DrawFn, document: Any, replacements: st.SearchStrategy[Any] = values) -> Any:
-    """The document (JSON values) with one to three of its values replaced or left out, or with a key more."""
+    """Draw the JSON document with one to three changes: values replaced or removed, or keys added."""
     result = document
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(list(paths(result))))
@@ -109,9 +110,9 @@ def with_change(document: Any, path: tuple[Any, ...], how: str, value: Any) -> A
 
 @st.composite
 def damaged(draw: st.DrawFn, contents: st.SearchStrategy[bytes]) -> bytes:
-    """Draw contents with bytes changed, left out or inserted, and sometimes cut.
+    """Draw contents with bytes changed, removed or inserted, and sometimes truncated.
 
-    Most changes are near the beginning, which holds the headers.
+    Most changes are near the beginning, where the headers are.
     """
     content = bytearray(draw(contents))
     for _ in range(draw(st.integers(1, 8))):

@@ -1,4 +1,5 @@
-"""Whatever a model answers, every parser and reward reads it in time, in the same way twice, and gives a score in its range."""
+"""For any answer of a model, every parser and reward finishes in time, gives the same result twice, and returns a score in its
+range."""
 
 from __future__ import annotations
 
@@ -56,10 +57,10 @@ REFERENCES = {
     "ordinal_choice": "4",
 }
 ELSEWHERE = ("judge", "boxed_math", "direct_math", "overlong")
-"""Rewards tested elsewhere: they query a server, compute in a killable worker, or look only at the length."""
+"""Rewards that are tested elsewhere: they query a server, compute in a worker that can be killed, or use only the length."""
 
 
-def test_answers(fuzz: Fuzz) -> None:
+def test_parsers_and_rewards_accept_any_answer(fuzz: Fuzz) -> None:
     fuzz(lambda given: check(*given), st.tuples(answers, options, answers))
 
 

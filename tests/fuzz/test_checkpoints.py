@@ -1,4 +1,4 @@
-"""Whatever the files of a checkpoint or of a model's folder say, they are read or refused by name."""
+"""For any content, the files of a checkpoint or a model folder are either read, or rejected with an error that names the file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ from dsreason.models.tiny import build_tiny
 from dsreason.rollout.transformers_engine import read_stop_token_ids
 from tests.fuzz.fuzzing import Fuzz, changed, damaged, texts, values
 from tests.unit.hostile.guard import guarded
-from tests.unit.hostile.test_checkpoints import MODEL, NAMES, OPTIMIZER, SHAPES, mark, model_state, optimizer_state
+from tests.unit.hostile.test_checkpoints import (
+    MODEL,
+    NAMES,
+    OPTIMIZER,
+    SHAPES,
+    mark,
+    model_state,
+    optimizer_state,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -51,7 +59,7 @@ odd = st.one_of(
 
 
 class Files:
-    """A sound checkpoint of two ranks and a sound model; each use changes one file, reads, and puts it back."""
+    """A valid checkpoint of two ranks and a valid model; each test case changes one file, reads it, and restores it."""
 
     def __init__(self, here: Path) -> None:
         self.checkpoint, self.random_state = here / "checkpoints" / "step_1", here / "random"
@@ -66,7 +74,7 @@ class Files:
         self.settings = [self.model / name for name in SETTINGS if (self.model / name).exists()]
 
     def cases(self) -> st.SearchStrategy[tuple[Path, bytes, Callable[[], object]]]:
-        """A file, what stands in it, and who reads it."""
+        """Draw a file, its new content, and the function that reads it."""
         state, sizes = self.checkpoint / "trainer_state.json", self.checkpoint / "COMPLETE"
         shards = [self.checkpoint / name for name in (OPTIMIZER.format(1), MODEL.format(0))]
         return st.one_of(
@@ -114,7 +122,7 @@ def with_content(
     return st.tuples(st.just(file), contents, st.just(use))
 
 
-def test_checkpoints(fuzz: Fuzz, here: Path) -> None:
+def test_any_checkpoint_file_is_read_or_rejected(fuzz: Fuzz, here: Path) -> None:
     def check(case: tuple[Path, bytes, Callable[[], object]]) -> None:
         file, content, use = case
         sound = file.read_bytes()

@@ -1,4 +1,5 @@
-"""Whatever a configuration says, it is taken or refused by name; what is taken can be written and read again."""
+"""Any configuration is either accepted, or rejected with an error that names the file or option; an accepted one can be
+written and read again."""
 
 from __future__ import annotations
 
@@ -52,12 +53,13 @@ odd = st.one_of(
 )
 
 
-def test_configurations(fuzz: Fuzz) -> None:
+def test_any_configuration_is_loaded_or_rejected(fuzz: Fuzz) -> None:
     fuzz(lambda case: case[0](*case[1:]), st.one_of(runs, texts_of_runs, deepspeed, cosmos))
 
 
 def refused_by_name(read: Callable[[], Any]) -> Any:
-    """Return what was read, or None if it was refused with the file or the `--set` in every line."""
+    """Return the result of reading; None if the input was rejected and every line of the error names the file or the `--set`
+    option."""
     try:
         return read()
     except ConfigError as error:

@@ -1,4 +1,5 @@
-"""Decode the bytes of any image or video as its header says, or reject the file by name, within its limits.
+"""The bytes of any image or video are either decoded as the header specifies, or rejected with an error that names the file,
+within the limits.
 
 Each file is read in a separate process, with limits on time and memory, because decoders crash.
 """

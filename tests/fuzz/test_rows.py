@@ -1,4 +1,4 @@
-"""Whatever rows say, each becomes a sample or is refused with its file and place; no medium lies outside of its folder."""
+"""Any row either becomes a sample, or is rejected with its file and position; no media file outside the folder is used."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ odd = st.one_of(
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[str, str, bytes]:
-    """An adapter, the name of a file, its content."""
+    """Draw an adapter, the name of a file, and the content of the file."""
     adapter = draw(st.sampled_from([*ROWS]))
     rows = [ROWS[adapter], draw(changed(ROWS[adapter], odd))]
     match draw(st.sampled_from(["jsonl", "json", "damaged"] * 5 + ["parquet"])):
@@ -125,7 +125,7 @@ def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "outside" / "flag").write_text("untouched")
     (here / "data" / "folder").mkdir(parents=True)
     Image.new("RGB", (28, 28)).save(here / "data" / "a.png")
-    (here / "data" / "a.mp4").touch()  # media are not decoded here
+    (here / "data" / "a.mp4").touch()  # media are not decoded in this test
     monkeypatch.chdir(here / "data")
     return here / "data"
 
@@ -142,12 +142,12 @@ def read(folder: Path, adapter: str, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("adapter", ROWS)
-def test_the_ordinary_row_is_read(folder: Path, adapter: str) -> None:
+def test_ordinary_row_is_read(folder: Path, adapter: str) -> None:
     (folder / "rows.jsonl").write_bytes(as_json(ROWS[adapter]))
     assert read(folder, adapter, "rows.jsonl")
 
 
-def test_rows(fuzz: Fuzz, folder: Path) -> None:
+def test_any_row_is_read_or_rejected(fuzz: Fuzz, folder: Path) -> None:
     def check(case: tuple[str, str, bytes]) -> None:
         adapter, name, content = case
         (folder / name).write_bytes(content)

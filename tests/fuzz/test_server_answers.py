@@ -1,4 +1,4 @@
-"""Whatever a server answers, each of those that ask one takes it or gives an error with the question's id, and goes on."""
+"""For any response of a server, each client either accepts it, or gives an error with the question's id and continues."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.hostile.server import Behaviour, misbehaving
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SECONDS = 0.5
-"""Seconds to wait for an answer; a client that waits for scores repeats its request until they have passed."""
+"""Seconds to wait for a response; a client that waits for scores repeats its request until this time has passed."""
 TOKEN = "very-secret-token"
 SAMPLE = Sample("sample-7", [{"role": "user", "content": "Which?"}], answer="A")
 CHAT = {
@@ -90,7 +90,7 @@ def ask_teacher(url: str) -> None:
     settings = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": SECONDS}
     prompt: Any = SimpleNamespace(prompt_ids=[1], sample=SAMPLE)
     rollout = Rollout(prompt, make_single_turn([2], "A", [-0.5], "stop", version=0), reward=0.0, rewards={})
-    [logprob] = teacher_server.Client(DistillConfig.model_validate(settings)).ask(rollout)
+    [logprob] = teacher_server.Client(DistillConfig.model_validate(settings)).request_logprobs(rollout)
     assert math.isfinite(logprob) and logprob <= 0
 
 
@@ -114,7 +114,7 @@ CLIENTS: dict[str, tuple[Callable[[str], None], bytes, bytes]] = {
     "enqueue": (ask_world, b"POST /enqueue", http(as_text(ANSWERS["fetch"]))),
     "fetch": (ask_world, b"POST /fetch", http(as_text(ANSWERS["enqueue"]))),
 }
-"""Clients by name: the calling function, the requests that get the odd answer, and the answer to all others."""
+"""Client name → calling function, requests that get the odd response, and the response to all other requests."""
 
 
 def odd_answers(client: str) -> st.SearchStrategy[bytes]:
@@ -135,13 +135,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_the_ordinary_answer_is_taken(client: str) -> None:
+def test_ordinary_server_response_is_accepted(client: str) -> None:
     ask, at, otherwise = CLIENTS[client]
     with misbehaving(saying([http(as_text(ANSWERS[client]))]), at, saying([otherwise])) as server:
         ask(server.url)
 
 
-def test_server_answers(fuzz: Fuzz) -> None:
+def test_any_server_response_is_accepted_or_reported(fuzz: Fuzz) -> None:
     message = {client: [b""] for client in CLIENTS}
     with ExitStack() as stack:
         urls = {
@@ -162,5 +162,5 @@ def test_server_answers(fuzz: Fuzz) -> None:
 
 
 def saying(answer: list[bytes]) -> Behaviour:
-    """Answers what is the list's only entry by then."""
+    """Answer every request with the only item that the list contains at that time."""
     return lambda connection, over: connection.sendall(answer[0])

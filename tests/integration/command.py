@@ -1,4 +1,4 @@
-"""Running the command as a person would."""
+"""Helpers that run the `dsreason` command as a user would."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = [sys.executable, "-P", "-m", "dsreason"]
-"""`dsreason`, also where no script of that name is installed; like a script it does not import from the current folder."""
+"""Command line for `dsreason` that works without an installed script. Like a script, it does not import modules from the
+current folder."""
 
 
 def dsreason(*arguments: object, cwd: Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-    """`dsreason …` with nothing activated: neither ninja nor the interpreter's folder on PATH."""
+    """Run `dsreason …` as from an inactive environment: neither ninja nor the folder of the interpreter is on PATH."""
     environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     environment["PATH"] = "/usr/bin:/bin"
     command = [*COMMAND, *map(str, arguments)]
@@ -22,5 +23,5 @@ def dsreason(*arguments: object, cwd: Path, timeout: float = 900) -> subprocess.
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """Return the lines of the run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,6 @@
-"""Runs of the built-in task that several test files look at: each takes minutes, and is done once per session.
+"""Runs of the built-in task that several test files share: each run takes minutes, so it is done once per session.
 
-`TRAINED` of tests/conftest.py names the files that use them: with pytest-xdist, one process runs these.
+`TRAINED` in tests/conftest.py names the files that use these runs; with pytest-xdist, all of them run in one process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.integration.command import dsreason
 
 
 def train_builtin(factory: pytest.TempPathFactory, *options: object) -> Path:
-    """The folder of a finished `dsreason sft` on two ranks."""
+    """Run `dsreason sft` on the built-in task with two ranks, and return the folder of the finished run."""
     folder = factory.mktemp("builtin")
     ended = dsreason("sft", "--nproc", 2, "--output-dir", "D", *options, cwd=folder, timeout=1800)
     assert ended.returncode == 0, ended.stderr
@@ -22,7 +22,7 @@ def train_builtin(factory: pytest.TempPathFactory, *options: object) -> Path:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished `dsreason demo` on two ranks: `sft`, `grpo`, `export` and `results`."""
+    """Return the folder of a finished `dsreason demo` on two ranks, with the subfolders `sft`, `grpo`, `export` and `results`."""
     folder = tmp_path_factory.mktemp("demo")
     ended = dsreason("demo", "--nproc", 2, "--output-dir", "D", cwd=folder, timeout=2400)
     assert ended.returncode == 0, ended.stderr
@@ -31,26 +31,26 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def warm_start(demo: Path) -> Path:
-    """The demo's SFT run, which ends wrong about half of the questions."""
+    """Return the folder of the demo's SFT run, whose model answers about half of the questions incorrectly."""
     return demo / "sft"
 
 
 @pytest.fixture(scope="session")
 def trained_qwen2_5_vl(warm_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The warm start, which has learned to see, trained on for 2 epochs of right answers. From nothing it takes 6."""
+    """Train the warm start, which can already see, for two more epochs on correct answers; a new model would need six."""
     learned = f'model.path="{warm_start / "export" / "final"}"'
     return train_builtin(tmp_path_factory, "--ds-config", "zero3.json", "--set", learned, "--set", "train.epochs=2")
 
 
 @pytest.fixture(scope="session")
 def trained_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Far from a random model, though not yet good at the task."""
+    """Train a Qwen3-VL model for two epochs: it differs clearly from a random model, but does not solve the task well yet."""
     return train_builtin(tmp_path_factory, "--set", "model.path=tiny:qwen3_vl", "--set", "train.epochs=2")
 
 
 @pytest.fixture(scope="session")
 def trained_adapters(warm_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters on the warm start, trained for 2 epochs of right answers."""
+    """Train adapters on the warm start for two epochs of correct answers."""
     learned = f'model.path="{warm_start / "export" / "final"}"'
     changes = (learned, "lora.rank=16", "optim.lr=3e-3", "optim.warmup=10", "train.epochs=2")
     return train_builtin(tmp_path_factory, *(f"--set={change}" for change in changes))

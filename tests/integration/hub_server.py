@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub that takes commits of small files, or refuses."""
+"""A stand-in for the Hugging Face Hub that accepts commits of small files, or refuses requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACCOUNT = {"name": "user", "orgs": [{"name": "Team"}], "auth": {"accessToken": {
 @dataclass
 class LocalHub:
     refuse: int | None = None
-    """The status of every answer to `refused` from now on, or of the next `times`."""
+    """HTTP status of every response to `refused`, or only of the next `times` responses; None: nothing is refused."""
     refused: str = ""
     times: int = 10**6
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class LocalHub:
 
 @contextmanager
 def hub_server() -> Iterator[tuple[LocalHub, str]]:
-    """The Hub and its address."""
+    """Start the stand-in for the Hub; yield the stand-in and its URL."""
     hub = LocalHub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -88,7 +88,7 @@ def answer(hub: LocalHub, request: BaseHTTPRequestHandler, body: bytes) -> None:
 
 
 def look(hub: LocalHub, request: BaseHTTPRequestHandler) -> None:
-    """Answer a request whether a file exists, such as `/user/name/resolve/main/config.json`."""
+    """Answer a request that asks whether a file exists, such as `/user/name/resolve/main/config.json`."""
     match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^?]+).*", request.path)
     place = f"{match[1]}@{match[2].replace('%2F', '/')}" if match else ""
     existing = match is not None and match[3] in hub.repositories.get(place, {})

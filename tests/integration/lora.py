@@ -1,4 +1,4 @@
-"""Policies with adapters, for the tests that look at them."""
+"""Policies with adapters, shared by the tests of LoRA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lora_config(rows: str, path: str, *, lora: dict[str, Any] = LORA, **sections
 
 
 def disturb(model: nn.Module, seed: int, scale: float = 0.05) -> None:
-    """Stands in for training: every adapter adds something. Before they are cut."""
+    """Add noise to every adapter, as training would; call this before the adapters are partitioned."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -39,7 +39,7 @@ def disturb(model: nn.Module, seed: int, scale: float = 0.05) -> None:
 
 @contextmanager
 def trained_adapters(seed: int = 1) -> Iterator[None]:
-    """Inside, new adapters are as if they had been trained: B is not 0."""
+    """Context manager in which new adapters look as if they had been trained, because their matrices B are not 0."""
     from dsreason.train.common import opening
 
     original = opening.add_adapters

@@ -1,4 +1,4 @@
-"""A launcher and its ranks in a few lines, for test_launch.py: `python ranks.py launch MODE RANKS RESTARTS LOG_DIR`."""
+"""A minimal launcher and its ranks, which test_launch.py starts with `python ranks.py launch MODE RANKS RESTARTS LOG_DIR`."""
 
 from __future__ import annotations
 

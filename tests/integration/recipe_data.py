@@ -1,4 +1,4 @@
-"""Tiny data sets in the formats of the recipes: rows enough for one published batch, of few clips and pictures."""
+"""Tiny data sets in the formats of the recipes, with enough rows for one published batch, but only a few clips and images."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from dsreason.builtin_task.scenes import COLOURS, draw_falling_ball, draw_moving
 from dsreason.config.schema_data import SourceConfig
 
 NUM_ROWS = 400
-"""More than a published batch and the rows held out of it."""
+"""Number of rows, which exceeds the largest batch of a recipe plus its held-out rows."""
 Row = dict[str, Any]
 
 
 def write_media(folder: Path) -> Path:
-    """`clips/0.mp4` … `clips/3.mp4` and `images/0.png` … `images/3.png`, below `folder`."""
+    """Write `clips/0.mp4` … `clips/3.mp4` and `images/0.png` … `images/3.png` to `folder`, and return `folder`."""
     random = np.random.default_rng(0)
     for name in ("clips", "images"):
         (folder / name).mkdir(parents=True)
     for i, (way, colour, ball) in enumerate(zip(WAYS.values(), COLOURS, cycle(BALLS.values()))):
         clip = draw_moving_ball(random, way) if i % 2 else draw_falling_ball(random, ball)
-        write_medium(folder, str(i), np.concatenate([clip, clip]))  # 16 frames: no recipe asks for more
+        write_medium(folder, str(i), np.concatenate([clip, clip]))  # no recipe samples more than 16 frames
         write_medium(folder, str(i), draw_one_shape(random, colour))
     return folder
 
 
 def write_source(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
-    """A data set that the source's adapter reads, in a new folder; returns what `data.path` and `data.media_path` become.
+    """Write a data set for the source's adapter to a new folder; return the values for `data.path` and `data.media_path`.
 
     Args:
-        media: a folder of `write_media`.
+        media: folder that `write_media` has written.
     """
     folder.mkdir(parents=True)
     return WRITERS[source.adapter](source, media, folder)
@@ -53,7 +53,7 @@ def write_json(path: Path, rows: list[Row]) -> Path:
 
 
 def hub_layout(source: SourceConfig, media: Path, folder: Path, name: str, rows: list[Row]) -> dict[str, str]:
-    """A copy of a data set of the hub: annotations and clips below the folder of the subset."""
+    """Write a data set with the layout of a Hub repository: annotations and clips in the subset's folder."""
     subset = folder / str(source.subset)
     write_json(subset / name, repeated(rows))
     (subset / "clips").symlink_to(media / "clips")
@@ -84,7 +84,8 @@ def cosmos_reason1_rl(source: SourceConfig, media: Path, folder: Path) -> dict[s
 
 
 def llava(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
-    """Rows as LLaVA's own, the warehouse's (two images, a number) and those of WTS (a video, options in the question)."""
+    """Write rows in three formats: LLaVA's, the warehouse's (two images, a number) and WTS's (a video, options in the
+    question)."""
     choice = "<video> \n Does the ball fall? \n A: Yes \n B: No \n \nAnswer with the option's letter."
     forms = [
         ({"image": "images/0.png"}, "<image>\nDescribe the picture.", "A shape on a plain ground."),
@@ -100,7 +101,7 @@ def llava(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
 
 
 def conversations(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
-    """A saved Hugging Face data set whose only column has JSON text: scores from 1 to 5, as of VideoPhy-2."""
+    """Save a Hugging Face data set whose only column contains JSON text, with scores from 1 to 5 as in VideoPhy-2."""
     rows = []
     for i in range(NUM_ROWS):
         video = {"type": "video", "video": f"clips/{i % 4}.mp4"}
@@ -130,4 +131,4 @@ WRITERS: dict[str, Callable[[SourceConfig, Path, Path], dict[str, str]]] = {
     "conversations": conversations,
     "local_labels": local_labels,
 }
-"""Functions that write an adapter's data: adapter name → function."""
+"""Adapter name → function that writes a data set for the adapter."""

@@ -1,4 +1,4 @@
-"""Small real data sets for the integration tests: rows whose lengths and media differ."""
+"""Small data sets for the integration tests, whose rows differ in length and media."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), 
 def write_mixed_rows(folder: Path, count: int = 8) -> Path:
     """Write a JSONL file of `count` rows and return its path.
 
-    The rows take turns: text only, one image, a video, two images. Their answers have one to many tokens.
+    The kinds of rows alternate: text only, one image, a video, two images. The answers differ in their number of tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A real S3 server (moto's) on this machine, and a proxy in front of it that spoils requests."""
+"""A local S3 server (moto), and a proxy in front of it that injects faults into requests."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ KEY, SECRET = "AKIASENTINELKEY", "sentinel/secret+key"
 
 @dataclass(frozen=True)
 class ServerFault:
-    """A fault of the next request of this method whose path contains `path`."""
+    """A fault that the proxy injects into the next request that has this method and whose path contains `path`."""
 
     method: str
     kind: str
-    """A status such as "503 SlowDown", or `cut` (the request), `cut answer`, `lose answer`, `hang`, `damage`."""
+    """Kind of fault: a status such as "503 SlowDown", or `cut` (the request), `cut answer`, `lose answer`, `hang` or `damage`."""
     path: str = ""
 
 
 @dataclass
 class Proxy:
-    """Hands requests on to the server at `target` (host:port), but for those that `faults` are meant for."""
+    """A proxy that forwards requests to the server at `target` (host:port), except those that match one of the `faults`."""
 
     target: str
     address: str = ""
     faults: list[ServerFault] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
-    """`PUT /bucket/key?query` of every request."""
+    """Method and path of every request so far, as `PUT /bucket/key?query`."""
     says: str = "said the test"
-    """Message in refusals."""
+    """Message in the proxy's error responses."""
     done: Event = field(default_factory=Event)
     lock: Any = field(default_factory=Lock)
 

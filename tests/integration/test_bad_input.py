@@ -1,4 +1,4 @@
-"""User mistakes: one clear message and exit code 2, before any model is loaded and any rank started."""
+"""User mistakes end with one clear message and exit code 2, before a model is loaded or a rank is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = [{"id": str(i), "image": "red.png", "question": "What colour?", "answer":
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_qwen2_5_vl: Path) -> Path:
-    """A folder with a valid configuration, eight rows and their image."""
+    """Create a folder with a valid configuration, eight rows and the image that they use."""
     monkeypatch.chdir(tmp_path)
     Image.fromarray(np.full((56, 56, 3), 200, np.uint8)).save("red.png")
     write_rows(ROWS)
@@ -37,7 +37,7 @@ def write_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """Exit code and stderr of `dsreason sft --config run.toml --dry-run …`."""
+    """Run `dsreason sft --config run.toml --dry-run …`; return the exit code and stderr."""
     monkeypatch.setattr(
         sys, "argv", ["dsreason", "sft", "--config", "run.toml", "--output-dir", "D", "--dry-run", *options]
     )
@@ -46,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *op
     return int(ended.value.code or 0), capsys.readouterr().err
 
 
-def test_the_valid_project_passes(project, monkeypatch, capsys):
+def test_valid_project_passes_dry_run(project, monkeypatch, capsys):
     assert run(monkeypatch, capsys)[0] == 0
     assert not (project / "D").exists()
 

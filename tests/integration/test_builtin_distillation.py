@@ -1,4 +1,4 @@
-"""Distillation on the built-in task, with a real vLLM: a teacher lifts a student that is mostly wrong, without any reward."""
+"""Distillation on the built-in task with a real vLLM engine: a teacher improves a poor student without any reward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def accuracies(run: Path) -> list[float]:
     return [line["val/accuracy"] for line in metrics(run) if "val/accuracy" in line]
 
 
-def test_a_teacher_makes_the_answers_right(warm_start: Path, trained_qwen2_5_vl: Path, tmp_path: Path) -> None:
+def test_teacher_raises_accuracy_of_student(warm_start: Path, trained_qwen2_5_vl: Path, tmp_path: Path) -> None:
     (tmp_path / "worse.py").write_text(WORSE)
     changes = {"data.adapter": "worse.py", "model.path": f'"{warm_start / "export/final"}"', "train.epochs": 2}
     options = [f"--set={key}={value}" for key, value in changes.items()]

@@ -1,4 +1,5 @@
-"""The built-in recipe through the installed command: it learns, from the pixels, and leaves what a run should leave."""
+"""The built-in recipe, run with the installed command: the model learns from the pixels, and the run writes all expected
+files."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def run(trained_qwen2_5_vl: Path) -> Path:
     return trained_qwen2_5_vl
 
 
-def test_generated_answers_become_right(warm_start, run):
+def test_generated_answers_become_correct(warm_start, run):
     random, last = metrics(warm_start)[0], metrics(run)[-1]
     assert random["step"] == 0
     assert random["val/accuracy"] < 0.1
@@ -28,7 +29,7 @@ def test_generated_answers_become_right(warm_start, run):
     assert last["val/accuracy/video"] >= 0.75
 
 
-def test_200_held_out_rows_are_half_videos(run):
+def test_half_of_200_held_out_rows_are_videos(run):
     answers = [
         json.loads(line) for line in next((run / "validation").glob("step_[1-9]*.jsonl")).read_text().splitlines()
     ]
@@ -38,14 +39,14 @@ def test_200_held_out_rows_are_half_videos(run):
 
 
 @pytest.mark.nightly
-def test_adapters_make_the_answers_right(trained_adapters):
+def test_adapter_training_raises_accuracy(trained_adapters):
     first, last = metrics(trained_adapters)[0], metrics(trained_adapters)[-1]
     assert 0.4 <= first["val/accuracy"] <= 0.65
     assert last["val/accuracy"] >= 0.9
 
 
 @pytest.mark.nightly
-def test_adapters_are_small_and_exported_beside_model(trained_adapters):
+def test_small_adapters_are_exported_next_to_model(trained_adapters):
     final = trained_adapters / "export" / "final"
     sizes = [
         sum(tensor.numel() for tensor in load_file(final / name).values())
@@ -56,7 +57,7 @@ def test_adapters_are_small_and_exported_beside_model(trained_adapters):
 
 
 def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
-    """Accuracy with every medium grey, and (question, reference) of each row."""
+    """Return the accuracy when all media are replaced with grey ones, and the (question, reference) of each row."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.load import load_config
     from dsreason.config.schema import SFTConfig
@@ -104,7 +105,7 @@ def test_accuracy_falls_to_chance_without_pixels(run):
     assert accuracy <= best_blind_accuracy(rows) + 0.05
 
 
-def test_run_folder_holds_what_the_documentation_names(run):
+def test_run_folder_contains_all_documented_files(run):
     config = json.loads((run / "config.json").read_text())
     assert config["world_size"] == 2
     assert {"torch", "deepspeed", "transformers"} <= config["versions"].keys()

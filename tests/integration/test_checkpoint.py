@@ -1,4 +1,4 @@
-"""Checkpoints on real ranks: exact on the same number of ranks, equal losses on another, clear errors."""
+"""Checkpoints on real ranks: resuming is exact on the same number of ranks, losses agree on another, and errors are clear."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(stage: str, *, bf16: bool = False, freeze: str = "frozen", **settings:
 
 
 def train(engine: Any, world: Any, steps: range) -> list[float]:
-    """Loss of the whole batch before each step, as float bits."""
+    """Train the given steps; return the loss of the whole batch before each step, as the bits of a float."""
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import reduce_sum
 
@@ -55,7 +55,7 @@ def train(engine: Any, world: Any, steps: range) -> list[float]:
 
 
 def everything(engine: Any) -> dict[str, Any]:
-    """Whole float32 parameters, and this rank's optimizer states, as numpy."""
+    """Return the full float32 parameters and this rank's optimizer states as numpy arrays."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     result = {}
@@ -71,7 +71,7 @@ def everything(engine: Any) -> dict[str, Any]:
 
 
 def save_run(folder: str, bf16: bool) -> dict[str, Any]:
-    """Three steps, a checkpoint, three more, for every stage."""
+    """For every ZeRO stage, train three steps, save a checkpoint, and train three more steps."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from tests.engines import save_checkpoint
 
@@ -127,7 +127,7 @@ def test_resume_on_same_rank_count_is_exact(saved: tuple[Path, bool, list[Any]])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_resume_on_other_rank_count_continues_losses(saved: tuple[Path, bool, list[Any]], ranks: int) -> None:
+def test_resume_on_different_rank_count_gives_equal_losses(saved: tuple[Path, bool, list[Any]], ranks: int) -> None:
     folder, bf16, before = saved
     after = run_on_ranks(resume_run, ranks, str(folder), bf16)
     for stage in STAGES:
@@ -141,7 +141,7 @@ def test_resume_on_other_rank_count_continues_losses(saved: tuple[Path, bool, li
 
 
 def damage_run(folder: str) -> dict[str, str]:
-    """The error text for every way in which a checkpoint does not fit."""
+    """Return the error message for each way in which a checkpoint can be unusable."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from tests.engines import save_checkpoint
@@ -187,7 +187,7 @@ def damage_run(folder: str) -> dict[str, str]:
 
 
 class Planted:
-    """Unpickling this writes a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.write_text, (Path("planted"), "code ran")
@@ -198,7 +198,7 @@ def plant_code(path: Path, file: Path) -> None:
     write_marker(path)
 
 
-def test_unusable_checkpoint_error_names_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_checkpoint_error_states_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     per_rank = run_on_ranks(damage_run, 2, str(tmp_path))
     assert per_rank[0] == per_rank[1]

@@ -1,4 +1,4 @@
-"""Checkpoints written during training: they hold the weights of their step, and a failed write is reported."""
+"""Checkpoints written while training continues: they contain the weights of their step, and a failed write is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Every tensor and number in nested containers by its place."""
+    """Map the path of each tensor and number in nested containers to its value."""
     if isinstance(value, dict):
         return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}").items()}
     if isinstance(value, (list, tuple)):
@@ -33,7 +33,7 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
-    """Read the tensors in DeepSpeed's files."""
+    """Read the tensors in the files that DeepSpeed has written."""
     from dsreason.checkpoints.shards import load_safely
 
     with load_safely():
@@ -41,9 +41,9 @@ def content(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_beside_training(folder: str) -> list[tuple[str, list[str], int]]:
-    """Write two checkpoints per ZeRO stage; hold up each write while training changes all that it holds.
+    """Write two checkpoints per ZeRO stage, and delay each write while training changes everything that it contains.
 
-    Return what differs from a checkpoint that training waited for, and the number of values compared.
+    Return the differences from a checkpoint that training waited for, and the number of compared values.
     """
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
@@ -89,7 +89,7 @@ def test_checkpoint_is_unaffected_by_later_training(tmp_path: Path) -> None:
 
 
 def fail_to_write(folder: str) -> list[str]:
-    """The errors of writes for which the disk has no room, from the first byte on or in the middle, on one rank."""
+    """Return the errors of writes for which the disk has no room, from the first byte or only later, on one rank."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState, find_complete_checkpoints
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
     from dsreason.errors import SaveError
@@ -106,10 +106,10 @@ def fail_to_write(folder: str) -> list[str]:
             writer.start(step, TrainerState(step=step))
             while writer.poll() is None:
                 pass
-        assert writer.poll() is None  # told once
+        assert writer.poll() is None  # an error is reported only once
         assert [path.name for path in find_complete_checkpoints(Path(folder))] == ["step_1"]
         assert not list(Path(folder).glob(".saving*"))
-        wait_for_ranks()  # before another rank begins the next
+        wait_for_ranks()  # all ranks must be done before one of them begins the next write
         return str(caught.value)
 
     errors = []
@@ -117,13 +117,13 @@ def fail_to_write(folder: str) -> list[str]:
         errors.append(failure(2))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))  # what it writes beyond fails
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))  # writing beyond 5000 bytes fails
     errors.append(failure(3))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     deleted = threading.Event()
     writer.pruning = writer.thread.submit(lambda: time.sleep(0.5) or deleted.set())
     usage = mock.Mock(side_effect=lambda path: mock.Mock(free=10**12 if deleted.is_set() else 10_000))
-    with mock.patch("shutil.disk_usage", usage):  # what is being deleted makes the room
+    with mock.patch("shutil.disk_usage", usage):  # the checkpoint that is being deleted frees the space
         writer.start(4, TrainerState(step=4))
     assert writer.wait() == Path(folder) / "step_4"
     return errors
@@ -139,7 +139,8 @@ def test_failed_write_is_reported_on_every_rank(tmp_path: Path) -> None:
 
 
 def leave_with_an_error(folder: str) -> list[str]:
-    """A checkpoint on its way when all ranks leave, and when only one does; the complete ones of either afterwards."""
+    """Start a checkpoint, then leave with an error on all ranks, or on only one; return the complete checkpoints of both
+    cases."""
     from dsreason.checkpoints.checkpoint_folder import (
         TrainerState,
         check_sizes,
@@ -167,7 +168,7 @@ def leave_with_an_error(folder: str) -> list[str]:
         wait_for_ranks()
         result += [f"{name}/{path.name}" for path in find_complete_checkpoints(Path(folder) / name)]
         wait_for_ranks()
-    if world.is_main:  # as the next job does
+    if world.is_main:  # the next job also does this when it starts
         assert finish_interrupted(Path(folder) / "alone") == [Path(folder) / "alone/step_1"]
         check_sizes(Path(folder) / "alone/step_1")
     return result
@@ -180,7 +181,8 @@ def test_pending_checkpoint_survives_an_error(
 
 
 def copy_with_little_memory(folder: str) -> list[bool]:
-    """Return whether training continues during the write, with room for many copies, one copy and two copies."""
+    """Return whether training continues during a write if the memory suffices for many copies, for one copy, and for two
+    copies."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
@@ -200,7 +202,7 @@ def copy_with_little_memory(folder: str) -> list[bool]:
     return copied
 
 
-def test_host_memory_must_fit_all_rank_copies(tmp_path: Path) -> None:
+def test_background_write_requires_memory_for_all_ranks(tmp_path: Path) -> None:
     assert run_on_ranks(copy_with_little_memory, 2, str(tmp_path)) == [[True, False, True]] * 2
 
 
@@ -210,7 +212,7 @@ def make_base(folder: Path) -> None:
 
 
 def save_on_a_bad_disk(folder: str) -> list[str]:
-    """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
+    """Return the errors when a disk reports too little space, fills up during the write, and rejects all writes."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, find_complete_checkpoints
     from dsreason.checkpoints.export import export_engine
     from dsreason.errors import SaveError
@@ -231,7 +233,7 @@ def save_on_a_bad_disk(folder: str) -> list[str]:
         assert not list(disk.glob(".*"))
         text = str(caught.value)
         del caught
-        gc.collect()  # files that the error holds open keep a disk from being made read-only
+        gc.collect()  # a disk cannot be remounted read-only while the error keeps files open
         wait_for_ranks()
         return text
 

@@ -1,4 +1,4 @@
-"""The command as the tests start it: without an installed script, and with the packages that the tests import."""
+"""The command as the tests start it: without an installed script, but with the packages that the tests import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.exit(ended.returncode)
 """
 
 
-def test_command_starts_with_packages_from_pythonpath_only(tmp_path: Path) -> None:
+def test_command_starts_without_installed_packages(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     python = tmp_path / "bare" / "bin" / "python"
     ended = subprocess.run([python, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=120)

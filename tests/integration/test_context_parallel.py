@@ -1,4 +1,4 @@
-"""Two ranks that compute one clip together have the output and the gradients of one, also under ZeRO-3."""
+"""Two ranks that compute one clip together get the same output and gradients as one rank, also under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 TEXT = {"cosmos_predict2_5": 128, "wan": 32}
 """Width of the text embeddings of each family's tiny model."""
 CASES = {"cosmos_predict2_5": ("cosmos_predict2_5", True), "text": ("cosmos_predict2_5", False), "wan": ("wan", False)}
-"""The cases by name: the model, and whether conditioning frames are given, which have their own times."""
+"""Case → name of the model, and whether the case has conditioning frames, which have separate timesteps."""
 RANKS = 2
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -32,7 +32,8 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def predict(case: str, transformer: Any, frames: int = 3) -> Tensor:
-    """Return the velocity of two clips of 12 tokens; if frames are given, it is the first one of the first clip."""
+    """Return the predicted velocity of two clips of 12 tokens; a conditioning frame, if any, is the first one of the first
+    clip."""
     from dsreason.world.families import FAMILIES
     from dsreason.world.types import Conditioning
 
@@ -66,7 +67,7 @@ def load(root: str, case: str, deepspeed: dict[str, Any] | None = None, *, paral
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of a tensor's gradients, relative to the largest value."""
+    """Return the largest difference between gradients, relative to the largest value of the respective tensor."""
     assert found.keys() == expected.keys()
     assert all(expected[name].abs().max() > 0 for name in expected)
     return max(((found[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected)
@@ -137,7 +138,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed", "sampling", "ZeRO-3"])
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_compute_what_one_does(compared: list[dict[str, dict[str, float]]], case: str, kind: str) -> None:
+def test_two_ranks_match_single_rank_results(compared: list[dict[str, dict[str, float]]], case: str, kind: str) -> None:
     for rank in compared:
         assert rank[f"{case} {kind}"]["output"] < 1e-5
         assert rank[f"{case} {kind}"]["gradients"] < 1e-4

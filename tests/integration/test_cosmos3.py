@@ -1,4 +1,4 @@
-"""Cosmos3's reasoner trained through the installed command: vLLM draws from it, and its export has the published names."""
+"""Cosmos3's reasoner, trained with the installed command: vLLM samples from it, and its export has the published tensor names."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_vllm_samples_from_the_trained_policy(run: Path) -> None:
+def test_vllm_samples_from_trained_policy(run: Path) -> None:
     steps = [line for line in metrics(run) if "train/loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["mismatch/max_abs_logprob"] <= 1e-5 for line in steps)
 
 
 @pytest.mark.long
-def test_export_holds_only_reasoner_with_published_names(run: Path) -> None:
+def test_export_contains_only_reasoner_with_published_names(run: Path) -> None:
     exported = run / "export/final"
     names = load_file(exported / "model.safetensors").keys()
     family = FAMILIES["cosmos3_omni"]

@@ -1,7 +1,7 @@
-"""Files beside a person's rows do not run, however a job is started; the reward that is named does.
+"""Files in the same folder as a user's rows are not run, however a job is started; only the reward named in the config is run.
 
-Planted are all modules of the standard library that Python has not imported before the first line of `dsreason`, packages that
-libraries look for, entry points, and programs for where PATH has an empty entry.
+The tests plant all standard-library modules that Python has not imported before the first line of `dsreason`, packages that
+libraries look for, entry points, and programs that an empty entry of PATH would find.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tests.integration.rows import write_mixed_rows
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 PACKAGES = (
-    # what libraries look for and is not installed; `op_builder` and `torch_supa_ext` in every start
+    # Libraries look for these packages, which are not installed; every start looks for `op_builder` and
+    # `torch_supa_ext`.
     *("apex", "torch_npu", "soundfile", "pynvml", "winreg", "cupy", "mpi4py", "flash_attn", "torchaudio", "intel_npu"),
     *(
         "op_builder",
@@ -39,7 +40,7 @@ PACKAGES = (
 )
 PROGRAMS = ("git", "g++", "gcc", "c++", "ninja", "uname", "file", "lscpu", "ldconfig", "ld", "as", "nvidia-smi", "sh")
 PLUGINS = ("torch.backends", "vllm.general_plugins", "vllm.platform_plugins", "fsspec.specs")
-"""Entry points that libraries call in whatever is installed."""
+"""Groups of entry points that libraries load from every installed package."""
 
 CONFIG = """
 [model]
@@ -128,17 +129,18 @@ def start(folder: Path, command: Sequence[str], **environment: str) -> subproces
     )
 
 
-def test_plain_start_runs_only_named_modules(folder: Path) -> None:
-    """Parent, rank, data worker, checkpoint writer, reward workers."""
+def test_plain_start_ignores_planted_modules(folder: Path) -> None:
+    """Cover the parent, a rank, a data worker, the checkpoint writer and the reward workers."""
     plant(folder, late_modules(folder))
     for name in ("sitecustomize", "usercustomize"):
-        (folder / f"{name}.py").unlink()  # Python runs them before anything else where PYTHONPATH has an empty entry
+        # With an empty entry in PYTHONPATH, Python runs these modules before any other code.
+        (folder / f"{name}.py").unlink()
     run(folder, ["-m", "dsreason"], "grpo.toml", PYTHONPATH=f"{os.environ['PYTHONPATH']}:")
 
 
 @pytest.mark.nightly
-def test_script_and_vllm_run_only_named_modules(folder: Path) -> None:
-    """Cover the processes that vLLM starts, too."""
+def test_script_and_vllm_ignore_planted_modules(folder: Path) -> None:
+    """Cover the processes that vLLM starts as well."""
     script = folder.parent / "dsreason"
     script.write_text("from dsreason.__main__ import main\nmain()\n")
     plant(folder, sys.stdlib_module_names)
@@ -155,7 +157,7 @@ def test_script_and_vllm_run_only_named_modules(folder: Path) -> None:
     ],
     ids=lambda command: command[0],
 )
-def test_other_commands_run_only_what_is_named(folder: Path, command: list[str]) -> None:
+def test_other_commands_ignore_planted_modules(folder: Path, command: list[str]) -> None:
     plant(folder, late_modules(folder))
     ended = start(folder, ["-m", "dsreason", *command])
     ran = folder.parent / "ran"
@@ -165,7 +167,7 @@ def test_other_commands_run_only_what_is_named(folder: Path, command: list[str])
 
 
 @pytest.mark.nightly
-def test_torchrun_rank_runs_only_named_modules(folder: Path) -> None:
+def test_torchrun_rank_ignores_planted_modules(folder: Path) -> None:
     # The launcher itself is started like the installed `torchrun`, which has its own folder on the path.
     plant(folder, late_modules(folder))
     run(
@@ -180,14 +182,15 @@ DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_por
 
 
 @pytest.mark.nightly
-def test_pythonsafepath_protects_the_processes_of_deepspeed_too(folder: Path) -> None:
+def test_pythonsafepath_also_protects_deepspeed_processes(folder: Path) -> None:
     plant(folder, sys.stdlib_module_names)
     run(folder, [*DEEPSPEED], "sft.toml", PYTHONSAFEPATH="1", PATH="/usr/bin:/bin")
 
 
 @pytest.mark.nightly
-def test_only_deepspeed_launchers_run_more_without_pythonsafepath(folder: Path) -> None:
-    shutil.rmtree(folder / "planted-1.0.dist-info")  # the launchers' torch would end at it
+def test_without_pythonsafepath_only_deepspeed_launchers_are_vulnerable(folder: Path) -> None:
+    # Otherwise, the launchers' import of torch would fail because of the planted entry points.
+    shutil.rmtree(folder / "planted-1.0.dist-info")
     ended = start(folder, [*DEEPSPEED, "sft", "--config", "sft.toml", "--output-dir", "D"], PATH="/usr/bin:/bin")
     assert ended.returncode == 0, ended.stderr
     ran = (folder.parent / "ran").read_text().splitlines()

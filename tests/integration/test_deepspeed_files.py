@@ -1,4 +1,4 @@
-"""The shipped DeepSpeed files on real engines, and our list of removed keys against the installed DeepSpeed."""
+"""The shipped DeepSpeed files work with real engines, and the list of removed keys matches the installed DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILES = ("zero2.json", "zero3.json", "zero3_offload.json")
 
 
 def train(precision: str) -> dict[str, list[float]]:
-    """Losses of five steps of two micro-batches under each shipped file."""
+    """Train five steps of two micro-batches with each shipped file; return the losses."""
     world = init_world()
     config = SFTConfig.model_validate(
         {"train": {"precision": precision, "global_batch_size": 8, "micro_batch_size": 2}, "optim": {"lr": 1e-2}}
@@ -44,14 +44,14 @@ def train(precision: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_each_shipped_file_trains_alike_on_cpu(precision: str) -> None:
+def test_all_shipped_files_give_equal_losses(precision: str) -> None:
     for losses in run_on_ranks(train, 2, precision):
         assert losses["zero3.json"] == pytest.approx(losses["zero2.json"], rel=1e-5)
         assert losses["zero3_offload.json"] == pytest.approx(losses["zero2.json"], rel=1e-5)
         assert losses["zero2.json"][-1] < losses["zero2.json"][1]
 
 
-def test_removed_keys_match_those_of_deepspeed() -> None:
+def test_removed_keys_match_installed_deepspeed() -> None:
     from deepspeed.runtime import config as deepspeed_config
 
     assert set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(REMOVED)

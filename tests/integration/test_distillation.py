@@ -1,4 +1,5 @@
-"""Runs of `dsreason grpo` with a teacher and no reward: resumed exactly, the same however they are cut, and checked."""
+"""Runs of `dsreason grpo` with a teacher and no reward: they resume exactly, do not depend on the batch split, and are
+checked."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ keep = -1
 
 
 def run_grpo(file: str, output_dir: str, resume: str | None, changes: tuple[str, ...]) -> None:
-    """Run `dsreason grpo` as one of its ranks does."""
+    """Run `dsreason grpo` the way one of its ranks does."""
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
     trainer = find_trainers()["grpo"]
@@ -65,7 +66,7 @@ def run_grpo(file: str, output_dir: str, resume: str | None, changes: tuple[str,
 
 
 def train(folder: Path, name: str, *changes: str, ranks: int = 2, resume: str | None = None) -> list[dict[str, Any]]:
-    """The metrics of its steps."""
+    """Run GRPO with `changes` to the settings, and return the metrics of its steps."""
     out = folder / name
     run_on_ranks(run_grpo, ranks, str(folder / "run.toml"), str(out), resume and str(folder / resume), changes)
     return steps_of(out)
@@ -80,7 +81,7 @@ ONE_STEP = ("grpo.optimizer_steps_per_rollout=1", "train.max_steps=1", "checkpoi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """Return a folder with a finished run in `whole/`: four steps on two ranks, two steps per rollout."""
+    """Return a folder with a finished run in `whole/`, which has four steps on two ranks, and two steps per rollout."""
     folder = tmp_path_factory.mktemp("distillation")
     write_mixed_rows(folder / "data")
     shutil.copytree(tiny_qwen3_vl, folder / "student")
@@ -92,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
 
 @pytest.fixture(scope="module")
 def first_step(folder: Path) -> dict[str, Any]:
-    """Return the metrics of the first step, on two ranks with the settings of the file."""
+    """Return the metrics of the first step on two ranks, with the unchanged settings of the file."""
     return train(folder, "first", *ONE_STEP)[0]
 
 
@@ -115,7 +116,7 @@ def test_resumed_run_matches_full_run_exactly(folder: Path) -> None:
         pytest.param(2, ('deepspeed="zero2.json"',), id="a whole student"),
     ],
 )
-def test_first_step_does_not_depend_on_partitioning(
+def test_first_step_does_not_depend_on_batch_split(
     folder: Path, first_step: dict[str, Any], ranks: int, changes: tuple[str, ...]
 ) -> None:
     (result,) = train(folder, f"cut-{ranks}-{len(changes)}-{changes[:1]}", *ONE_STEP, *changes, ranks=ranks)
@@ -124,15 +125,15 @@ def test_first_step_does_not_depend_on_partitioning(
         assert result[name] == pytest.approx(first_step[name], rel=1e-4, abs=1e-6), name
 
 
-def test_who_is_its_own_teacher_learns_nothing(folder: Path) -> None:
+def test_student_learns_nothing_from_identical_teacher(folder: Path) -> None:
     changes = (f'distill.teacher="{folder / "student"}"', "rollout.temperature=1.0")
     (result,) = train(folder, "own", *ONE_STEP, *changes)
     assert abs(result["distill/kl"]) <= 1e-6
     assert result["train/grad_norm"] <= 1e-4
 
 
-def test_teacher_advantages_add_to_reward_advantages(folder: Path, first_step: dict[str, Any]) -> None:
-    """Every completion has the same reward, so that nothing is to be learned from it."""
+def test_teacher_advantages_are_added_to_reward_advantages(folder: Path, first_step: dict[str, Any]) -> None:
+    """Give every completion the same reward, so that the reward itself contributes no gradient."""
     (folder / "rewards.py").write_text("def same(completion, sample):\n    return 1.0\n")
     rewards = f'reward.functions={{"{folder}/rewards.py:same"=1.0}}'
     item, two = (
@@ -156,6 +157,6 @@ def test_resume_is_rejected_when_teacher_changed(folder: Path, tmp_path: Path) -
         shutil.move(tmp_path / "teacher", folder / "teacher")
 
 
-def test_adapters_learn_from_a_teacher_too(folder: Path) -> None:
+def test_adapters_also_learn_from_teacher(folder: Path) -> None:
     result = train(folder, "adapters", "lora.rank=4", "lora.alpha=8", *ONE_STEP)
     assert result[0]["train/grad_norm"] > 1e-4

@@ -1,4 +1,4 @@
-"""`dsreason doctor` on this machine: a real sum over two ranks, and a real step of a tiny model with its engine."""
+"""`dsreason doctor` on this machine: it sums over two real ranks and trains one real step of a tiny model with its engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_doctor_passes_on_test_machine(tmp_path: Path) -> None:
     assert result["videos"]["verdict"] == "pass"
 
 
-def test_a_broken_environment_fails_with_its_cure(tmp_path: Path) -> None:
+def test_doctor_suggests_remedy_for_broken_environment(tmp_path: Path) -> None:
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CXX": "no-such-compiler", "MASTER_PORT": "x"}
     code, result = run(tmp_path, "--quick", **variables)
     assert code == 1

@@ -1,4 +1,4 @@
-"""Runs of `dsreason dpo` on real ranks: resumed exactly, with a reference that is measured once and checked ever after."""
+"""Runs of `dsreason dpo` on real ranks: they resume exactly, and measure the reference once and check it from then on."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ keep = -1
 
 
 def run_dpo(file: str, output_dir: str, resume: str | None, changes: tuple[str, ...]) -> None:
-    """Run `dsreason dpo` as one of its ranks does."""
+    """Run `dsreason dpo` the way one of its ranks does."""
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
     trainer = find_trainers()["dpo"]
@@ -71,7 +71,8 @@ def stored(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
-    """Return a folder with `whole/`, six steps on two ranks, and `resumed/`, which repeats the last three of them."""
+    """Return a folder with `whole/`, a run of six steps on two ranks, and `resumed/`, which repeats the last three of these
+    steps."""
     return whole_and_resumed(tmp_path_factory.mktemp("dpo"), tiny_qwen2_5_vl, "zero3.json")
 
 
@@ -120,14 +121,14 @@ def test_reference_is_measured_once_per_row(folder: Path) -> None:
     assert stored(folder / "resumed") == stored(folder / "whole")
 
 
-def test_policy_starts_at_the_reference(folder: Path) -> None:
+def test_initial_policy_equals_reference(folder: Path) -> None:
     first, *_ = metrics(folder / "whole")
     assert first["step"] == 0
     assert first["val/margin"] == pytest.approx(0, abs=1e-5)
     assert {"val/loss", "val/preference_accuracy", "val/ranking_accuracy"} <= first.keys()
 
 
-def test_steps_show_margins_lengths_and_both_answers(folder: Path) -> None:
+def test_steps_log_margins_lengths_and_both_answers(folder: Path) -> None:
     line = next(line for line in metrics(folder / "whole") if line["step"] == 6)
     names = ("loss", "margin", "accuracy", "ranking", "chosen", "rejected", "chosen_length", "rejected_length")
     assert {f"dpo/{name}" for name in names} <= line.keys()
@@ -141,7 +142,7 @@ def test_reference_file_of_another_run_is_used(folder: Path) -> None:
     assert not (run / "reference.jsonl").exists()
 
 
-def test_log_ratios_are_logprobs_without_reference(folder: Path) -> None:
+def test_log_ratios_equal_logprobs_without_reference(folder: Path) -> None:
     run = train(folder, "free", 'dpo.reference="none"', 'dpo.loss="sigmoid"', "train.max_steps=1", ranks=1)
     line = next(line for line in metrics(run) if line["step"] == 1)
     assert line["dpo/chosen"] < -5
@@ -158,7 +159,7 @@ def test_adapter_off_reference_matches_measured_reference(folder: Path) -> None:
     assert not (requested / "reference.jsonl").exists()
 
 
-def test_a_row_that_changed_since_is_named(folder: Path) -> None:
+def test_changed_row_is_reported_by_id(folder: Path) -> None:
     rows = folder / "data/rows.jsonl"
     text = rows.read_text()
     try:
@@ -181,7 +182,7 @@ def test_resume_is_rejected_when_model_changed(folder: Path) -> None:
         weights.write_bytes(content)
 
 
-def test_interrupted_reference_measurement_resumes(folder: Path) -> None:
+def test_interrupted_reference_measurement_is_resumed(folder: Path) -> None:
     lines = (folder / "whole/reference.jsonl").read_text().splitlines(keepends=True)
     (folder / "killed").mkdir()
     (folder / "killed/reference.jsonl").write_text("".join(lines[:4]) + lines[4][:20])

@@ -1,5 +1,5 @@
-"""The same pairs give the same loss and gradient however they are cut over ranks and rows, whether both answers share their
-prompt, and as a plain sum over single conversations gives them."""
+"""The loss and gradient of given pairs are independent of their division among ranks and rows, do not depend on whether both
+answers share their prompt, and equal those of a plain sum over single conversations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOSS = {
     "reference": "precomputed",
 }
 BASELINE = (0.4, 2)
-"""Sum and number of the rewards before."""
+"""Sum and number of the rewards in the previous steps."""
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank, a row": (1, {}),
     "1 rank, a pair a row": (1, {"micro_batch_size": 1}),
@@ -41,7 +41,7 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 BY_HAND = "by hand"
 TRAINED = {"qwen2_5_vl": ("qwen2_5_vl", {}), "qwen3_vl": ("qwen3_vl", {}), "adapters": ("qwen3_vl", LORA)}
-"""Family, and the adapters that are trained."""
+"""Name → model family, and settings of the trained adapters (empty: all weights are trained)."""
 OF_ADAPTERS = ("1 rank, rows of 120", "1 rank, padded rows", "2 ranks, a row each", "2 ranks compute each row", BY_HAND)
 WANTED = [
     (cut, subject) for cut in [BY_HAND, *CUTS] for subject in TRAINED if subject != "adapters" or cut in OF_ADAPTERS
@@ -66,7 +66,8 @@ def run_config(rows: str, model: str, settings: dict[str, Any], lora: dict[str, 
 
 
 def write_pairs(folder: Path, count: int = 8) -> Path:
-    """Text alone, an image, a video, two images, in turn; answers of one to many tokens, and made-up reference values."""
+    """Write pairs that alternate between text only, an image, a video and two images, with answers of different lengths and
+    made-up reference log-probabilities."""
     rows = write_mixed_rows(folder, count)
     result = []
     for i, line in enumerate(rows.read_text().splitlines()):
@@ -81,7 +82,7 @@ Case = tuple[str, str, dict[str, Any], dict[str, Any] | None]
 
 
 def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
-    """Loss and full gradients of the first step of each case, on rank 0; without settings by hand."""
+    """Return the loss and full gradients of each case's first step, on rank 0; a case without settings is computed by hand."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.sources import open_datasets
     from dsreason.job.ranks import build_row_groups, gather_objects, init_world
@@ -100,7 +101,8 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
         world = build_row_groups(job, config.train.sequence_parallel_size)
         training, _ = open_datasets(config.data)
         encoder = build_encoder(config, Path(model))
-        # By hand there are several forwards before the backward pass, which blocks that ZeRO-3 gathers as a whole do not allow.
+        # The computation by hand runs several forward passes before the backward pass, which ZeRO-3 does not allow for
+        # blocks that it gathers as a whole.
         file = "zero2.json" if settings is None else config.deepspeed
         deepspeed = resolve_deepspeed(file, config, device="cpu", world_size=world.size)
         with trained_adapters():
@@ -129,7 +131,7 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
 
 
 def backward_by_hand(engine: Any, encoder: Any, training: Any) -> float:
-    """One conversation a forward, as SFT reads it, and the formulas of the losses."""
+    """Run one forward pass per conversation, read as for SFT, and apply the formulas of the losses directly."""
     from dataclasses import replace
 
     import torch
@@ -151,7 +153,9 @@ def backward_by_hand(engine: Any, encoder: Any, training: Any) -> float:
         keep, flip = -(1 - smoothing) * log_sigma(h), -smoothing * log_sigma(-h)
         losses = {
             0.5: keep + flip,
-            0.3: torch.relu(1 - h) - log_sigma(beta * c - baseline) - log_sigma(baseline - beta * r),  # hinge and bco
+            0.3: torch.relu(1 - h)
+            - log_sigma(beta * c - baseline)
+            - log_sigma(baseline - beta * r),  # hinge loss plus BCO loss
             0.01: (c / len(answers[0]) - r / len(answers[1]) - 1 / (2 * beta)) ** 2,
             0.2: (keep - flip) / (1 - 2 * smoothing),
         }
@@ -166,7 +170,7 @@ def backward_by_hand(engine: Any, encoder: Any, training: Any) -> float:
 def results(
     tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
 ) -> dict[tuple[str, str], tuple[float, Gradients]]:
-    """Losses and gradients by cut and trained subject; cases on the same number of ranks share their processes."""
+    """Return losses and gradients by batch split and trained model; cases with the same number of ranks share their processes."""
     rows = str(write_pairs(tmp_path_factory.mktemp("pairs")))
     models = {"qwen2_5_vl": str(tiny_qwen2_5_vl), "qwen3_vl": str(tiny_qwen3_vl)}
     expected: dict[str, tuple[int, dict[str, Any] | None]] = {BY_HAND: (1, None), **CUTS}
@@ -179,7 +183,7 @@ def results(
 
 
 @pytest.mark.parametrize(("cut", "what"), [item for item in WANTED if item[0] != BY_HAND])
-def test_loss_and_gradient_match_one_conversation_per_forward(results, cut, what):
+def test_loss_and_gradient_match_separate_forward_passes(results, cut, what):
     loss, gradients = results[cut, what]
     expected_loss, expected = results[BY_HAND, what]
     assert loss == pytest.approx(expected_loss, rel=1e-5)

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine on real ranks: gradients do not depend on how the batch was cut."""
+"""The DeepSpeed engine on real ranks: gradients do not depend on how the batch is divided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def ds_config(stage: str, *, bf16: bool = False, clip: float = 0.0) -> dict[str,
     if stage.startswith("zero3"):
         zero["stage3_param_persistence_threshold"] = 20
     else:
-        zero |= {"overlap_comm": True, "reduce_bucket_size": 500}  # two buckets in turn; the embedding fits in none
+        # Two buckets are used alternately, and the embedding fits in neither.
+        zero |= {"overlap_comm": True, "reduce_bucket_size": 500}
     if stage == "zero3_offload":
         zero |= {
             "offload_optimizer": {"device": "cpu"},
@@ -42,7 +43,8 @@ def ds_config(stage: str, *, bf16: bool = False, clip: float = 0.0) -> dict[str,
 
 
 class TinyLM(nn.Module):
-    """Embedding, a frozen and two trained layers, a norm, and a head tied to the embedding."""
+    """A language model with an embedding, one frozen and two trained layers, a norm, and an output layer tied to the
+    embedding."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -69,7 +71,7 @@ def samples() -> list[Tensor]:
 
 
 def summed_loss(model: Any, ids: list[Tensor]) -> Tensor:
-    """Sum of next-token losses of right-padded rows."""
+    """Return the sum of the next-token losses of right-padded rows."""
     padded = nn.utils.rnn.pad_sequence(ids, batch_first=True)
     logprobs = model(padded)[:, :-1].gather(-1, padded[:, 1:, None])[..., 0]
     mask = nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True)[:, 1:]
@@ -77,7 +79,7 @@ def summed_loss(model: Any, ids: list[Tensor]) -> Tensor:
 
 
 def run_step(engine: Any, world: Any, data: list[Tensor], micro_batch: int, naive: bool = False) -> None:
-    """All micro-batches of one step, up to but without the optimizer step."""
+    """Run the forward and backward passes of all micro-batches of one step, without the optimizer step."""
     custom = data[world.rank :: world.size]
     num_tokens = sum(len(row) - 1 for row in data)
     micro_batches = [custom[i : i + micro_batch] for i in range(0, len(custom), micro_batch)]
@@ -95,7 +97,7 @@ Gradients = dict[str, np.ndarray]
 
 
 def take_gradients(engine: Any, world: Any, data: list[Tensor], micro_batch: int, naive: bool = False) -> Gradients:
-    """The gradients of one step and, last, their norm as the engine reports it."""
+    """Return the gradients of one step, and under "norm" their norm as reported by the engine."""
     from dsreason.engine.engine import get_grad_norm
     from tests.engines import full_gradients
 
@@ -108,7 +110,7 @@ def take_gradients(engine: Any, world: Any, data: list[Tensor], micro_batch: int
 def gradients_on_ranks(micro_batches: tuple[int, ...], naive: bool = False) -> dict[tuple[str, int], Gradients]:
     """Return the gradients of every stage and micro-batch size.
 
-    Steps of other lengths come in between; nothing of them may stay behind.
+    Steps with other numbers of micro-batches run in between; their gradients must not influence the result.
     """
     from dsreason.config.schema import OptimConfig
     from dsreason.engine.engine import build_engine, set_learning_rate
@@ -137,7 +139,7 @@ def worst_difference(a: Gradients, b: Gradients) -> float:
 
 
 def accumulation_errors(data_types: dict[str, str]) -> dict[str, float]:
-    """bf16, 64 micro-batches: how far the accumulated gradient is from the sum of the 64 single ones."""
+    """Return how far the gradient accumulated over 64 bf16 micro-batches deviates from the sum of the 64 individual gradients."""
     from dsreason.config.schema import OptimConfig
     from dsreason.engine.engine import build_engine, set_learning_rate
     from dsreason.job.ranks import init_world
@@ -198,7 +200,7 @@ def gathered_parameters(bucket_mb: float) -> dict[str, Any]:
 
 
 def on_two_ranks() -> dict[str, Any]:
-    """All that is measured on two ranks, in one start."""
+    """Collect all measurements on two ranks, so that the processes are started only once."""
     return {
         "gradients": gradients_on_ranks((2,)),
         "naive gradients": gradients_on_ranks((2,), naive=True),
@@ -223,15 +225,16 @@ def test_gradients_do_not_depend_on_batch_split(two_ranks: list[dict[str, Any]])
             assert worst_difference(grads, plain_gradients()) <= 1e-5, case
 
 
-def test_mean_per_micro_batch_gives_other_gradients(two_ranks: list[dict[str, Any]]) -> None:
+def test_averaging_each_micro_batch_changes_gradients(two_ranks: list[dict[str, Any]]) -> None:
     for grads in two_ranks[0]["naive gradients"].values():
         assert worst_difference(grads, plain_gradients()) > 1e-2
 
 
-def test_64_bf16_accumulations_lose_nothing(two_ranks: list[dict[str, Any]]) -> None:
+def test_accumulating_64_bf16_micro_batches_preserves_precision(two_ranks: list[dict[str, Any]]) -> None:
     for measured in two_ranks:
         assert max(measured["fp32 accumulation"].values()) <= 1e-5
-        assert min(measured["bf16 accumulation"].values()) > 5e-3  # what the setting is for
+        # Without float32 accumulation, the error is large, so the setting is needed.
+        assert min(measured["bf16 accumulation"].values()) > 5e-3
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -241,9 +244,7 @@ def test_nonfinite_gradient_appears_in_reported_norm(two_ranks: list[dict[str, A
 
 
 @pytest.mark.parametrize("bucket_mb", [1e-4, 1.0])
-def test_full_parameters_are_complete_without_tied_duplicates(
-    two_ranks: list[dict[str, Any]], bucket_mb: float
-) -> None:
+def test_gathered_parameters_omit_tied_duplicates(two_ranks: list[dict[str, Any]], bucket_mb: float) -> None:
     expected = dict(TinyLM().named_parameters())
     for (stage, master), tensors in two_ranks[1]["parameters"][bucket_mb].items():
         assert list(tensors) == list(expected)

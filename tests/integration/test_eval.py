@@ -1,4 +1,4 @@
-"""`dsreason eval` through the installed command: never misaligned, never short, and the same however often it is killed."""
+"""`dsreason eval` with the installed command: answers match their questions, none is missing, and kills do not change them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ SHORT = (
     "generation.max_retries=1",
     "--set",
     "generation.max_tokens=16",
-)  # a random model never ends by itself
+)  # a random model never generates a stop token, so its answers must be kept short
 NUM_CLIPS = 6
 
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`benchmark/robots`: six clips, the second with two questions; of all kinds."""
+    """Create `benchmark/robots` with six clips, of which the second has two questions; all kinds of questions occur."""
     folder = tmp_path_factory.mktemp("eval")
     clips = folder / "benchmark" / "robots" / "clips"
     clips.mkdir(parents=True)
@@ -77,14 +77,14 @@ def evaluate(folder: Path, results: str, *options: object) -> subprocess.Complet
 
 
 def commands(folder: str, calls: list[list[str]]) -> list[tuple[int, str]]:
-    """The exit code and the output of each `dsreason …`, in a process that has imported nearly everything."""
+    """Run each `dsreason …` in a process that has already imported most modules; return exit codes and outputs."""
     os.chdir(folder)
     for name in (*PROXIES, "OPENAI_API_KEY"):
         os.environ.pop(name, None)
     ended = []
     for number, call in enumerate(calls):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)  # it is no rank, and makes itself a job of one
+            os.environ.pop(name, None)  # the command is not a rank here, but starts a job with one rank
         sys.argv = ["dsreason", *call]
         with open(f"output_{number}", "w") as output:
             os.dup2(output.fileno(), 1)
@@ -105,7 +105,7 @@ def run(folder: Path, *calls: list[object]) -> list[tuple[int, str]]:
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Every stored result by id, without what a clock measured."""
+    """Return all stored results by id, without measured times."""
     paths = [item for file in sorted(folder.glob("*/*/*/*.json")) for item in json.loads(file.read_text())]
     return sorted(({**item, "seconds": None} for item in paths), key=lambda item: item["id"])
 
@@ -117,7 +117,7 @@ def undisturbed(benchmark: Path, tiny_qwen2_5_vl: Path) -> list[dict[str, Any]]:
     return results(benchmark / "whole")
 
 
-def test_every_question_is_answered_under_its_clip(undisturbed: list[dict[str, Any]], benchmark: Path) -> None:
+def test_answers_are_stored_with_their_clips(undisturbed: list[dict[str, Any]], benchmark: Path) -> None:
     assert len({item["id"] for item in undisturbed}) == NUM_CLIPS + 1
     assert [item["video_id"] for item in undisturbed] == [f"clip.{i}" for i in (0, 1, 1, 2, 3, 4, 5)]
     assert {item["kind"] for item in undisturbed} == {"multiple_choice", "yes_no", "open"}
@@ -131,7 +131,7 @@ def test_every_question_is_answered_under_its_clip(undisturbed: list[dict[str, A
     assert (run / "report.html").stat().st_size > 10_000
 
 
-def test_bad_clips_fail_only_their_own_questions(
+def test_unreadable_clips_fail_only_their_questions(
     undisturbed: list[dict[str, Any]], benchmark: Path, tiny_qwen2_5_vl: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(benchmark / "benchmark", tmp_path / "benchmark")
@@ -152,10 +152,11 @@ def test_bad_clips_fail_only_their_own_questions(
         item["full_response"] for item in other_items
     ]
     [row] = [line.split() for line in text.splitlines() if line.split()[:1] == ["all"]]
-    assert (row[-1], row[-4]) == (f"{NUM_CLIPS - 1}", f"{NUM_CLIPS + 1}")  # answered, and all
+    # The last column counts answered questions; the fourth column from the right counts all questions.
+    assert (row[-1], row[-4]) == (f"{NUM_CLIPS - 1}", f"{NUM_CLIPS + 1}")
 
     shutil.copy(benchmark / "benchmark/robots/clips/clip.0.mp4", clips)
-    [(_, text)] = run(tmp_path, options)  # what is there now is asked again, and nothing else
+    [(_, text)] = run(tmp_path, options)  # only the question whose clip now exists is asked again
     assert "1 questions in " in text
     assert sum(item["error"] is None for item in results(tmp_path / "r")) == NUM_CLIPS
 
@@ -171,14 +172,15 @@ def test_changed_settings_are_rejected_with_both_values(
 
 
 def drawn(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results by id, with the names of media for their paths."""
+    """Return the results by id, with media paths replaced by file names."""
     return {item["id"]: {**item, "media": [Path(path).name for path in item["media"]]} for item in results(folder)}
 
 
-def test_removed_or_broken_question_leaves_others_unchanged(
+def test_other_answers_ignore_removed_or_broken_questions(
     benchmark: Path, tiny_qwen2_5_vl: Path, tmp_path: Path
 ) -> None:
-    """Drawn at a temperature, from random streams; of `clip.1` the first of two questions goes, of `clip.3` the only one."""
+    """Sample at a temperature from random streams. The first of two questions of `clip.1` and the only one of `clip.3` are
+    removed."""
     shutil.copytree(benchmark / "benchmark", tmp_path / "fewer")
     shutil.copytree(benchmark / "benchmark", tmp_path / "broken")
     annotations = tmp_path / "fewer/robots/robots_benchmark_qa_pairs.json"
@@ -224,12 +226,12 @@ def test_questions_about_real_media_are_answered(tmp_path: Path) -> None:
 
 
 SERVERS = {"401": (401, 401), "404": (404, 404), "500": (200, 500), "page": (200, 200)}
-"""Status of the list of models, and of answers."""
+"""Name → HTTP status for the list of models, and for chat completions."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """Options of the command, and words of the one text that it ends with."""
+    """Options of a command with a mistake, and words that its only error message must contain."""
 
     options: list[str]
     words: list[str]
@@ -333,7 +335,7 @@ def ends(tiny_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_reported_once_before_model_loads(
+def test_mistakes_are_reported_once_before_model_loads(
     ends: dict[str, tuple[Mistake, tuple[int, str]]], name: str
 ) -> None:
     mistake, (code, text) = ends[name]
@@ -347,7 +349,7 @@ def test_mistake_is_reported_once_before_model_loads(
 
 
 class Counting(TransformersEngine):
-    """An engine that records the number of prompts of each call and of rows of each batch that it has sampled."""
+    """An engine that records the number of prompts in each call, and the number of rows in each batch that it samples."""
 
     def iter_completions(self, prompts: Sequence[EncodedPrompt], *args: Any, **kwargs: Any) -> Iterator[Any]:
         self.calls.append(len(prompts))
@@ -359,7 +361,7 @@ class Counting(TransformersEngine):
 
 
 @pytest.mark.parametrize(("memory_gib", "calls"), [(4.0, [20]), (1e-9, [16, 4])])
-def test_engine_gets_questions_that_fit_in_memory(
+def test_engine_batches_fit_in_media_memory(
     tiny_qwen2_5_vl: Path, tmp_path: Path, memory_gib: float, calls: list[int]
 ) -> None:
     settings = {
@@ -389,10 +391,11 @@ def test_engine_gets_questions_that_fit_in_memory(
 
 
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.long), "transformers"])
-def test_ranks_and_engines_give_the_same_answers(
+def test_ranks_and_engines_give_equal_answers(
     undisturbed: list[dict[str, Any]], benchmark: Path, tiny_qwen2_5_vl: Path, engine: str
 ) -> None:
-    """Greedy with a repetition penalty: one process of transformers, two ranks of it, and vLLM over two ranks."""
+    """Compare greedy answers with a repetition penalty: one transformers process, two transformers ranks, and vLLM on two
+    ranks."""
     options = ("--model", tiny_qwen2_5_vl, "--data", ".", "--set", "generation.repetition_penalty=1.3")
     options += SHORT
     if not (benchmark / "one").exists():
@@ -405,7 +408,7 @@ def test_ranks_and_engines_give_the_same_answers(
     assert [item["full_response"] for item in result] != [item["full_response"] for item in undisturbed]
 
 
-def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) -> None:
+def test_published_cosmos_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) -> None:
     config = Path(__file__).parents[2] / "../shared/cosmos_configs/evaluate.yaml"
     if not config.exists():
         pytest.skip("../shared/cosmos_configs is not here")
@@ -424,7 +427,7 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
 
 
 @pytest.mark.long
-def test_randomly_killed_run_ends_with_undisturbed_results(
+def test_randomly_killed_evaluation_gives_undisturbed_results(
     tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     num_kills = 1 + request.config.getoption("--kills")
@@ -458,9 +461,9 @@ def test_randomly_killed_run_ends_with_undisturbed_results(
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert goal <= num_answered() < num_questions, f"kill {kill} came too late to matter"
-        if step == 0:  # at the start, when the folder is just opened
+        if step == 0:  # the command was killed at the start, when it had only opened the folder
             assert num_answered() == 0
-        else:  # nothing is missing from what would be scored now
+        else:  # a score computed now would cover all questions
             assert len(results(tmp_path / "killed")) == num_questions
     [(code, text)] = run(tmp_path, ["--results-dir", "killed", *options])
     assert code == 0, text

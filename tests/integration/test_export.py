@@ -1,4 +1,4 @@
-"""Exported folders: the very logits of the trained model, reopened by transformers and served by vLLM."""
+"""Exported folders: transformers reproduces the logits of the trained model, and vLLM serves the folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARD = "1.2MB"
 
 
 def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
-    """Return the logits of the policy as it is being trained."""
+    """Return the logits of the policy while it is being trained."""
     import deepspeed
 
     from tests.positions import patch_positions
@@ -42,7 +42,7 @@ def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
 
 
 def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, np.ndarray]]:
-    """A few large steps with a frozen vision tower under each ZeRO stage, then a checkpoint and an export."""
+    """Under each ZeRO stage, train a few large steps with a frozen vision tower, then write a checkpoint and an export."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.export import export_engine
     from dsreason.engine.engine import set_learning_rate
@@ -70,7 +70,7 @@ def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, 
 
 
 def reopen(folder: str) -> dict[str, Any]:
-    """Logits and greedy text of an exported folder, by transformers and by a real vLLM engine."""
+    """Return the logits and greedy texts of an exported folder, computed by transformers and by a real vLLM engine."""
     import os
 
     os.environ.update(
@@ -108,11 +108,12 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_reopened_logits_match_trained_model(trained: tuple[Path, dict[str, Any]], reopened: dict[str, Any]) -> None:
     for name in CASES:
-        # transformers embeds patches with a convolution, training with a matrix product; they differ only by rounding.
+        # transformers embeds patches with a convolution, training with a matrix product; the results differ only by
+        # rounding.
         assert np.abs(reopened["logits"][name] - trained[1]["zero3"][name]).max() <= 1e-5
 
 
-def test_vllm_continues_as_transformers_does(reopened: dict[str, Any]) -> None:
+def test_vllm_and_transformers_generate_equal_text(reopened: dict[str, Any]) -> None:
     assert reopened["text"] == reopened["vllm_generated"]
 
 
@@ -131,7 +132,7 @@ def test_checkpoint_export_matches_engine_export(
     assert {path.name for path in tiny.iterdir() if path.suffix != ".safetensors"} <= {p.name for p in output.iterdir()}
 
 
-def test_index_lists_shards_within_size_limit(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_exported_shards_respect_size_limit(trained: tuple[Path, dict[str, Any]]) -> None:
     folder = trained[0] / "zero3_engine"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -143,7 +144,7 @@ def test_index_lists_shards_within_size_limit(trained: tuple[Path, dict[str, Any
     assert all((folder / name).stat().st_size <= 1_200_000 for name in shards)
 
 
-def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_bf16_export_can_be_loaded_for_training(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     from dsreason.checkpoints.export import export_checkpoint
     from dsreason.models.load import load_model
 
@@ -157,7 +158,7 @@ def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]
         assert torch.equal(parameter, exact[name].bfloat16()), name
 
 
-def test_export_rejects_full_folder_or_missing_base(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_export_rejects_nonempty_folder_and_missing_base(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     from dsreason.checkpoints.checkpoint_folder import write_marker
     from dsreason.checkpoints.export import export_checkpoint
 

@@ -1,6 +1,6 @@
-"""Memory that an export holds at a time.
+"""Peak memory of an export.
 
-It is read in a separate process, because one that ran other tests has memory to spare.
+The memory is measured in a separate process, because a process that ran other tests has freed memory that it can reuse.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from dsreason.monitor.memory import read_status_bytes
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 TENSORS, ELEMENTS = 6, 9_000_000
-SIZE = 4 * ELEMENTS  # bytes; blocks of more than 32 MiB go back to the kernel when they are freed
+# Each tensor has this size in bytes; the allocator returns blocks of more than 32 MiB to the kernel when they are freed.
+SIZE = 4 * ELEMENTS
 
 
-def test_writing_holds_less_than_two_shards(tmp_path: Path) -> None:
+def test_export_holds_less_than_two_shards(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
         held = pool.submit(bytes_held_at_most, tmp_path).result()
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == TENSORS // 2
@@ -30,7 +31,7 @@ def test_writing_holds_less_than_two_shards(tmp_path: Path) -> None:
 
 
 def bytes_held_at_most(folder: Path) -> int:
-    """Return the most bytes of tensors held at a time while a model is written to `folder`/out.
+    """Return the largest number of bytes of tensors that exist at the same time while a model is written to `folder`/out.
 
     The model has `TENSORS` tensors, two per shard.
     """

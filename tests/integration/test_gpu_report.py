@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_report` itself, in tiny sizes on the CPU."""
+"""`python -m benchmarks.gpu_report` itself, with tiny sizes on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report(parts: Iterable[str], out: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_all_parts_run_on_cpu_and_merge(tmp_path: Path) -> None:
+def test_all_report_parts_run_and_are_merged(tmp_path: Path) -> None:
     report(FIRST, tmp_path)
     parts = [part for part in PARTS if part.name not in REPEATED]
     report([part.name for part in parts if part.name not in FIRST], tmp_path)
@@ -43,7 +43,7 @@ def test_all_parts_run_on_cpu_and_merge(tmp_path: Path) -> None:
     assert all(record["device"] == "cpu" and record["tiny"] for record in records.values())
     measured = {row["name"]: row["value"] for record in records.values() for row in record["measurements"]}
     assert measured["steps"] == 4
-    assert measured["padding, share of tokens"] == 0  # rows are packed
+    assert measured["padding, share of tokens"] == 0  # packed rows need no padding
     assert measured["as dsreason sets it: length 192 non-finite gradients"] == 0
     for file in ("gpu-report.json", "gpu-report.md"):
         text = (tmp_path / file).read_text()

@@ -1,4 +1,4 @@
-"""Recomputing activations changes no gradient, under ZeRO-3 and with Qwen3-VL's deepstack; nor does keeping them elsewhere."""
+"""Recomputing activations, or keeping them on the host, changes no gradient, under ZeRO-3 and with Qwen3-VL's deepstack."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def inputs_of(folder: Path) -> dict[str, Any]:
 
 
 class Recorded(save_on_cpu):
-    """Keeps the shapes of what it moves."""
+    """A `save_on_cpu` context that records the shapes of the tensors that it moves."""
 
     moved: list[tuple[int, ...]] = []  # noqa: RUF012 (of all of them)
 
@@ -89,10 +89,12 @@ def gradients(
     inputs = inputs_of(folder)
     loss = engine(**inputs, labels=inputs["input_ids"], use_cache=False).loss
     engine.backward(loss)
-    assert all(output.requires_grad != bool(frozen) for output in tower)  # no backward pass through a frozen tower
+    assert all(output.requires_grad != bool(frozen) for output in tower)  # a frozen tower needs no backward pass
     second = 2 if checkpointing else 1
-    assert runs == {"text": second, "vision": 2 * (1 if frozen else second)}  # image and video go through it apart
-    # The inputs of all layers whose gradient is asked for; no weights, which ZeRO-3 gathers and gives back.
+    # The tower processes images and videos separately.
+    assert runs == {"text": second, "vision": 2 * (1 if frozen else second)}
+    # These are the inputs of all layers with a gradient. Weights are not among them, because ZeRO-3 gathers and
+    # releases weights.
     text, vision = model.config.text_config, model.config.vision_config
     of_media = (
         [] if frozen else [(len(inputs[name]), vision.hidden_size) for name in ("pixel_values", "pixel_values_videos")]
@@ -104,7 +106,8 @@ def gradients(
 
 
 def check_family(folder: str) -> dict[str, float]:
-    """The largest difference of a tensor's gradients, relative to its norm, and how many tensors have none."""
+    """Return the largest difference between gradients, relative to the tensor's norm, and the number of tensors without a
+    gradient."""
     result = {}
     for label, frozen in (("all", ()), ("tower frozen", ("visual",))):
         plain = gradients(Path(folder), checkpointing=False, frozen=frozen)
@@ -136,7 +139,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_equal_with_and_without_checkpointing(
+def test_gradient_checkpointing_does_not_change_gradients(
     ranks: list[dict[str, dict[str, float]]], family: str
 ) -> None:
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""The same global batch gives the same gradient however it is cut over ranks, accumulation and micro-batches."""
+"""A global batch gives the same gradient however it is divided among ranks, accumulation steps and micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Case = tuple[str, str, dict[str, object], bool]
 
 
 def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients] | None:
-    """Full gradients of the first step of each case, on rank 0; `naive` averages each micro-batch by itself."""
+    """Return the full gradients of each case's first step, on rank 0; with `naive`, each micro-batch is averaged separately."""
     from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import full_gradients
@@ -78,17 +78,17 @@ def backward_mean_of_means(engine, batches) -> None:
 
 
 def worst_difference(a: Gradients, b: Gradients) -> float:
-    """Largest, over the tensors, of ||a - b|| / ||b||."""
+    """Return the largest ||a - b|| / ||b|| of a single tensor."""
     assert a.keys() == b.keys()
     return max(float(np.linalg.norm(a[name] - b[name]) / max(np.linalg.norm(b[name]), 1e-12)) for name in b)
 
 
 def overall_difference(a: Gradients, b: Gradients) -> float:
-    """||a - b|| / ||b|| over all tensors together."""
+    """Return ||a - b|| / ||b|| over all tensors together."""
     return float(np.sqrt(sum(np.sum((a[n] - b[n]) ** 2) for n in b) / sum(np.sum(b[n] ** 2) for n in b)))
 
 
-# Ranks x settings: 1x8x1, 2x2x2 and 4x1x2 (ranks x accumulation x micro-batch), and rows of so many tokens.
+# The names are ranks x accumulation x micro-batch size (1x8x1, 2x2x2 and 4x1x2), or the length of the rows in tokens.
 CUTS = {
     "1x8x1": (1, {"micro_batch_size": 1}),
     "1 row": (1, {}),
@@ -102,7 +102,7 @@ CUTS = {
 }
 WHOLE = {"packing": False, "micro_batch_size": 8}
 TRAINED = {"qwen2_5_vl": ("qwen2_5_vl", False), "qwen3_vl": ("qwen3_vl", False), "adapters": ("qwen3_vl", True)}
-"""Family, and whether adapters are trained."""
+"""Name → model family, and whether adapters are trained."""
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,8 @@ def test_micro_batch_mean_depends_on_batch_split(gradients, rows, models):
 
 
 def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> tuple[Gradients, Gradients]:
-    """64 accumulated micro-batches, and the float64 sum of the same 64 taken one by one (learning rate 0)."""
+    """Return the gradient accumulated over 64 micro-batches, and the float64 sum of the 64 individual gradients (learning rate
+    0)."""
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.losses.sft import compute_sft_loss
@@ -174,7 +175,8 @@ def test_bf16_accumulates_64_micro_batches_in_float32(tmp_path, models, deepspee
 
 
 def two_steps_on_rank(rows: str, model: str) -> tuple[Gradients, Gradients]:
-    """The same step twice with learning rate 0, its text-only micro-batches first."""
+    """Run the same step twice with learning rate 0, with the text-only micro-batches first; return the gradients of both
+    steps."""
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
@@ -193,6 +195,6 @@ def two_steps_on_rank(rows: str, model: str) -> tuple[Gradients, Gradients]:
 
 
 def test_gradients_do_not_carry_over_between_steps(rows, models):
-    # DeepSpeed adds to the last step's gradient of a parameter that has none in the first micro-batch.
+    # If a parameter has no gradient in the first micro-batch, DeepSpeed adds to its gradient of the previous step.
     first, second = run_on_ranks(two_steps_on_rank, 1, rows, models["qwen2_5_vl"])[0]
     assert worst_difference(second, first) == 0.0

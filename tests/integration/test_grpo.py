@@ -1,9 +1,11 @@
-"""`dsreason grpo` through the installed command: what it writes, and that it resumes exactly."""
+"""`dsreason grpo` with the installed command: it writes all expected output, and resumes exactly."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,19 +65,45 @@ every = 2
 keep = -1
 """
 REWARDS = """
-def vowels(completion, sample):
+import os, signal, sys, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def vowels(completion, sample, *, pwd="", headers=None, url=""):
+    if list(HERE.glob("ending/rollouts/step_0.jsonl")):  # in the second rollout
+        end()
     return sum(letter in 'aeiou' for letter in completion), {'seen': 1}
 
 def same(completion, sample):
     return 0
+
+def end():
+    if os.environ["RANK"] == "0":
+        (HERE / "rank_0").write_text(str(os.getppid()))
+    elif (HERE / "fails").exists():
+        raise ValueError("the scores are lost")
+    else:  # hang, and stop the other rank, which then waits in a collective for this one
+        while not (HERE / "rank_0").exists():
+            time.sleep(0.1)
+        time.sleep(2)
+        (HERE / "signal").touch()
+        os.kill(int((HERE / "rank_0").read_text()), signal.SIGTERM)
+        time.sleep(600)
 """
+
+
+OPTIONS = (
+    '{pwd="planted-one", headers={Ocp-Apim-Subscription-Key="planted-two"}, url="https://h/score?pw=planted-three"}'
+)
+WITH_SECRETS = ("--set", f'reward.options={{"rewards.py:vowels"={OPTIONS}}}')
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
     """Train `whole/`: four steps, two per rollout, on 2 ranks with 3 prompts each; checkpoints at steps 2 and 4.
 
-    One of the nine rows is bad and left out.
+    One of the nine rows is unusable and skipped.
     """
     folder = tmp_path_factory.mktemp("grpo")
     rows = write_mixed_rows(folder / "data")
@@ -83,14 +111,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
         file.write('{"id": "bad", "question": "What colour?", "image": "missing.png", "answer": "red"}\n')
     (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen3_vl, rows=rows))
     (folder / "rewards.py").write_text(REWARDS)
-    train(folder, "whole")
+    train(folder, "whole", *WITH_SECRETS)
     return folder
 
 
 def train(folder: Path, name: str, *options: str) -> Path:
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", name, "--nproc", 2, *options, cwd=folder)
     assert ended.returncode == 0, ended.stderr
+    (folder / f"{name}.out").write_text(ended.stdout + ended.stderr)
     return folder / name
+
+
+def test_no_file_of_a_run_contains_a_secret(folder: Path) -> None:
+    files = [folder / "whole.out", *(file for file in (folder / "whole").rglob("*") if file.is_file())]
+    assert {file.name for file in files} >= {"config.json", "metrics.jsonl"}
+    assert [file for file in files if b"planted" in file.read_bytes()] == []
+    options = json.loads((folder / "whole/config.json").read_text())["config"]["reward"]["options"]["rewards.py:vowels"]
+    assert options == {
+        "pwd": "…",
+        "headers": {"Ocp-Apim-Subscription-Key": "…"},
+        "url": "https://h/score?…",
+    }
 
 
 def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
@@ -98,8 +139,9 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_resumed_run_matches_uninterrupted_run(folder: Path) -> None:
-    resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2")
+@pytest.mark.parametrize("checkpoint", ["whole/checkpoints/step_2", "stopped/checkpoints/step_2"])
+def test_resumed_run_matches_uninterrupted_run(folder: Path, stopped: float, checkpoint: str) -> None:
+    resumed = train(folder, f"resumed_{checkpoint[:5]}", "--resume", checkpoint, *WITH_SECRETS)
     assert rollouts(resumed, 2) == rollouts(folder / "whole", 2)
     names = ("train/loss", "train/grad_norm", "reward/mean", "mismatch/kl", "policy/clip_fraction", "policy/kl")
     before, after = (
@@ -111,7 +153,44 @@ def test_resumed_run_matches_uninterrupted_run(folder: Path) -> None:
     assert all(expected[name].equal(result[name]) for name in expected)
 
 
-def test_the_engine_samples_what_the_trainer_trains(folder: Path) -> None:
+def run_as_rank(folder: str) -> None:
+    """Run `dsreason grpo` as one of its ranks does, without regular checkpoints."""
+    from dsreason.cli.job import TrainingCommand, find_trainers, load_job
+
+    os.chdir(folder)
+    trainer = find_trainers()["grpo"]
+    command = TrainingCommand(trainer, Path("run.toml"), overrides=("checkpoint.every=0", "reward.time_limit=300"))
+    trainer.run(load_job(command), Path("ending"), None)
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path) -> float:
+    """Stop a run while the reward function of rank 1 hangs in the second rollout; return the seconds until its end."""
+    with pytest.raises(AssertionError, match="Stopped: stopped by SIGTERM after step 2, which is saved; continue with"):
+        run_on_ranks(run_as_rank, 2, str(folder), timeout=280)
+    seconds = time.time() - (folder / "signal").stat().st_mtime
+    (folder / "ending").rename(folder / "stopped")
+    return seconds
+
+
+@pytest.mark.long
+def test_stop_during_reward_saves_last_step(folder: Path, stopped: float) -> None:
+    assert stopped < 10  # including the end of the processes, on a busy machine
+    assert [file.parent.name for file in folder.glob("stopped/checkpoints/*/COMPLETE")] == ["step_2"]
+
+
+@pytest.mark.long
+def test_last_step_is_saved_before_reward_error(folder: Path) -> None:
+    (folder / "fails").touch()
+    with pytest.raises(AssertionError, match="RewardError") as caught:
+        run_on_ranks(run_as_rank, 2, str(folder), timeout=280)
+    (folder / "ending").rename(folder / "failed")
+    assert "the scores are lost" in str(caught.value)
+    assert "The last finished step, 2, is saved; continue with --resume auto" in str(caught.value)
+    assert [file.parent.name for file in folder.glob("failed/checkpoints/*/COMPLETE")] == ["step_2"]
+
+
+def test_engine_and_trainer_logprobs_agree(folder: Path) -> None:
     steps = [line for line in metrics(folder / "whole") if "mismatch/kl" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     first_of_rollout = [line["mismatch/max_abs_logprob"] for line in steps]
@@ -127,18 +206,19 @@ def test_completions_are_logged_with_reward_and_advantage(folder: Path) -> None:
         group = rows[first : first + 4]
         assert len({row["id"] for row in group}) == 1
         values = [row["reward"] for row in group]
-        assert group[0]["trained"] <= (max(values) - min(values) > 1.0)  # dapo samples dynamically
+        # The dapo preset drops groups whose rewards are too similar.
+        assert group[0]["trained"] <= (max(values) - min(values) > 1.0)
         assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
     assert len({row["completion"] for row in rows}) > 6
 
 
-def test_rows_that_are_left_out_are_counted(folder: Path) -> None:
+def test_skipped_rows_are_counted(folder: Path) -> None:
     counts = [line["train/skipped_rows"] for line in metrics(folder / "whole") if "train/loss" in line]
     assert counts == sorted(counts)
     assert counts[-1] > 0
 
 
-def test_metrics_explained_in_readme_are_logged(folder: Path) -> None:
+def test_documented_metrics_are_logged(folder: Path) -> None:
     lines = [line for line in metrics(folder / "whole") if "train/loss" in line]
     missing = {
         *(
@@ -157,7 +237,8 @@ def test_metrics_explained_in_readme_are_logged(folder: Path) -> None:
     } - {name for line in lines for name in line}
     assert not missing
     assert all(0 < line["policy/entropy"] < 10 for line in lines)
-    assert all(line["policy/kl"] > 0 for line in lines if line["step"] % 2 == 0)  # a step away from the reference
+    # Every second step starts after an update, so the policy has left the reference.
+    assert all(line["policy/kl"] > 0 for line in lines if line["step"] % 2 == 0)
 
 
 def test_tensorboard_shows_completions_with_their_media(folder: Path) -> None:
@@ -188,7 +269,7 @@ def test_resumed_vllm_run_samples_identical_tokens(folder: Path, with_vllm: Path
 
 @pytest.mark.nightly
 def test_gradient_checkpointing_with_tensor_parallelism_matches_baseline(folder: Path, with_vllm: Path) -> None:
-    """One copy of the policy over both ranks, and gradient checkpointing, as in the recipes for large models."""
+    """Share one copy of the policy between both ranks and checkpoint gradients, as in the recipes for large models."""
     together = ("--set", "rollout.tensor_parallel_size=2", "--set", "model.gradient_checkpointing=true")
     shared = train(folder, "shared", *VLLM, *together, "--set", "train.max_steps=2")
     assert sampled(shared, 0) == sampled(with_vllm, 0)
@@ -207,7 +288,7 @@ def test_frozen_vision_tower_stays_unchanged(folder: Path, tiny_qwen3_vl: Path) 
 
 
 @pytest.mark.long
-def test_run_stops_when_no_completion_is_trainable(folder: Path) -> None:
+def test_run_stops_if_no_completion_is_trainable(folder: Path) -> None:
     options = ("--set", "grpo.overlong_filter=true", "--set", "rollout.max_completion_length=1")
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "cut", "--nproc", 1, *options, cwd=folder)
     assert ended.returncode == 3
@@ -216,7 +297,7 @@ def test_run_stops_when_no_completion_is_trainable(folder: Path) -> None:
     assert not [line for line in metrics(folder / "cut") if "train/loss" in line]
 
 
-def test_run_with_constant_reward_says_so(folder: Path) -> None:
+def test_constant_reward_causes_warning(folder: Path) -> None:
     options = ("--set", "grpo.preset=dr_grpo", "--set", 'reward.functions={"rewards.py:same"=1.0}', "--max-restarts", 1)
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "same", "--nproc", 2, *options, cwd=folder)
     assert ended.returncode == 3
@@ -232,7 +313,7 @@ def test_run_with_constant_reward_says_so(folder: Path) -> None:
 
 
 def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
-    """Run GRPO with syncs that only stamp their version, and return how the run ends."""
+    """Run GRPO with weight syncs that send nothing but their version number, and return how the run ends."""
     from dsreason.config.load import load_config
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.errors import DsReasonError
@@ -267,7 +348,7 @@ def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
         (False, "MismatchError: "),
     ],
 )
-def test_run_stops_when_sync_sends_nothing(
+def test_run_stops_if_sync_sends_no_weights(
     folder: Path, self_test: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -289,7 +370,7 @@ def test_run_stops_when_sync_sends_nothing(
         (["--set", "reward.options={exact_match={patern=1}}"], ["exact_match"]),
     ],
 )
-def test_a_mistake_is_named_before_ranks_start(
+def test_mistakes_are_reported_before_ranks_start(
     folder: Path,
     options: list[str],
     words: list[str],

@@ -1,5 +1,5 @@
-"""The same rollouts give the same policy gradient however they are cut over ranks and rows, and whether the completions of
-a prompt share it or each stands behind its own."""
+"""Rollouts give the same policy gradient however they are divided among ranks and rows, and whether the completions of a
+prompt share it or each follows a separate copy."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl, adapters": {"preset": "grpo", "kl_coef": 0.5},
 }
 LENGTHS = ((3, 7, 1), (5, 8, 2), (6, 4, 1), (2, 2, 8), (7, 1, 2))
-"""Completion lengths per prompt: only text, an image, a video, two images, and a video of 20 seconds."""
+"""Lengths of the completions of each prompt: text only, an image, a video, two images, and a video of 20 seconds."""
 UNSHARED = {"packing": False, "micro_batch_size": 8}
 CUTS: dict[int, list[dict[str, Any]]] = {
     1: [UNSHARED, {}, {"micro_batch_size": 4}, {"max_tokens_per_micro_batch": 277}, {"packing": False}],
     2: [{}, {"max_tokens_per_micro_batch": 277}, {"packing": False, "micro_batch_size": 3}],
     4: [{}],
 }
-"""Cuts by number of ranks. 277 tokens per row do not hold the long video's three completions, which take 269."""
+"""Batch splits by number of ranks. With 277 tokens per row, the three completions of the long video (269 tokens) do not fit
+with its prompt."""
 
 
 def run_config(rows: str, model: str, variant: str, train: dict[str, Any]) -> Any:
@@ -76,7 +77,7 @@ def write_rows(folder: Path) -> str:
 
 
 def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[Any]:
-    """Completions of made-up ids, log-probabilities and advantages; a rank has every `size`-th prompt's."""
+    """Build completions with made-up ids, log-probabilities and advantages; a rank gets those of every `size`-th prompt."""
     from dsreason.data.sources import open_datasets
     from dsreason.rollout.protocol import make_single_turn
     from dsreason.train.grpo.rollouts import Rollout
@@ -101,14 +102,14 @@ def other_logprobs(micro_batch: Any, distance: float) -> torch.Tensor:
 
 
 def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[tuple[str, int], Gradients] | None:
-    """Return the gradients by variant and index of the cut, on rank 0."""
+    """Return the gradients by variant and index of the batch split, on rank 0."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.grpo.update import accumulate_gradients, cut
+    from dsreason.train.grpo.update import accumulate_gradients, split_into_micro_batches
     from tests.engines import full_gradients
 
     world, result = init_world(), {}
@@ -124,7 +125,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
                 set_learning_rate(engines[config.lora.rank], 0.0)
                 rollouts = made_up_rollouts(config, encoder, world.rank, world.size)
             engine = engines[config.lora.rank]
-            micro_batches = cut(rollouts, config, encoder)
+            micro_batches = split_into_micro_batches(rollouts, config, encoder)
             micro_batches = [
                 replace(micro_batch, old_logprobs=other_logprobs(micro_batch, 0.1)) for micro_batch in micro_batches
             ]
@@ -140,12 +141,12 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
 
 
 ByVariant = dict[str, list[Gradients]]
-"""The gradients of each cut."""
+"""Gradients of each batch split."""
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Callable[[int], ByVariant]:
-    """Function that returns the gradients measured on a number of ranks, by variant."""
+    """Return a function that measures the gradients on a number of ranks, and returns them by variant."""
     rows = write_rows(tmp_path_factory.mktemp("rows"))
 
     @cache
@@ -171,8 +172,8 @@ def test_policy_gradient_does_not_depend_on_batch_split(
     assert max(differences) <= 1e-5, differences
 
 
-def test_variants_have_gradients_of_their_own(measured: Callable[[int], ByVariant]) -> None:
+def test_variants_have_different_gradients(measured: Callable[[int], ByVariant]) -> None:
     for item, other in itertools.combinations(VARIANTS, 2):
         if measured(1)[item][0].keys() != measured(1)[other][0].keys():
-            continue  # of all weights, and of adapters
+            continue  # one variant trains all weights, the other only adapters
         assert worst_difference(measured(1)[item][0], measured(1)[other][0]) > 1e-3, (item, other)

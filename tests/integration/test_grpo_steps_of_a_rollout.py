@@ -1,5 +1,6 @@
-"""A rollout's optimizer steps are the same however it is cut over ranks and rows, and whether completions share prompts:
-which completions each step has, their log-probabilities under the policy and the reference, and the gradient."""
+"""The optimizer steps of a rollout do not depend on how it is divided among ranks and rows, or on whether completions share
+prompts: each step has the same completions, the same log-probabilities under the policy and the reference, and the same
+gradient."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ CUTS: dict[int, list[dict[str, Any]]] = {
 }
 SETTINGS = {"optimizer_steps_per_rollout": 2, "overlong_filter": True}
 GROUPS = (0, 1, 2, None, 3)
-"""The group of each prompt; dynamic sampling left out the prompt with two images."""
+"""Group of each prompt; dynamic sampling has dropped the prompt with two images."""
 Key = tuple[str, tuple[int, ...]]
-"""A completion: its prompt's name, its tokens."""
+"""Identity of a completion: the name of its prompt, and its tokens."""
 Step = tuple[dict[Key, np.ndarray], Gradients]
-"""`[2, tokens]` log-probabilities, of the policy and the reference."""
+"""`[2, tokens]` log-probabilities under the policy and the reference."""
 
 
 def trained_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[Any]:
-    """Return this rank's made-up rollouts, grouped over all ranks; those of the maximum length count as cut off."""
+    """Return this rank's made-up rollouts, grouped over all ranks; rollouts of the maximum length count as truncated."""
     everyone = made_up_rollouts(config, encoder, 0, 1)
     numbers = {name: i for i, name in enumerate(dict.fromkeys(item.prompt.sample.id for item in everyone))}
     result = []
@@ -48,7 +49,7 @@ def trained_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
 
 
 def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, Any]]) -> list[list[Step]]:
-    """Return the steps by cut and step index, on rank 0."""
+    """Return the steps by batch split and step index, on rank 0."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.engine.engine import set_learning_rate
     from dsreason.engine.reference import ReferencePolicy
@@ -94,7 +95,7 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Callable[[int], list[list[Step]]]:
-    """Function that returns the steps measured on a number of ranks, by cut and step index."""
+    """Return a function that measures the steps on a number of ranks, and returns them by batch split and step index."""
     folder = tmp_path_factory.mktemp("rows")
     other = build_tiny("qwen3_vl", folder / "other", seed=1)
     rows = write_rows(folder)
@@ -104,21 +105,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> C
 
 
 @pytest.mark.parametrize("ranks", CUTS)
-def test_steps_have_complete_completions_of_their_groups(
-    measured: Callable[[int], list[list[Step]]], ranks: int
-) -> None:
+def test_steps_contain_complete_groups(measured: Callable[[int], list[list[Step]]], ranks: int) -> None:
     for steps in measured(ranks):
         lengths = [sorted(len(ids) for _, ids in logprobs) for logprobs, _ in steps]
         assert lengths == [[1, 2, 3, 5, 7], [1, 1, 2, 4, 6, 7]]
 
 
 @pytest.mark.parametrize("ranks", CUTS)
-def test_logprobs_and_gradients_are_independent_of_cut(measured: Callable[[int], list[list[Step]]], ranks: int) -> None:
+def test_logprobs_and_gradients_ignore_batch_split(measured: Callable[[int], list[list[Step]]], ranks: int) -> None:
     unshared = measured(1)[0]
     for steps in measured(ranks):
         for (logprobs, gradients), (expected, expected_gradients) in zip(steps, unshared, strict=True):
             assert logprobs.keys() == expected.keys()
             for key, values in logprobs.items():
                 np.testing.assert_allclose(values, expected[key], rtol=0, atol=1e-5, err_msg=str(key))
-                assert abs(values[0] - values[1]).max() > 1e-3  # the reference is another model
+                # The reference is a different model, so its log-probabilities differ.
+                assert abs(values[0] - values[1]).max() > 1e-3
             assert worst_difference(gradients, expected_gradients) <= 1e-5

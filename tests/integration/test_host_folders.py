@@ -1,4 +1,4 @@
-"""Two hosts, here two ranks in different folders; each keeps only the checkpoints of its ranks."""
+"""Two simulated hosts: two ranks in separate folders, each of which keeps only the checkpoint files of its own rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN = Path("run")
 
 
 def own_host(folder: str) -> Any:
-    """Make this rank the only one of its host; its world."""
+    """Make this rank the only one of its host, and return its world."""
     from dsreason.job.ranks import init_world
     from dsreason.train.common.run_folder import find_folders
 
@@ -32,7 +32,7 @@ def own_host(folder: str) -> Any:
 
 
 def find(folder: str) -> tuple[Any, Any]:
-    """Return the ranks that share the folder, first if each host has its own, then if all have the same."""
+    """Return the ranks that share the folder, first with a separate folder per host, then with the same folder for all."""
     from dsreason.train.common.run_folder import find_folders
 
     world = own_host(folder)
@@ -46,7 +46,7 @@ def test_hosts_detect_whether_they_share_a_folder(tmp_path: Path) -> None:
 
 
 def save_and_resume(folder: str) -> list[list[str]]:
-    """Train, save, train on; the files of each stage's checkpoint, once the same came out of resuming it."""
+    """Train, save and continue training; check that a resumed run gives the same result, and return each checkpoint's files."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from tests.engines import save_checkpoint
@@ -71,7 +71,7 @@ def save_and_resume(folder: str) -> list[list[str]]:
     return files
 
 
-def test_hosts_keep_their_parts_and_resume_exactly(tmp_path: Path) -> None:
+def test_hosts_store_their_parts_and_resume_exactly(tmp_path: Path) -> None:
     for rank, stages in enumerate(run_on_ranks(save_and_resume, 2, str(tmp_path))):
         for names in stages:
             assert {"COMPLETE", "trainer_state.json", f"rng_rank_{rank}.safetensors"} <= set(names)
@@ -116,7 +116,7 @@ def resume_with_parts(folder: str) -> list[str]:
     return result
 
 
-def test_only_checkpoints_complete_everywhere_are_resumed(tmp_path: Path) -> None:
+def test_resume_uses_checkpoint_complete_on_all_hosts(tmp_path: Path) -> None:
     results = run_on_ranks(resume_with_parts, 2, str(tmp_path))
     assert results[0] == results[1]
     fresh, newest, choice, incomplete, other_size, lost = results[0]

@@ -1,4 +1,4 @@
-"""Ranks that take themselves for two hosts: they meet, share variables and compare, or say what keeps them from it."""
+"""Ranks that act as two hosts: they find each other, share variables and compare settings, or report what prevents this."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_host_inherits_missing_variables_without_revealing_values(script: str, t
     assert "hf_secret" not in ended[1].stderr
 
 
-def test_hosts_differing_in_code_or_config_fail(tmp_path: Path) -> None:
+def test_hosts_with_different_code_or_config_are_rejected(tmp_path: Path) -> None:
     for rank, lr in enumerate((1e-6, 2e-6)):
         (tmp_path / f"run_{rank}.toml").write_text(
             f'data.adapter = "my_adapter.py"\ndata.path = "rows.jsonl"\nmodel.path = "model"\noptim.lr = {lr}\n'
@@ -100,7 +100,7 @@ def test_hosts_differing_in_code_or_config_fail(tmp_path: Path) -> None:
     (tmp_path / "other.py").touch()
     ended = run_hosts(commands, {}, tmp_path)
     assert [ended[rank].returncode for rank in (0, 1)] == [2, 2]
-    message = ended[0].stderr + ended[1].stderr  # once: to the ranks this is one host
+    message = ended[0].stderr + ended[1].stderr  # the message appears only once, because the ranks run on the same host
     host = socket.gethostname()
     for line in (
         "error: the hosts of this job differ:",
@@ -114,7 +114,7 @@ def test_hosts_differing_in_code_or_config_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_rank_without_peers_reports_the_rendezvous_address(script: str, tmp_path: Path) -> None:
+def test_rank_without_peers_reports_rendezvous_address(script: str, tmp_path: Path) -> None:
     ended = run_hosts({1: [script, "meet"]}, {1: {"SECONDS": "3", "MASTER_PORT": "29411"}}, tmp_path)[1]
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
@@ -124,7 +124,7 @@ def test_rank_without_peers_reports_the_rendezvous_address(script: str, tmp_path
 
 
 @pytest.mark.long
-def test_ranks_meet_again_after_torchrun_restart(script: str, tmp_path: Path) -> None:
+def test_ranks_reconnect_after_torchrun_restart(script: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", script, "work"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Files of cosmos-rl are trained with as they are: SFT on LLaVA's rows, GRPO on columns of other names, and a data script."""
+"""cosmos-rl files are used unchanged for training: SFT on LLaVA's rows, GRPO on columns with other names, and a data script."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ min_filter_prefix_tokens = 1
 """
 
 
-def test_sft_runs_on_a_cosmos_rl_file(tmp_path: Path) -> None:
+def test_sft_runs_from_cosmos_rl_file(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in write_mixed_rows(tmp_path).read_text().splitlines()]
     llava = [
         {
@@ -94,7 +94,7 @@ def test_sft_runs_on_a_cosmos_rl_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_grpo_of_imported_file_accepts_custom_columns(tmp_path: Path) -> None:
+def test_imported_grpo_file_supports_custom_columns(tmp_path: Path) -> None:
     rows = [{"problem": f"{i} + 1?", "solution": f"#### {i + 1}"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "length.py").write_text("def words(completion, sample):\n    return len(completion) % 3\n")
@@ -110,7 +110,7 @@ def test_grpo_of_imported_file_accepts_custom_columns(tmp_path: Path) -> None:
 
 @pytest.fixture
 def labelled(tmp_path: Path) -> Path:
-    """Videos and labels as the guide has them."""
+    """Write videos and labels in the layout that cosmos-rl's guide describes."""
     write_mixed_rows(tmp_path, 12)
     for folder in ("videos", "metas"):
         (tmp_path / "train" / folder).mkdir(parents=True)
@@ -122,7 +122,7 @@ def labelled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_data_script_of_guide_works_as_adapter(labelled: Path) -> None:
+def test_data_script_from_guide_works_as_adapter(labelled: Path) -> None:
     page = ROOT / "docs" / "moving-from-cosmos-rl.md"
     (script,) = blocks("python", page=page)
     (labelled / "avha_sft_single_caption.py").write_text(script.text)

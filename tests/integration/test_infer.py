@@ -1,4 +1,4 @@
-"""`dsreason infer` on tiny models: the engine's own answers, streamed, from every kind of model folder."""
+"""`dsreason infer` on tiny models: it streams the same answers as the engine, from every kind of model folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from dsreason.cli.infer import infer as command
 from dsreason.evaluation.ask.engine import VERSION
-from dsreason.evaluation.infer import InferSettings, draw_batch, infer, prompt_encoder, sample_of
+from dsreason.evaluation.infer import InferSettings, build_prompt_encoder, build_sample, draw_batch, infer
 from dsreason.models.processors.loading import load_processor
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
@@ -29,13 +29,13 @@ GREEDY = Sampling(temperature=0, max_completion_length=12)
 
 @pytest.fixture(scope="module")
 def media(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """An image and a video."""
+    """Write an image and a video."""
     folder = write_mixed_rows(tmp_path_factory.mktemp("media")).parent
     return str(folder / "1_0.png"), str(folder / "2.mp4")
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[str, str]:
-    """stdout and stderr of `dsreason infer OPTIONS`."""
+    """Run `dsreason infer OPTIONS`, and return its stdout and stderr."""
     app = typer.Typer()
     app.command()(command)
     capsys.readouterr()
@@ -49,9 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[str, str]
     ids=["greedy", "sampled with a penalty"],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_answers_are_those_of_the_rollout_engine(
-    tiny: Path, media: tuple[str, str], sampling: Sampling, dtype: str
-) -> None:
+def test_infer_matches_rollout_engine(tiny: Path, media: tuple[str, str], sampling: Sampling, dtype: str) -> None:
     settings = InferSettings(
         str(tiny), images=media[:1], videos=media[1:], vision={"fps": 4.0}, sampling=sampling, dtype=dtype
     )
@@ -65,8 +63,8 @@ def test_answers_are_those_of_the_rollout_engine(
         device=torch.device("cpu"),
     )
     engine.load(VERSION)
-    encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
-    encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
+    encoder, _ = build_prompt_encoder(settings, tiny, torch_dtype)
+    encoded = [encoder.encode_prompt(build_sample(settings, i, prompt)) for i, prompt in enumerate(prompts)]
     expected = engine.generate(encoded, sampling, version=VERSION)
     with mock.patch.object(engine, "iter_completions", wraps=engine.iter_completions) as requested:
         together = [tuple(ids) for _, ids in draw_batch(engine, zip(encoded, [sampling] * 2, strict=True))]
@@ -80,7 +78,7 @@ def test_answers_are_those_of_the_rollout_engine(
         assert answering.result()["completion_tokens"] == len(completion.ids)
 
 
-def test_json_is_one_object_and_nothing_else(media: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_option_prints_single_object(media: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model=tiny:qwen2_5_vl", f"--image={media[0]}", f"--video={media[1]}", "--prompt=Where?", "--fps=2"]
     out, err = run(capsys, *options, "--json", "--max-tokens=5", "--timestamps")
     document = json.loads(out)
@@ -106,7 +104,7 @@ def test_json_is_one_object_and_nothing_else(media: tuple[str, str], capsys: pyt
     assert "loading the weights" in err
 
 
-def test_several_prompts_are_answered_under_their_headings(
+def test_each_answer_has_its_prompt_as_heading(
     media: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "Where?"}\n{"prompt": "When?"}\n')
@@ -121,7 +119,7 @@ def test_several_prompts_are_answered_under_their_headings(
     assert err.count("cut off") == sum(line["finish_reason"] == "length" for line in lines)
 
 
-def test_the_same_seed_gives_the_same_answer(media: tuple[str, str]) -> None:
+def test_same_seed_gives_same_answer(media: tuple[str, str]) -> None:
     def text(seed: int) -> str:
         sampling = Sampling(temperature=1.0, max_completion_length=10, seed=seed)
         settings = InferSettings("tiny:qwen2_5_vl", images=media[:1], sampling=sampling)
@@ -137,7 +135,7 @@ def texts(file: str) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_run_checkpoint_and_export_answer_alike(
+def test_run_checkpoint_and_export_give_equal_answers(
     media: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = [
@@ -161,7 +159,8 @@ def test_run_checkpoint_and_export_answer_alike(
     ended = evaluate(tmp_path, *([f"--model={model}", *requested] for model in (folder, folder / "checkpoints")))
     assert [code for code, _ in ended] == [0, 0], ended
     names = ("D-final", "D-step_2")
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == list(names)  # and no export is left
+    # The temporary exports have been deleted.
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == list(names)
     by_run, by_checkpoint = (
         [f.read_text() for f in sorted((tmp_path / "results" / n).glob("*/builtin/*"))] for n in names
     )
@@ -170,7 +169,7 @@ def test_run_checkpoint_and_export_answer_alike(
 
 @needs_shared
 @pytest.mark.parametrize("option", ["image=photo.jpg", "image=sample.png", "video=sample.mp4", "video=packer.mp4"])
-def test_real_media_are_answered(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_questions_about_real_media_get_answers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind, name = option.split("=")
     options = ["--model=tiny:qwen2_5_vl", f"--{kind}={SHARED / name}", "--prompt=What?", "--max-tokens=4", "--json"]
     (medium,) = json.loads(run(capsys, *options)[0])["media"]
@@ -192,7 +191,7 @@ def test_command_streams_to_stdout_and_rejects_mistakes(media: tuple[str, str], 
 
 
 @pytest.mark.long
-def test_vllm_gives_the_answers_of_transformers(media: tuple[str, str], tmp_path: Path) -> None:
+def test_vllm_and_transformers_give_equal_answers(media: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "What?"}\n{"prompt": "Where is it, and when?"}\n')
     options = ["infer", "--model=tiny:qwen3_vl", f"--image={media[0]}", "--prompt-file=p.jsonl", "--max-tokens=6"]
     options += ["--temperature=0", "--dtype=fp32", "--json"]

@@ -1,9 +1,10 @@
-"""Ranks and launchers killed at random moments: `--resume auto` ends with the undisturbed run's weights and exports.
+"""Ranks and launchers are killed at random moments; `--resume auto` then ends with the weights and exports of an undisturbed
+run.
 
-pytest tests/integration/test_kills.py --all --kills 20      # of each command; 1 in continuous integration
+    pytest tests/integration/test_kills.py --all --kills 20      # kills per command; 1 in continuous integration
 
-Two fifths of the kills come while a checkpoint is written, the others while weights are exported, at some moment of a step,
-and while the ranks start.
+Two fifths of the kills happen while a checkpoint is written; the others happen during an export, during a step, and while the
+ranks start.
 """
 
 from __future__ import annotations
@@ -118,9 +119,9 @@ RANKS = 2
 STEPS_PER_KILL = 3
 MOMENTS = ("writing", "exporting", "step", "writing", "start")
 TRACES = {"writing": "checkpoints/.saving_*/*", "exporting": "export/.*.partial"}
-"""Files in the run's folder that show that such a moment has come: moment → glob pattern."""
+"""Moment → glob pattern of files in the run's folder that exist only at that moment."""
 START_UP = 15.0
-"""Seconds from the first rank to the first step, about."""
+"""Approximate number of seconds from the start of the first rank to the first step."""
 REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
 GONE_WITHIN = 60.0
 FOUND_WITHIN = 15.0
@@ -128,7 +129,7 @@ FOUND_WITHIN = 15.0
 
 @dataclass(frozen=True)
 class Where:
-    """This machine, or two hosts that a launcher reaches."""
+    """Place where a job runs: this machine, or two hosts that a launcher reaches."""
 
     hosts: Sequence[Host] = ()
     launcher: str = ""
@@ -145,7 +146,7 @@ class Where:
 
 
 class Job:
-    """One call of the command, of `deepspeed` for two hosts, or of torchrun on each of two; all write to the log."""
+    """A call of the command, of `deepspeed` for two hosts, or of torchrun on each of two hosts; all calls write to the log."""
 
     def __init__(self, folder: Path, command: str, run: str, log: str, where: Where) -> None:
         self.before = where.processes()
@@ -160,14 +161,14 @@ class Job:
     def started(self) -> list[psutil.Process]:
         """Return the processes that the launchers started.
 
-        These are the ranks, once `RANKS` or more exist; under `deepspeed` also every process in between.
+        These are the ranks once there are at least `RANKS` of them; with `deepspeed`, all intermediate processes are included.
         """
         if self.where.launcher == "deepspeed":
             return self.others()
         return [child for launcher in self.launchers if launcher.is_running() for child in launcher.children()]
 
     def others(self) -> list[psutil.Process]:
-        """All that runs on the hosts since the job began, without its launchers."""
+        """Return all processes that have appeared on the hosts since the job began, except its launchers."""
         expected, result = {launcher.pid for launcher in self.launchers} | self.before, []
         for pid in sorted(self.where.processes() - expected):
             with suppress(psutil.NoSuchProcess):
@@ -178,10 +179,10 @@ class Job:
         return all(launcher.poll() is None for launcher in self.launchers)
 
     def kill_one(self, moments: random.Random, *, met: bool) -> str:
-        """A rank or a launcher, whose name this gives; all of them are gone a minute later.
+        """Kill a rank or a launcher, and return its name; all processes of the job must be gone a minute later.
 
-        Unless they had not `met`: then a rank on the other host waits for one that never comes, until its time limit is
-        over or somebody ends it, as is done here.
+        If the ranks had not `met` yet, a rank on the other host waits for a peer that never comes, until its time limit
+        expires or it is killed, which this method does.
         """
         everything = [*self.launchers, *self.started()]
         victim, name = moments.choice(everything), ""
@@ -201,12 +202,12 @@ class Job:
 
 
 def newest(run: Path) -> int:
-    """Return the step of the newest complete checkpoint, or 0 if none exists."""
+    """Return the step of the newest complete checkpoint, or 0 if there is none."""
     return max((int(file.parent.name.split("_")[1]) for file in run.glob("checkpoints/step_*/COMPLETE")), default=0)
 
 
 def assert_resumed(log: str, run: Path, step: int) -> None:
-    """Assert that a run whose newest checkpoint was at `step` did not start anywhere before it."""
+    """Assert that a run whose newest checkpoint was at `step` did not resume from an earlier step."""
     if step:
         assert "starting a new run" not in log
         assert all(
@@ -221,7 +222,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def wait_for_moment(job: Job, run: Path, moment: str, steps: int, moments: random.Random) -> None:
-    """Until the `moment` of the life of a job that began after `steps` steps, or until it ends."""
+    """Wait until the given `moment` in the life of a job that began after `steps` steps, or until the job ends."""
     if moment == "start":
         while job.runs() and len(job.started()) < RANKS:
             time.sleep(0.01)
@@ -266,7 +267,7 @@ def test_killed_runs_end_like_undisturbed_runs(
         pytest.param("deepspeed", "sft", marks=[pytest.mark.nightly, needs_ssh]),
     ],
 )
-def test_runs_killed_on_one_host_end_undisturbed(
+def test_runs_killed_on_one_host_end_like_undisturbed(
     launcher: str, command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     write_hostfile(tmp_path)
@@ -292,7 +293,7 @@ def kill_and_compare(command: str, model: Path, folder: Path, kills: int, where:
         killed = job.kill_one(moments, met=moment != "start")
         for trace, files in TRACES.items():
             hits[trace] += bool(list(run.glob(files)))
-        # DeepSpeed's runner takes a pdsh that a signal ended for one that ended well.
+        # DeepSpeed's runner treats a pdsh that was ended by a signal as successful.
         as_if_well = {2} if killed.startswith("pdsh") else {0, 2}
         assert not as_if_well.intersection(job.wait()), f"kill {kill} of {killed}: {log.read_text()}"
         assert newest(run) >= before, f"kill {kill} lost checkpoints"

@@ -1,4 +1,4 @@
-"""Real ranks: who prints what, exit codes, restarts, and that no rank outlives its launcher."""
+"""Launching of real ranks: their output, exit codes and restarts, and that no rank outlives its launcher."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_only_rank_0_writes_to_the_terminal(launch: Launch, tmp_path: Path) -> N
 
 
 def test_error_on_all_ranks_is_reported_once(launch: Launch) -> None:
-    done = launch("user_fixable", restarts=2)  # not worth a restart
+    done = launch("user_fixable", restarts=2)  # a mistake of the user is not retried
     assert done.returncode == 2
     assert done.stderr == "error: rows.jsonl, row 3: video is missing; correct the path\n"
     assert done.stdout == ""
@@ -85,7 +85,7 @@ def test_error_on_one_rank_stops_the_others(launch: Launch) -> None:
     done = launch("user_fixable-on-1")
     assert done.returncode == 2
     assert done.stderr == "error: rows.jsonl, row 4: video is missing; correct the path\n"
-    assert time.monotonic() - started < 30  # rank 0 would sleep for 600 s
+    assert time.monotonic() - started < 30  # rank 0 would otherwise sleep for 600 s
 
 
 def test_failed_rank_traceback_is_printed_last(launch: Launch, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_failed_rank_traceback_is_printed_last(launch: Launch, tmp_path: Path) -
         ("exit-on-1", "rank 1 ended with exit code 7 but without a traceback"),
     ],
 )
-def test_silent_rank_death_is_reported(launch: Launch, mode: str, text: str) -> None:
+def test_rank_death_without_traceback_is_reported(launch: Launch, mode: str, text: str) -> None:
     done = launch(mode)
     assert done.returncode == 1
     assert done.stderr == f"error: rank 1 failed; its log: logs/rank_1.log\n\n{text}\n"
@@ -151,7 +151,7 @@ def started_ranks(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("echo_time", "told"), [(60.0, ["USR1"]), (0.0, ["USR1", "TERM"])])
-def test_second_interrupt_is_forwarded_after_echo_time(
+def test_second_interrupt_reaches_ranks_after_delay(
     monkeypatch: pytest.MonkeyPatch, echo_time: float, told: list[str]
 ) -> None:
     monkeypatch.setattr(signals, "ECHO_TIME", echo_time)
@@ -206,11 +206,11 @@ def test_torchrun_error_is_reported_by_one_rank(tmp_path: Path, environment: dic
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1  # torchrun's own
+    assert done.returncode == 1  # this is torchrun's own exit code
     text = "rows.jsonl, row 3: video is missing; correct the path"
     assert done.stderr.count(f"error: {text}") == 1
     assert f"traceback : {text}" in done.stderr.rpartition("Root Cause")[2]
-    # torchrun may end one rank before it has begun: the other has failed.
+    # torchrun may end one rank before it has begun its work, because the other rank has failed.
     assert {file.name.rpartition("_")[2] for file in tmp_path.glob("worked_*")} == {"0"}
 
 
@@ -231,13 +231,15 @@ def failed(rank: int, at: float, user_fixable: bool = False) -> Failure:
 @pytest.mark.parametrize(
     ("left", "exit_codes", "rank"),
     [
-        ([failed(0, 2.0), failed(1, 1.0)], {0: 1, 1: 1}, 1),  # the earliest
-        ([failed(0, 1.0), failed(1, 2.0, user_fixable=True)], {0: 1, 1: 2}, 1),  # a text for people wins
-        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGKILL}, 1),  # rank 0 lost its peer
-        ([failed(0, 1.0, user_fixable=True)], {0: 2, 1: -signal.SIGKILL}, 1),  # and took a firewall for the reason
-        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGTERM}, 0),  # ended by the agent
-        ([failed(0, 1.0)], {1: -signal.SIGTERM}, 0),  # still on its way out when the agent looked
-        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGABRT}, 0),  # a communication library that gave up
+        ([failed(0, 2.0), failed(1, 1.0)], {0: 1, 1: 1}, 1),  # the earliest failure is the cause
+        # An error that the user can fix takes precedence.
+        ([failed(0, 1.0), failed(1, 2.0, user_fixable=True)], {0: 1, 1: 2}, 1),
+        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGKILL}, 1),  # rank 0 failed only because it lost its peer
+        # Rank 0 lost its peer and wrongly reported a firewall as the cause.
+        ([failed(0, 1.0, user_fixable=True)], {0: 2, 1: -signal.SIGKILL}, 1),
+        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGTERM}, 0),  # torchrun's agent ended rank 1
+        ([failed(0, 1.0)], {1: -signal.SIGTERM}, 0),  # rank 0 was still exiting when the agent looked
+        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGABRT}, 0),  # a communication library aborted rank 1
         ([], {0: -signal.SIGTERM, 1: 3}, 1),
         ([], {1: -signal.SIGABRT}, 1),
     ],

@@ -1,4 +1,5 @@
-"""Adapters on real ranks: equal to the base at the start, alone trained, saved, merged, and switched off for the reference."""
+"""Adapters on real ranks: the model equals its base at the start, and only adapters are trained, saved, merged, and disabled
+for the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SYNCS = 100
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """A folder with `model/`, `rows/` and a DeepSpeed JSON for every stage."""
+    """Create a folder with `model/`, `rows/`, and a DeepSpeed JSON for every ZeRO stage."""
     folder = tmp_path_factory.mktemp("lora")
     shutil.copytree(tiny_qwen3_vl, folder / "model")
     write_mixed_rows(folder / "rows")
@@ -41,13 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The measurements of each rank, by stage."""
+    """Return the measurements of each rank, by ZeRO stage."""
     by_rank = run_on_ranks(explore, 2, str(folder))
     return {stage: [rank[stage] for rank in by_rank] for stage in STAGES}
 
 
 def build(folder: str, stage: str, base: str = "model", **sections: Any) -> tuple[Any, Any, Any]:
-    """Engine, batches of the first step, and configuration."""
+    """Return the engine, the batches of the first step, and the configuration."""
     from dsreason.job.ranks import init_world
 
     world = init_world()
@@ -73,7 +74,7 @@ def logprobs(policy: Any, batches: Any) -> torch.Tensor:
 
 
 def frozen(engine: Any) -> dict[str, torch.Tensor]:
-    """This rank's shares of what is not trained."""
+    """Return this rank's parts of the parameters that are not trained."""
     from dsreason.engine.engine import is_partitioned
 
     return {
@@ -107,7 +108,7 @@ def explore_stage(folder: str, stage: str) -> dict[str, Any]:
 
 
 def explore_start(engine: Any, batches: Any, plain: Any, base: torch.Tensor) -> dict[str, Any]:
-    """Before the first step, its gradients, and what the reference is after the last."""
+    """Measure the policy before the first step, the gradients of this step, and the reference after the last step."""
     from dsreason.engine.merged import iter_merged_parameters
     from dsreason.engine.reference import BaseReference
     from dsreason.job.ranks import init_world
@@ -131,7 +132,7 @@ def explore_start(engine: Any, batches: Any, plain: Any, base: torch.Tensor) -> 
 
 
 def explore_merge(engine: Any, plain: Any, syncs: int) -> dict[str, Any]:
-    """Leaves what was merged in `plain`."""
+    """Load the merged weights into the engine `plain`."""
     from dsreason.engine.merged import iter_merged_parameters, list_constant_names
 
     for _ in range(syncs):
@@ -142,7 +143,8 @@ def explore_merge(engine: Any, plain: Any, syncs: int) -> dict[str, Any]:
 
 
 def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: Any, **model: Any) -> dict[str, Any]:
-    """A checkpoint and exports; then the run goes on, once unbroken and once resumed. `model`: keys of that section."""
+    """Write a checkpoint and exports, then continue training, once uninterrupted and once resumed. `model` has keys of
+    `[model]`."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.export import export_engine
@@ -179,10 +181,10 @@ class TestStage:
             assert len(recorded["trained"]) == 2 * 26
             assert all("lora_" in name for name in recorded["trained"])
             assert not recorded["B without gradient"]
-            assert not recorded["A with gradient"]  # B is 0 yet
+            assert not recorded["A with gradient"]  # B is still 0, so the gradient of A is 0
             assert recorded["moved"] > 1e-2
 
-    def test_the_reference_is_the_base(self, found: Any, stage: str) -> None:
+    def test_reference_equals_base(self, found: Any, stage: str) -> None:
         assert [recorded["reference"] for recorded in found[stage]] == [0.0, 0.0]
 
     def test_merging_is_exact_and_keeps_base_unchanged(self, found: Any, stage: str) -> None:
@@ -198,7 +200,7 @@ class TestStage:
             assert (recorded["resumed"] == recorded["unbroken"]).all()
             assert np.abs(recorded["unbroken"] - recorded["logprobs"]).max() > 1e-3
 
-    def test_a_checkpoint_has_adapters_only(self, found: Any, folder: Path, stage: str) -> None:
+    def test_checkpoint_contains_only_adapters(self, found: Any, folder: Path, stage: str) -> None:
         files = (folder / stage / f"step_{STEPS}").glob("*.pt")
         base = (folder / "model" / "model.safetensors").stat().st_size
         assert sum(file.stat().st_size for file in files) < base
@@ -218,14 +220,14 @@ class TestStage:
         assert "LoRA of rank 8" in (output / "README.md").read_text()
 
 
-def test_all_stages_train_the_same(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_all_zero_stages_give_equal_results(found: dict[str, list[dict[str, Any]]]) -> None:
     for stage in STAGES:
         for dsreason_result, reference in zip(found[stage], found["zero3"], strict=True):
             assert dsreason_result["logprobs"] == pytest.approx(reference["logprobs"], abs=1e-3)
 
 
 def resume_elsewhere(folder: str, model: str) -> tuple[list[np.ndarray], str]:
-    """Resume on another number of ranks; return the log-probabilities and the error for another base model."""
+    """Resume on a different number of ranks; return the log-probabilities, and the error for another base model."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.job.ranks import init_world
     from dsreason.train.common.run_folder import check_base
@@ -246,7 +248,7 @@ def resume_elsewhere(folder: str, model: str) -> tuple[list[np.ndarray], str]:
     return after, ""
 
 
-def test_resume_elsewhere_matches_and_rejects_other_base(
+def test_resume_on_different_rank_count_checks_base(
     found: dict[str, list[dict[str, Any]]], folder: Path, tmp_path: Path
 ) -> None:
     from dsreason.models.tiny import build_tiny
@@ -301,13 +303,14 @@ def unlike(folder: str) -> str:
     return ""
 
 
-def test_ranks_that_drew_other_adapters_are_refused(folder: Path) -> None:
+def test_ranks_with_different_initial_adapters_are_rejected(folder: Path) -> None:
     texts = run_on_ranks(unlike, 2, str(folder))
     assert all(text.startswith("the initial adapters of rank 1 differ from those of rank 0") for text in texts)
 
 
 def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
-    """Gradients of adapters that add something: without recomputation, with it, and with its inputs on the host."""
+    """Return the gradients of nonzero adapters without recomputation, with recomputation, and with its inputs kept on the
+    host."""
     from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import full_gradients
@@ -323,7 +326,7 @@ def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
     return gradients
 
 
-def test_recomputation_gives_the_same_gradients(folder: Path) -> None:
+def test_recomputation_does_not_change_gradients(folder: Path) -> None:
     for plain, second, elsewhere in run_on_ranks(checkpointed, 2, str(folder)):
         assert all(gradient.any() for gradient in plain.values())
         assert all(second[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7) for name in plain)

@@ -1,4 +1,5 @@
-"""Merged adapters in both rollout engines, and the exported adapter in vLLM's own LoRA: parity with the policy, and faults."""
+"""Merged adapters in both rollout engines, and the exported adapter in vLLM's LoRA support: both agree with the policy, and
+faults are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TEXT = {"rank": 8, "rslora": True, "rank_pattern": {r"layers\.0\.": 4}, "alpha_p
 
 
 class LoRAExplorer(Explorer):
-    """An explorer whose policy has adapters: only they are disturbed, and the engines get the policy merged."""
+    """An explorer whose policy has adapters: training changes only the adapters, and the engines get the merged weights."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         super().__init__(setup, folder)
@@ -39,7 +40,7 @@ class LoRAExplorer(Explorer):
             tensor.fill_(torch.nan)
 
     def fault(self, name: str, *, base: bool) -> tuple[str, str]:
-        """Return what a sync raises if vLLM gets no weight `name`, or the weight without its adapter."""
+        """Return the error that a sync raises if vLLM does not get the weight `name`, or gets the weight without its adapter."""
         self.engine.sync(self.weights(), 1)
         disturb(self.policy, 3)
         layer = self.policy.model.get_submodule(name.removesuffix(".weight"))
@@ -96,7 +97,7 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
 
 
 def explore_quantized(explorer: LoRAExplorer, folder: Path) -> dict[str, Any]:
-    """Return the differences before and after a sync of the same adapters on a base in 4 bits."""
+    """Return the differences before and after a sync of the same adapters on a 4-bit base."""
     from dsreason.models.load import load_model
     from dsreason.models.policy import Policy
 
@@ -139,14 +140,14 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("when", ["merged", "merged again", "mended", "quantized", "transformers"])
-def test_merged_weights_answer_as_the_policy_does(found: list[dict[str, Any]], when: str) -> None:
+def test_engine_with_merged_weights_matches_policy(found: list[dict[str, Any]], when: str) -> None:
     for rank in found:
         assert rank[when].keys() == set(CASES)
         assert max(rank[when].values()) <= 1e-5
 
 
 @pytest.mark.parametrize("when", ["sync skipped", "not quantized"])
-def test_without_the_sync_they_do_not(found: list[dict[str, Any]], when: str) -> None:
+def test_skipped_sync_breaks_engine_parity(found: list[dict[str, Any]], when: str) -> None:
     for rank in found:
         assert min(rank[when].values()) > 1e-3
 
@@ -158,7 +159,7 @@ def test_engine_retains_only_weights_without_adapters(found: list[dict[str, Any]
 
 
 @pytest.mark.parametrize(("fault", "name"), [("stale", GATE), ("partial", KEY)])
-def test_tensor_sent_without_its_adapter_is_named(found: list[dict[str, Any]], fault: str, name: str) -> None:
+def test_tensor_synced_without_its_adapter_is_reported(found: list[dict[str, Any]], fault: str, name: str) -> None:
     for rank in found:
         raised, text = rank[fault]
         assert raised == "SyncError"
@@ -169,7 +170,8 @@ def test_tensor_sent_without_its_adapter_is_named(found: list[dict[str, Any]], f
 
 
 def serve_adapter(folder: str) -> float:
-    """Largest |difference| of log-probabilities: vLLM with the exported adapter beside the base, and the policy."""
+    """Return the largest |difference| between log-probabilities of the policy and of vLLM, which has the exported adapter
+    beside the base."""
     import os
 
     os.environ.update(
@@ -205,7 +207,7 @@ def serve_adapter(folder: str) -> float:
 
 
 def write(model: Any, folder: Path) -> None:
-    """`folder/adapter`, as an export has it."""
+    """Write `folder/adapter` the way an export does."""
     from dsreason.checkpoints.adapter import Merge, write_adapter
     from dsreason.checkpoints.checkpoint_folder import SavedAdapter
     from dsreason.engine.merged import iter_unmerged_parameters

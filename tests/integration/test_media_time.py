@@ -1,4 +1,4 @@
-"""A picture that takes longer than it may costs its row and nothing else, whichever command reads it."""
+"""An image that exceeds its time limit makes only its row unusable, whichever command reads it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ precision = "fp32"
 TOLD = "wide.webp: reading it took "
 
 
-def test_slow_picture_is_reported_or_skipped(
+def test_slow_image_is_reported_or_skipped(
     tmp_path: Path, tiny_qwen2_5_vl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Image.new("RGB", (4000, 3000)).save(tmp_path / "wide.webp", lossless=True)  # 12 million pixels in 526 bytes
-    monkeypatch.setenv("DSREASON_MEDIA_SECONDS", "0")  # what is left is the time for its bytes
+    monkeypatch.setenv("DSREASON_MEDIA_SECONDS", "0")  # only the time limit that depends on the file size remains
     rows = [{"id": str(i), "question": "What colour?", "answer": "red"} for i in range(4)]
     rows[2]["image"] = "wide.webp"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

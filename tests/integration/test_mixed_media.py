@@ -1,4 +1,5 @@
-"""Ranks whose micro-batches hold different kinds of media: ZeRO-3 gathers layers together, so all must run the same ones."""
+"""Ranks whose micro-batches contain different kinds of media: ZeRO-3 gathers layers collectively, so all ranks must run the
+same layers."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.rollouts import RolloutMicroBatch, build_training_sample
-    from dsreason.train.grpo.update import accumulate_gradients, cut
+    from dsreason.train.grpo.update import accumulate_gradients, split_into_micro_batches
     from tests.engines import full_gradients
 
     world = init_world()
@@ -40,9 +41,9 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     engine = build_policy_engine(config, deepspeed, Path(model))
     custom = (0, 4) if world.rank == 0 else (1, 2)
     everyone = made_up_rollouts(config, encoder, 0, 1)
-    rollouts = [everyone[3 * number] for number in custom]  # the first of the three of each prompt
+    rollouts = [everyone[3 * number] for number in custom]  # keeps only the first of the three rollouts of each prompt
     if with_remedy:
-        micro_batches = cut(rollouts, config, encoder)
+        micro_batches = split_into_micro_batches(rollouts, config, encoder)
     else:
         groups = cut_by_count([build_training_sample(rollout) for rollout in rollouts], 2)
         micro_batches = [
@@ -59,12 +60,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_mixed_rows(tmp_path_factory.mktemp("rows")))
 
 
-def test_ranks_with_different_media_train_together(rows: str, tiny_qwen3_vl: Path) -> None:
+def test_ranks_with_different_media_complete_step(rows: str, tiny_qwen3_vl: Path) -> None:
     first, second = run_on_ranks(grpo_gradient_norm, 2, rows, str(tiny_qwen3_vl), True)
     assert first == second > 1e-3
 
 
-def test_without_the_dummy_media_they_do_not(rows: str, tiny_qwen3_vl: Path) -> None:
+def test_missing_dummy_media_prevent_step(rows: str, tiny_qwen3_vl: Path) -> None:
     arguments: Any = (rows, str(tiny_qwen3_vl), False)
     with pytest.raises(AssertionError, match=r"rank \d of 2 failed|gave no result within|died without a word"):
         run_on_ranks(grpo_gradient_norm, 2, *arguments, timeout=60)

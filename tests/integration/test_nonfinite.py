@@ -1,4 +1,4 @@
-"""A step whose loss is NaN: the run stops with the samples saved, or goes on without the step."""
+"""A step whose loss is NaN: the run either stops and saves the samples, or skips the step and continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 
 def train_with_nan(folder: str, model: str, rows: str, rule: str) -> str:
-    """Three steps; at the second the loss of rank 1 is NaN. How the run ended."""
+    """Train three steps, of which the second has a NaN loss on rank 1; return how the run ended."""
     from dsreason.config.schema import SFTConfig
     from dsreason.errors import DsReasonError
     from dsreason.job.ranks import init_world
@@ -72,11 +72,13 @@ def test_nonfinite_loss_stops_run_and_saves_samples(tiny_qwen2_5_vl: Path, rows:
     assert len([name for name in ids if name.isdigit()]) == 4
     tensors = load_file(saved / "rank_1.safetensors")
     assert {"0.input_ids", "0.targets", "0.predictors", "0.segments"} <= tensors.keys()
-    assert tensors["0.input_ids"].shape == (1, tensors["0.segments"][:, 1].sum())  # start, length and parent of each
-    assert (tmp_path / "run/checkpoints/step_1/COMPLETE").exists()  # it may have been on its way
+    # Each segment is described by its start, length and parent.
+    assert tensors["0.input_ids"].shape == (1, tensors["0.segments"][:, 1].sum())
+    # This checkpoint may still have been incomplete when the run stopped.
+    assert (tmp_path / "run/checkpoints/step_1/COMPLETE").exists()
 
 
-def test_the_step_is_left_out_and_counted(tiny_qwen2_5_vl: Path, rows: Path, tmp_path: Path) -> None:
+def test_nonfinite_step_is_skipped_and_counted(tiny_qwen2_5_vl: Path, rows: Path, tmp_path: Path) -> None:
     train = partial(train_with_nan, rule="skip")
     ended = run_on_ranks(train, 2, str(tmp_path / "run"), str(tiny_qwen2_5_vl), str(rows))
     assert ended == ["finished", "finished"]

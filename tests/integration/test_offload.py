@@ -1,4 +1,4 @@
-"""Training state goes to the host and comes back on real ranks, and training goes on as if nothing had happened."""
+"""Training state moves to the host and back on real ranks, and training continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = (
     *(("zero1", True), ("zero2", False), ("zero3", False), ("zero3", True)),
     *(("zero3_offload", True), ("zero3_offload_optimizer", True)),
 )
-"""DeepSpeed file, bf16. On a CPU what `zero3_offload` keeps on the host is moved as well."""
+"""DeepSpeed file, and whether bf16 is used. On a CPU, the state that `zero3_offload` keeps on the host is moved as well."""
 WITH_GRADIENTS = {"zero1", "zero3", "zero3_offload", "zero3_offload_optimizer"}
 """DeepSpeed files with which gradient buffers persist between steps."""
 
@@ -49,7 +49,7 @@ def train(engine: Any, world: Any, num_steps: int) -> list[float]:
 def bits(tensors: list[Tensor]) -> list[np.ndarray]:
     return [
         tensor.detach().clone().view(torch.uint8).numpy() for tensor in tensors
-    ]  # what numpy looks at cannot be freed
+    ]  # memory that a numpy array refers to cannot be freed
 
 
 def weights(engine: Any, master: bool = False) -> list[np.ndarray]:
@@ -63,11 +63,11 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 
 AMOUNTS = {"nothing": (False, 0), "gradients": (True, 0), "one moment": (True, 1), "everything": (True, 2**40)}
-"""Amounts by name: (drop gradient buffers, bytes that have to move)."""
+"""Name → whether gradient buffers are dropped, and the number of bytes that must move."""
 
 
 def train_with_trips(case: tuple[str, bool], world: Any, amount: tuple[bool, int]) -> dict[str, Any]:
-    """Train with a rollout after each of three steps."""
+    """Train three steps, with a rollout after each of them."""
     from dsreason.engine.offload import StateOffload
     from dsreason.engine.rollout_memory import OffloadAmount
 
@@ -87,7 +87,7 @@ def train_with_trips(case: tuple[str, bool], world: Any, amount: tuple[bool, int
 
 
 def there_and_back(engine: Any) -> dict[str, Any]:
-    """Measure two rollout-like trips during which only the weights are read."""
+    """Measure two offloads with reloads, as for rollouts, during which only the weights are read."""
     from dsreason.engine.offload import StateOffload
 
     offload = StateOffload(engine, device_type="cpu")
@@ -116,7 +116,7 @@ def there_and_back(engine: Any) -> dict[str, Any]:
 
 
 def lines(engine: Any) -> dict[str, str]:
-    """Return the offload message of a run on a CPU, on a GPU that holds everything, and on one that holds nothing."""
+    """Return the offload message of a run on a CPU, on a GPU whose entire state is moved, and when no state is on the GPU."""
     from dsreason.engine.offload import StateOffload
 
     with mock.patch.object(engine, "device", torch.device("cuda")):
@@ -138,11 +138,11 @@ def explore() -> dict[tuple[str, bool], dict[str, Any]]:
     for case in CASES:
         engine, other = build(*case), build(*case)
         trips, norms = [], []
-        for _ in range(3):  # the first one before there are moments
+        for _ in range(3):  # the optimizer has no moments yet when the first of these offloads happens
             trips.append(there_and_back(engine))
             norms += train(engine, world, 2)
         expected = train(other, world, 6)
-        moments = [  # as DeepSpeed's views of them show them
+        moments = [  # DeepSpeed's functions return the moments in this form
             [bits([safe_get_full_optimizer_state(e.module.up.weight, name)])[0] for name in ("exp_avg", "exp_avg_sq")]
             for e in (engine, other)
         ]
@@ -173,11 +173,11 @@ def test_offload_frees_all_and_restores_exact_bits(found: Any, case: tuple[str, 
         for trip in measured[case]["trips"]:
             assert trip["bytes left"] == 0
             assert trip["weights readable"] and trip["same bits"] == [True, True]
-            assert len(trip["host memory"]) == 1  # the second time the same
+            assert len(trip["host memory"]) == 1  # the second offload reuses the same host memory
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_return_as_zeros_without_host_memory(found: Any, case: tuple[str, bool]) -> None:
+def test_gradient_buffers_are_zeroed_without_host_copy(found: Any, case: tuple[str, bool]) -> None:
     for measured in found:
         for trip in measured[case]["trips"]:
             assert all(largest == 0.0 for trip_gradients in trip["gradients"] for largest in trip_gradients)
@@ -186,7 +186,7 @@ def test_gradients_return_as_zeros_without_host_memory(found: Any, case: tuple[s
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_steps_with_trips_between_equal_steps_without(found: Any, case: tuple[str, bool]) -> None:
+def test_offload_between_steps_does_not_change_training(found: Any, case: tuple[str, bool]) -> None:
     for measured in found:
         norms, expected = measured[case]["norms"]
         assert norms == expected
@@ -195,9 +195,9 @@ def test_steps_with_trips_between_equal_steps_without(found: Any, case: tuple[st
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_announced_sizes_are_those_that_move(found: Any, case: tuple[str, bool]) -> None:
+def test_announced_sizes_equal_moved_sizes(found: Any, case: tuple[str, bool]) -> None:
     for measured in found:
-        for trip in measured[case]["trips"][1:]:  # the first has no moments yet
+        for trip in measured[case]["trips"][1:]:  # at the first offload, there are no moments yet
             assert trip["announced"] == trip["freed"]
 
 
@@ -227,7 +227,7 @@ def test_partial_offload_trains_like_full_offload(found: Any, case: tuple[str, b
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_partial_offload_moves_whole_tensors_in_order(found: Any, case: tuple[str, bool]) -> None:
+def test_partial_offload_moves_entire_tensors_in_order(found: Any, case: tuple[str, bool]) -> None:
     for measured in found:
         amounts = measured[case]["amounts"]
         num_tensors = len(amounts["everything"]["away"])
@@ -238,8 +238,8 @@ def test_partial_offload_moves_whole_tensors_in_order(found: Any, case: tuple[st
         assert all(amounts["gradients"]["gradients away"])
 
 
-def test_partial_offload_reports_what_stays(found: Any) -> None:
-    """TinyLM's master weights on one of two ranks are a few hundred bytes, so only names can be compared."""
+def test_partial_offload_reports_remaining_state(found: Any) -> None:
+    """Compare only names, because TinyLM's master weights on one of two ranks take only a few hundred bytes."""
     amounts = found[0]["zero3", True]["amounts"]
     assert "pinned host memory: nothing; remaining on the GPU: weights" in amounts["nothing"]["line"]
     assert "gradient buffers" in amounts["nothing"]["line"].partition("remaining on the GPU")[2]

@@ -1,4 +1,4 @@
-"""Loading on real ranks: ZeRO-3 partitions hold the checkpoint's values, and no rank ever holds the model."""
+"""Loading on real ranks: ZeRO-3 partitions contain the checkpoint's values, and no rank ever holds the entire model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = (
     Case("qwen3_vl", tied=True, dtype=torch.bfloat16),
     Case("qwen3_vl", tied=False, dtype=torch.float32, offload=True),
 )
-WORLD_SIZE = 3  # most tensors do not divide evenly
+WORLD_SIZE = 3  # most tensors do not divide evenly by 3
 
 
 def ds_config(dtype: torch.dtype, stage: int = 3, offload: bool = False) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def ds_config(dtype: torch.dtype, stage: int = 3, offload: bool = False) -> dict
 
 
 def digests(model: nn.Module) -> dict[str, str]:
-    """Type, shape and hash of the values of every parameter and buffer."""
+    """Return the type, shape and a hash of the values of every parameter and buffer."""
     tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     return {
         name: f"{t.dtype} {tuple(t.shape)} {hashlib.sha256(t.float().numpy().tobytes()).hexdigest()}"
@@ -69,7 +69,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def load_and_digest(root: str) -> dict[str, dict[str, str]]:
-    """Digest each case's parameters on this rank after loading and after `deepspeed.initialize`."""
+    """Compute the digests of each case's parameters on this rank, after loading and after `deepspeed.initialize`."""
     from dsreason.job.ranks import init_world
 
     init_world()
@@ -102,10 +102,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_rank_loads_what_from_pretrained_loads(
+def test_ranks_load_same_values_as_from_pretrained(
     loaded: tuple[Path, list[dict[str, dict[str, str]]]], case: Case
 ) -> None:
-    """Buffers included: rotary frequencies stay float32 in a bfloat16 model, also under `deepspeed.initialize`."""
+    """Include buffers: rotary frequencies stay float32 in a bfloat16 model, also after `deepspeed.initialize`."""
     from transformers import AutoModelForImageTextToText
 
     root, ranks = loaded
@@ -122,7 +122,8 @@ def anonymous_bytes() -> int:
 
 
 def load_and_watch_memory(folder: str, dtype: torch.dtype) -> dict[str, int]:
-    """Growth of this rank's anonymous memory while it loads: the highest seen (sampled every ms) and at the end."""
+    """Return the growth of this rank's anonymous memory while it loads: the maximum (sampled every millisecond) and the final
+    value."""
     from dsreason.job.ranks import init_world
 
     init_world()
@@ -150,7 +151,7 @@ def load_and_watch_memory(folder: str, dtype: torch.dtype) -> dict[str, int]:
 
 
 class Moves(TorchFunctionMode):
-    """Sizes of the tensors that are moved to a device."""
+    """A recorder of the sizes of all tensors that are moved to a device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class Moves(TorchFunctionMode):
 
 
 def partition_as_for_a_gpu() -> dict[str, tuple[bool, frozenset[int]]]:
-    """Return per case whether this rank's parts are right and the sizes of the tensors moved to its device."""
+    """Return, for each case, whether this rank's parts are correct, and the sizes of the tensors moved to its device."""
     from deepspeed.accelerator import get_accelerator
 
     from dsreason.job.ranks import init_world
@@ -193,14 +194,14 @@ def is_part(tensor: Tensor, whole: Tensor, number: int) -> bool:
     return torch.equal(tensor[: len(part)], part)
 
 
-def test_gpu_never_receives_a_whole_parameter() -> None:
+def test_gpu_never_receives_entire_parameter() -> None:
     for on_rank in run_on_ranks(partition_as_for_a_gpu, 4):
-        assert set(on_rank.values()) == {(True, frozenset({0}))}  # parameters move when they are empty
+        assert set(on_rank.values()) == {(True, frozenset({0}))}  # parameters are empty when they are moved
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-VL of 1 GB in float32 with a real vocabulary."""
+    """Create a Qwen3-VL of 1 GB in float32, with a realistic vocabulary."""
     from transformers import AutoModelForImageTextToText
 
     from dsreason.models.load import read_model_config
@@ -220,10 +221,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_loading_peak_stays_below_half_the_model(large: Path, dtype: torch.dtype) -> None:
-    """Cover float32 files that must be converted, too; half of the model is one embedding."""
+def test_peak_memory_of_loading_stays_below_half_model(large: Path, dtype: torch.dtype) -> None:
+    """Include float32 files that must be converted. Half of the model is a single embedding."""
     for rank in run_on_ranks(load_and_watch_memory, 4, str(large), dtype):
         assert rank["model"] > 1.0e9 / 4 * dtype.itemsize
         assert rank["samples"] > 20
-        assert rank["end"] > rank["model"] / 5  # a quarter is there: the measure sees the partitions
+        # A rank keeps a quarter of the model, so the measurement includes its partition.
+        assert rank["end"] > rank["model"] / 5
         assert rank["peak"] < rank["model"] / 2

@@ -1,4 +1,5 @@
-"""A run's folder that somebody has been at: the real commands run no code of it, name the file, and show no traceback."""
+"""A run folder in which someone has planted files: the commands run none of the planted code, name the file, and show no
+traceback."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 class Planted:
-    """Unpickling this makes a file, whose name is in PLANTED."""
+    """An object that creates the file named in PLANTED when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ('touch "$PLANTED"',)
@@ -72,7 +73,7 @@ def saved_by_torch(file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """A run of two steps on two ranks."""
+    """Create a run of two steps on two ranks."""
     folder = tmp_path_factory.mktemp("sound")
     write_mixed_rows(folder / "data")
     (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen3_vl))
@@ -83,7 +84,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path
 
 @pytest.fixture
 def folder(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy, after whose use no planted code has run."""
+    """Yield a copy of the run, and check afterwards that no planted code was run."""
     monkeypatch.setenv("PLANTED", str(tmp_path / "planted"))
     shutil.copytree(sound, tmp_path / "copy")
     yield tmp_path / "copy"
@@ -113,7 +114,7 @@ def test_code_in_checkpoint_file_is_not_run(
     checkpoint = folder / "run/checkpoints/step_2"
     assert (checkpoint / name).is_file()
     plant(checkpoint / name)
-    write_marker(checkpoint)  # as if it were the file that was written
+    write_marker(checkpoint)  # the marker now accepts the planted file as the one that was written
     refused(folder, name, *command)
     assert not (folder / "exported").exists()
 

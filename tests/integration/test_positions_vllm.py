@@ -1,6 +1,7 @@
-"""Our positions against a real vLLM engine: the same numbers, and the same log-probabilities on video.
+"""dsreason's positions compared with a real vLLM engine: the positions are equal, and so are the log-probabilities for video.
 
-One engine per family answers all cases. The tiny models' attention is sharpened, or a wrong position would hardly show.
+One engine per family answers all cases. The tiny models' attention is sharpened, because a wrong position would otherwise have
+little effect.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 
-# case: text, sizes (height, width) of the images, (frames, frames per second) of the videos
+# Each case has a text, the sizes (height, width) of the images, and (frames, frames per second) of the videos.
 CASES: dict[str, tuple[str, list[tuple[int, int]], list[tuple[int, float]]]] = {
     "text": ("which one falls?", [], []),
     "image": (f"{IMAGE}colour?", [(64, 128)], []),
@@ -40,13 +41,14 @@ CASES: dict[str, tuple[str, list[tuple[int, int]], list[tuple[int, float]]]] = {
         [(4, 1.0), (4, 1.7)],
     ),
 }
-ROUNDED = "video at 7 fps"  # 2/7 s rounded to bfloat16 puts the eighth group of frames at 3, not at 4
+ROUNDED = "video at 7 fps"  # 2/7 s rounded to bfloat16 moves the eighth group of frames from position 4 to 3
 VIDEOS = ("video at 1 fps", "video at 4 fps")
 BATCH = ("text", "video, image, video, image", "image, video", "video at 4 fps", "image")
 
 
 def sharpened_tiny(family: str, folder: Path) -> Path:
-    """A tiny model whose attention depends strongly on positions: queries and keys are several times as long."""
+    """Create a tiny model whose attention depends strongly on positions, because its queries and keys are several times as
+    long."""
     from safetensors.torch import load_file, save_file
 
     from dsreason.models.tiny import build_tiny
@@ -90,7 +92,7 @@ def encode(processor: Any, name: str) -> dict[str, torch.Tensor]:
 def logprobs(model: torch.nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor | None) -> np.ndarray:
     """Return the log-probability of each token after the first from the trainer's forward pass.
 
-    Positions None means the model's own positions.
+    With `positions` = None, the model computes them.
     """
     with torch.no_grad():
         logits = model(**inputs, position_ids=positions).logits
@@ -98,7 +100,8 @@ def logprobs(model: torch.nn.Module, inputs: dict[str, torch.Tensor], positions:
 
 
 def padded_positions(model: torch.nn.Module, encoded: list[dict[str, torch.Tensor]], side: str) -> list[np.ndarray]:
-    """The patched `get_rope_index` on a padded batch; of each row its own tokens' positions, and the delta last."""
+    """Call the patched `get_rope_index` on a padded batch; for each row, return the positions of its tokens, and the delta
+    last."""
     length = max(inputs["input_ids"].shape[1] for inputs in encoded)
     rows: dict[str, list[torch.Tensor]] = {"input_ids": [], "mm_token_type_ids": [], "attention_mask": []}
     for inputs in encoded:
@@ -121,7 +124,7 @@ def padded_positions(model: torch.nn.Module, encoded: list[dict[str, torch.Tenso
 
 
 def compare(folder: str) -> dict[str, Any]:
-    """Return what the trainer and the engine compute.
+    """Return the results of the trainer and of the engine.
 
     Runs in a separate process, because vLLM reads its environment only once.
     """
@@ -146,7 +149,7 @@ def compare(folder: str) -> dict[str, Any]:
         if name in VIDEOS:
             from_numpy = torch.from_numpy(result["ours"][name])[:, None]
             result["logprobs"][name] = [logprobs(model, inputs, from_numpy), logprobs(model, inputs, None)]
-            del model.model.get_rope_index  # the instance's override
+            del model.model.get_rope_index  # removes the override from the instance
             result["transformers"][name] = logprobs(model, inputs, None)
             patch_positions(model)
     encoded = [encode(processor, name) for name in BATCH]
@@ -162,7 +165,7 @@ def compare(folder: str) -> dict[str, Any]:
 
 
 def generate(model: torch.nn.Module, processor: Any) -> dict[str, list[int]]:
-    """Greedy completions of the video cases by transformers' `generate`, on the patched model."""
+    """Return the greedy completions of the video cases, computed by `generate` of transformers on the patched model."""
     result = {}
     for name in VIDEOS:
         inputs = encode(processor, name)
@@ -223,7 +226,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_positions_are_those_of_vllm(both: dict[str, Any], case: str) -> None:
+def test_positions_match_vllm(both: dict[str, Any], case: str) -> None:
     np.testing.assert_array_equal(both["ours"][case], both["vllm"][case])
 
 
@@ -242,23 +245,24 @@ def test_video_logprobs_match_vllm(both: dict[str, Any], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", VIDEOS)
-def test_generate_continues_as_vllm_does(both: dict[str, Any], case: str) -> None:
+def test_patched_generate_matches_vllm(both: dict[str, Any], case: str) -> None:
     assert both["generated"][case] == both["vllm_generated"][case]
 
 
 @pytest.mark.parametrize("case", VIDEOS)
-def test_transformers_own_positions_would_fail(both: dict[str, Any], case: str) -> None:
+def test_unpatched_transformers_positions_are_wrong(both: dict[str, Any], case: str) -> None:
     """Show that the positions of transformers are wrong for Qwen2.5-VL.
 
-    Should this fail, transformers has been fixed, and the test above still holds.
+    If this test fails, transformers has been fixed; the test above still applies.
     """
     if both["family"] == "qwen3_vl":
         pytest.skip("transformers is right for Qwen3-VL")
     assert np.abs(both["transformers"][case] - both["vllm_logprobs"][case]).max() > 0.01
 
 
-def test_bfloat16_engine_has_the_same_positions(both: dict[str, Any]) -> None:
-    """vLLM rounds the seconds between frames to the model's type; so do we, where the config says that type."""
+def test_bfloat16_positions_match_vllm(both: dict[str, Any]) -> None:
+    """Check rounding: vLLM rounds the seconds between frames to the model's type, and so does dsreason if the config has that
+    type."""
     np.testing.assert_array_equal(both["ours bfloat16"], both["vllm bfloat16"])
     differs = bool((both["vllm bfloat16"] != both["vllm"][ROUNDED]).any())
     assert differs == (both["family"] == "qwen2_5_vl")

@@ -1,4 +1,4 @@
-"""`monitor.profile` in an SFT run on two ranks: what it writes, and that it changes nothing else."""
+"""`monitor.profile` in an SFT run on two ranks: it writes its files, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = (
     "checkpoint.export=none",
 )
 MEASURED = ("time/", "perf/", "memory/")
-"""Metrics that differ from run to run."""
+"""Metrics that vary from run to run."""
 
 
 def train(folder: Path, *settings: str) -> Path:
@@ -35,19 +35,19 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("profiled") / "run", "monitor.profile=[2]")
 
 
-def test_trace_holds_one_step_with_its_phases(profiled: Path) -> None:
+def test_trace_contains_one_step_with_phases(profiled: Path) -> None:
     assert {path.name for path in (profiled / "profile").iterdir()} == {"step_2.json.gz", "step_2.txt"}
     with gzip.open(profiled / "profile" / "step_2.json.gz") as file:
         events = json.load(file)["traceEvents"]
     names = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
     phases = {name: names[f"phase: {name}"] for name in ("step 2", "train", "forward", "backward", "optimizer")}
-    # Two of the four samples are this rank's, one in each micro-batch.
+    # This rank computes two of the four samples, one in each micro-batch.
     assert phases == {"step 2": 1, "train": 1, "forward": 2, "backward": 2, "optimizer": 1}
     assert names["phase: data"] == 1
     assert any(event["name"] == "aten::mm" for event in events)
 
 
-def test_table_has_a_row_per_phase(profiled: Path) -> None:
+def test_profile_table_has_row_per_phase(profiled: Path) -> None:
     lines = (profiled / "profile" / "step_2.txt").read_text().splitlines()
     assert lines[0].startswith("step 2: ")
     rows = [line.split("│")[1].strip() for line in lines if line.startswith("│")]

@@ -1,7 +1,7 @@
-"""The engine sees what the trainer sees where the processors' files are those of published checkpoints.
+"""The engine sees the same input as the trainer if the processors' files are those of published checkpoints.
 
-Their limits are not those that media are resized to: small images have fewer tokens than Qwen3-VL's processor would make of
-them, and frames other sizes than either would.
+Media are not resized to the limits in these files: small images have fewer tokens than Qwen3-VL's processor would give them,
+and frames have different sizes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def explore(family: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", PATCH_SIZES)
-def test_logprobs_are_those_of_the_policy(family: str, tmp_path: Path) -> None:
+def test_engine_logprobs_match_policy(family: str, tmp_path: Path) -> None:
     from dsreason.models.tiny import build_tiny
 
     tiny = build_tiny(family, tmp_path / "tiny", tie_embeddings=False)
     build_published(tiny, family, tmp_path / "model")
     (result,) = run_on_ranks(explore, 1, family, tmp_path)
     assert max(result["differences"].values()) <= 1e-5
-    # Two frames of 384x384 or 336x336 are 144 tokens, the smallest square from 128 on. There are 4 and 6 frames.
+    # Two frames of 384x384 or 336x336 pixels take 144 tokens, the smallest square with at least 128. The videos have 4
+    # and 6 frames.
     assert 2 * 144 < result["tokens"]["video at 2 fps"] < 3 * 144 < result["tokens"]["video at 4 fps"] < 4 * 144
     assert result["tokens"]["image"] - result["tokens"]["text"] < 64

@@ -1,4 +1,4 @@
-"""Adapters beside a base in 4 bits, on real ranks: equal to adapters beside the plain matrices that the codes stand for."""
+"""Adapters with a 4-bit base on real ranks: the results equal those of adapters with the dequantized matrices as their base."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS, SYNCS = 3, 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """A folder with `model/`, `plain/` (matrices dequantized from the reference NF4), `rows/` and DeepSpeed JSONs."""
+    """Create a folder with `model/`, `plain/` (matrices dequantized from the reference NF4), `rows/` and DeepSpeed JSONs."""
     folder = tmp_path_factory.mktemp("qlora")
     for name in ("model", "plain"):
         shutil.copytree(tiny_qwen3_vl, folder / name)
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The measurements of each rank, by stage."""
+    """Return the measurements of each rank, by ZeRO stage."""
     by_rank = run_on_ranks(explore, 2, str(folder))
     return {stage: [rank[stage] for rank in by_rank] for stage in STAGES}
 
@@ -129,7 +129,7 @@ class TestStage:
                 assert local.keys() == plain.keys()
                 assert all(difference(local[name], plain[name]) <= 1e-6 for name in plain)
 
-    def test_language_matrices_are_bytes_sharded_under_zero3(self, found: Any, folder: Path, stage: str) -> None:
+    def test_quantized_matrices_are_sharded_under_zero3(self, found: Any, folder: Path, stage: str) -> None:
         weights = load_file(folder / "model" / "model.safetensors")
         for recorded in found[stage]:
             small = {name for name, dtype in recorded["types"].items() if dtype == torch.uint8}
@@ -140,16 +140,16 @@ class TestStage:
                 values = weights[name.removeprefix("model.").replace(".base_layer", "")].numel()
                 assert recorded["shares"][name] == values // 64 * 36 // (1 if stage == "zero2" else 2)
 
-    def test_codes_stay_as_they_are(self, found: Any, stage: str) -> None:
+    def test_training_does_not_change_quantized_codes(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             assert recorded["moved"] > 1e-2
             assert recorded["same bits"]
             assert recorded["base"]
 
-    def test_the_reference_is_the_dequantized_base(self, found: Any, stage: str) -> None:
+    def test_reference_equals_dequantized_base(self, found: Any, stage: str) -> None:
         assert [recorded["reference"] for recorded in found[stage]] == [0.0, 0.0]
 
-    def test_what_is_merged_is_what_is_trained(self, found: Any, stage: str) -> None:
+    def test_merged_weights_match_trained_policy(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             assert recorded["merged"] <= 1e-5
             assert recorded["names"]
@@ -182,7 +182,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def alone(folder: str) -> dict[str, Any]:
-    """Measure on one rank: gradients, a resumed run, and the errors under another `model.quantize`."""
+    """Measure gradients, a resumed run, and the errors for a different `model.quantize`, on one rank."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.job.ranks import init_world
     from dsreason.train.common.run_folder import check_base
@@ -212,13 +212,15 @@ def one_rank(found: Any, folder: Path) -> dict[str, Any]:
     return dict(recorded)
 
 
-def test_two_ranks_have_the_gradients_of_one(found: dict[str, list[dict[str, Any]]], one_rank: dict[str, Any]) -> None:
+def test_two_ranks_match_single_rank_gradients(
+    found: dict[str, list[dict[str, Any]]], one_rank: dict[str, Any]
+) -> None:
     for recorded in found["zero3"]:
         two, item = recorded["gradients"][False], one_rank["gradients"]
         assert all(difference(two[name], item[name]) <= 1e-5 for name in item)
 
 
-def test_another_number_of_ranks_goes_on_alike(
+def test_resume_on_different_rank_count_matches(
     found: dict[str, list[dict[str, Any]]], one_rank: dict[str, Any]
 ) -> None:
     two = np.concatenate([recorded["unbroken"] for recorded in found["zero3"]])
@@ -229,7 +231,7 @@ def test_resume_with_other_base_precision_is_rejected(one_rank: dict[str, Any]) 
     assert 'quantize "nf4", but it is now unset' in one_rank["refused"]
 
 
-def test_a_checkpoint_has_adapters_only(found: Any, folder: Path) -> None:
+def test_checkpoint_contains_only_adapters(found: Any, folder: Path) -> None:
     for stage in STAGES:
         state = json.loads((folder / stage / f"step_{STEPS}" / "trainer_state.json").read_text())
         assert state["state"]["adapter"]["quantize"] == "nf4"

@@ -1,4 +1,4 @@
-"""The commands of README.md, run as they stand there, on its files: from a row to a graded model. Only sizes are changed."""
+"""The commands of README.md, run verbatim on its files, from a row to a graded model; only sizes are reduced."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_sft_and_grpo_hold_out_validation_rows(folder: Path) -> None:
         assert metrics(folder / "outputs" / name)[-1]["step"] == 1
 
 
-def test_each_reward_is_counted(folder: Path) -> None:
+def test_each_reward_has_metrics(folder: Path) -> None:
     last = metrics(folder / "outputs" / "rl")[-1]
     assert {"reward/exact_match/mean", "reward/format/mean", "reward/short/mean"} <= last.keys()
     assert last["reward/short/mean"] == 1.0
@@ -75,10 +75,11 @@ def test_every_test_question_is_graded(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("run", "command"), [("mine", "sft"), ("rl", "grpo")])
-def test_an_export_has_a_model_card(folder: Path, run: str, command: str) -> None:
+def test_export_includes_model_card(folder: Path, run: str, command: str) -> None:
     card = ModelCard.load(folder / "outputs" / run / "export" / "final" / "README.md")
     assert card.data.tags == ["dsreason", command]
-    assert card.data.base_model is None  # the README's is replaced by a tiny one, which the Hub does not have
+    # The base model of the README is replaced by a tiny model, which is not on the Hub.
+    assert card.data.base_model is None
     assert card.data.eval_results[0].metric_value == metrics(folder / "outputs" / run)[-1]["val/accuracy"]
     assert "| optimizer steps | 1 |" in card.text
 

@@ -1,4 +1,4 @@
-"""Every shipped recipe for real models, with a tiny model and tiny data in its place: a dry run as it is, and two steps."""
+"""Every shipped recipe for real models, run with a tiny model and tiny data: first a dry run, then two steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Swap = Callable[[str], list[str]]
 
 @pytest.fixture
 def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path) -> Swap:
-    """`--set`s that put a tiny model of the same family and tiny data of the same format in a recipe's place."""
+    """Build the `--set` options that replace a recipe's model and data with tiny ones of the same family and format."""
 
     def options(recipe: str) -> list[str]:
         schema: type[RunConfig] = GRPOConfig if command(recipe) == "grpo" else SFTConfig
@@ -95,13 +95,13 @@ ENDS = {
     "av_caption_vqa_reason2_8b_sft.toml",
     "cosmos_reason1_7b_grpo.toml",
 }
-"""One recipe per trainer; the others run nightly."""
+"""One recipe per trainer; the other recipes run nightly."""
 
 
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=pytest.mark.long if name in ENDS else pytest.mark.nightly) for name in RECIPES]
 )
-def test_a_recipe_trains_from_end_to_end(recipe: str, swap: Swap, tmp_path: Path) -> None:
+def test_recipe_trains_end_to_end(recipe: str, swap: Swap, tmp_path: Path) -> None:
     changes = SMALLER | (SMALLER_GRPO if command(recipe) == "grpo" else SMALLER_SFT)
     options = [*swap(recipe), *(f"--set={key}={json.dumps(value)}" for key, value in changes.items())]
     ended = dsreason(command(recipe), "--config", recipe, "--output-dir", "out", "--nproc", 1, *options, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The reference policy on real ranks: its log-probabilities, and that the policy is what it was afterwards."""
+"""The reference policy on real ranks: its log-probabilities are right, and computing them does not change the policy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def measure(stage: str, bf16: bool, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_reference_holds_first_weights_and_preserves_policy(stage: str, bf16: bool, tmp_path: Path) -> None:
+def test_reference_uses_first_weights_and_preserves_policy(stage: str, bf16: bool, tmp_path: Path) -> None:
     results = run_on_ranks(measure, 2, stage, bf16, str(tmp_path))
     for recorded in results:
         assert recorded["in place"] == recorded["first"]

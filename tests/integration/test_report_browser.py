@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: its filters, its width, its silence on the console, and its looks."""
+"""The HTML report in a real browser: its filters, width and appearance are right, and the console stays empty."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTHS = (1280, 400)
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report with a comparison, every verdict, a video, and texts that do not fit on a line or are hostile."""
+    """Create a report with a comparison, every verdict, a video, and texts that are hostile or do not fit on a line."""
     root = tmp_path_factory.mktemp("report")
     video = [str(write_video(root / "v.mp4", 26))]
     evil = "<script>document.title = 'evil'</script><img src=x onerror=\"document.title = 'evil'\">{{ 7 }}"
@@ -57,7 +57,7 @@ def chromium(page: Path, tmp_path: Path, *options: str, address: str = "") -> su
 
 
 def shown_cards(page: Path, tmp_path: Path, address: str = "") -> tuple[list[str], str]:
-    """Tags of the cards that can be seen, and what the counter says."""
+    """Return the tags of the visible cards, and the text of the counter."""
     dom = chromium(page, tmp_path, "--dump-dom", address=address).stdout
     cards = re.findall(r"<article [^>]*>", dom)
     tags = [re.search(r'data-tags="([^"]*)"', card) for card in cards if ' hidden=""' not in card]
@@ -67,14 +67,14 @@ def shown_cards(page: Path, tmp_path: Path, address: str = "") -> tuple[list[str
 
 
 def with_script(page: Path, folder: Path, script: str) -> Path:
-    """A copy without the policy that forbids other scripts, and with this one at the end."""
+    """Write a copy of the page that ends with the given script, without the security policy that would forbid it."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text(encoding="utf-8"))
     copy = folder / "copy.html"
     copy.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     return copy
 
 
-def test_all_questions_are_shown_at_first(report: Path, tmp_path: Path) -> None:
+def test_report_initially_shows_all_questions(report: Path, tmp_path: Path) -> None:
     tags, counter = shown_cards(report, tmp_path)
     assert tags == ["right gained", "right gained", "wrong", "wrong unparsed truncated", "wrong unanswered"]
     assert counter == "5 of 5 shown"
@@ -84,7 +84,7 @@ def test_all_questions_are_shown_at_first(report: Path, tmp_path: Path) -> None:
     ("address", "count"),
     [("#wrong", 3), ("#right", 2), ("#unparsed", 1), ("#unanswered", 1), ("#gained", 2), ("#q2", 5), ("#nonsense", 5)],
 )
-def test_the_address_sets_the_filter(report: Path, tmp_path: Path, address: str, count: int) -> None:
+def test_url_fragment_sets_filter(report: Path, tmp_path: Path, address: str, count: int) -> None:
     tags, counter = shown_cards(report, tmp_path, address)
     assert (len(tags), counter) == (count, f"{count} of 5 shown")
 
@@ -93,7 +93,7 @@ def test_the_address_sets_the_filter(report: Path, tmp_path: Path, address: str,
     ("control", "value", "count"),
     [("dataset", "av", 1), ("kind", "multiple_choice", 4), ("search", "TURNS left", 1), ("search", "no such words", 0)],
 )
-def test_each_control_filters(report: Path, tmp_path: Path, control: str, value: str, count: int) -> None:
+def test_each_control_filters_questions(report: Path, tmp_path: Path, control: str, value: str, count: int) -> None:
     change = f"const it = document.getElementById('{control}'); it.value = '{value}';"
     page = with_script(report, tmp_path, change + "it.dispatchEvent(new Event('input', {bubbles: true}));")
     tags, counter = shown_cards(page, tmp_path)
@@ -106,7 +106,7 @@ def test_link_reveals_card_hidden_by_filter(report: Path, tmp_path: Path) -> Non
     assert len(tags) == 5
 
 
-def test_what_a_model_wrote_does_not_run(report: Path, tmp_path: Path) -> None:
+def test_scripts_in_model_output_do_not_run(report: Path, tmp_path: Path) -> None:
     dom = chromium(report, tmp_path, "--dump-dom").stdout
     assert "<title>big/letter: evaluation</title>" in dom
     assert "&lt;script&gt;document.title" in dom
@@ -116,7 +116,7 @@ def console(page: Path, tmp_path: Path) -> list[str]:
     return re.findall(r"CONSOLE.*", chromium(page, tmp_path, "--dump-dom", address="#wrong").stderr)
 
 
-def test_the_console_stays_empty(report: Path, tmp_path: Path) -> None:
+def test_browser_console_stays_empty(report: Path, tmp_path: Path) -> None:
     assert console(report, tmp_path) == []
 
 
@@ -130,13 +130,14 @@ def test_injected_script_is_blocked(report: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_page_fits_the_window_width(report: Path, tmp_path: Path, width: int) -> None:
+def test_report_fits_window_width(report: Path, tmp_path: Path, width: int) -> None:
     measure = "for (const it of document.querySelectorAll('details')) it.open = true;"
-    # What is off the screen is neither laid out nor, on the screen, allowed to stick out of its card: it would be cut off.
+    # Content outside the viewport is normally not laid out, and content that exceeds its card is cut off; both would
+    # hide an overflow.
     measure += "for (const it of document.querySelectorAll('.card')) it.style.contentVisibility = 'visible';"
     measure += "const root = document.documentElement; root.dataset.widths = `${innerWidth} ${root.scrollWidth}`;"
     page = with_script(report, tmp_path, measure)
-    frame = tmp_path / "frame.html"  # a window cannot be as narrow as a telephone, a frame can
+    frame = tmp_path / "frame.html"  # a window cannot be as narrow as a phone, but a frame can
     frame.write_text(
         f"<iframe src='copy.html' style='border:0' width='{width}' height='900'></iframe><script>onload = () => "
         "{ document.title = frames[0].document.documentElement.dataset.widths; }</script>"
@@ -148,11 +149,11 @@ def test_page_fits_the_window_width(report: Path, tmp_path: Path, width: int) ->
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_is_drawn_in_both_colour_schemes(report: Path, tmp_path: Path, width: int, dark: bool) -> None:
+def test_report_supports_light_and_dark_colour_schemes(report: Path, tmp_path: Path, width: int, dark: bool) -> None:
     file = tmp_path / "page.png"
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     chromium(report, tmp_path, f"--screenshot={file}", f"--window-size={width},1600", scheme)
     picture = np.asarray(Image.open(file).convert("L"))
     assert picture.shape == (1600, width)
-    assert (np.median(picture) < 64) == dark  # the background
-    assert picture.std() > 10  # and something on it
+    assert (np.median(picture) < 64) == dark  # the background has the expected brightness
+    assert picture.std() > 10  # the page is not empty

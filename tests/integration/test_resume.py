@@ -1,4 +1,4 @@
-"""A run that is broken off and resumed is the run that was not, on the same and on another number of ranks."""
+"""A run that is interrupted and resumed ends like an uninterrupted run, on the same and on a different number of ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def last_losses(run: Path) -> list[float]:
 
 def test_resumed_run_matches_full_run_exactly(folder):
     resumed = train(folder, "resumed", ranks=2, resume="whole/checkpoints/step_3")
-    assert len(last_losses(resumed)) == 3  # all rows of every epoch are trained, in both of them
+    assert len(last_losses(resumed)) == 3  # both runs train all rows of every epoch
     assert last_losses(resumed) == last_losses(folder / "whole")
     expected, result = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
     assert expected.keys() == result.keys()
@@ -81,7 +81,7 @@ def test_resumed_run_matches_full_run_exactly(folder):
 
 @pytest.mark.nightly
 def test_losses_match_when_resumed_on_fewer_ranks(folder):
-    """One; test_checkpoint.py resumes on four, too, without the command."""
+    """Resume on one rank; test_checkpoint.py also resumes on four, but without the command."""
     resumed = train(folder, "on_1", ranks=1, resume="whole/checkpoints/step_3")
     assert last_losses(resumed) == pytest.approx(last_losses(folder / "whole"), rel=1e-5, abs=1e-5)
 
@@ -90,7 +90,7 @@ def test_losses_match_when_resumed_on_fewer_ranks(folder):
 def test_resuming_finished_run_only_restores_missing_export(folder):
     before, export = metrics(folder / "whole"), folder / "whole" / "export" / "final"
     expected = load_file(export / "model.safetensors")
-    shutil.rmtree(export)  # as if the run had been broken off before it
+    shutil.rmtree(export)  # this simulates a run that was interrupted before its export
     train(folder, "whole", ranks=2, resume="auto")
     assert metrics(folder / "whole") == before
     file = load_file(export / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The transformers rollout engine against the policy it copies: same weights, same tokens, same log-probabilities."""
+"""The transformers rollout engine compared with the policy that it copies: same weights, same tokens, same log-probabilities."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ GREEDY = Sampling(temperature=0, max_completion_length=12)
 class Case:
     model: nn.Module
     engine: TransformersEngine
-    prompts: list[EncodedPrompt]  # text, one image, a video, two images; twice
+    prompts: list[EncodedPrompt]  # prompts with text, one image, a video and two images, each of which occurs twice
 
 
 @pytest.fixture(scope="module")
 def case(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A random model, disturbed so that its greedy text varies and its biases matter, and an engine in step with it."""
+    """Create a random model whose weights are disturbed, so that greedy texts vary and biases matter, and an engine with its
+    weights."""
     rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
     config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}})
     encoder = build_encoder(config, tiny)
@@ -63,7 +64,7 @@ def test_greedy_completions_are_independent_of_batch(case: Case) -> None:
     together = case.engine.generate(case.prompts, GREEDY, version=1)
     alone = [case.engine.generate([prompt], GREEDY, version=1)[0] for prompt in case.prompts]
     assert [completion.ids for completion in together] == [completion.ids for completion in alone]
-    assert len({completion.ids for completion in together}) > 4  # the texts do differ
+    assert len({completion.ids for completion in together}) > 4  # the texts actually differ
     for a, b in zip(together, alone, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
@@ -81,7 +82,7 @@ def test_token_budget_changes_batches_but_not_completions(case: Case, batch_toke
     assert [completion.ids for completion in result] == [completion.ids for completion in expected]
 
 
-def test_completions_arrive_per_batch_with_their_settings(case: Case) -> None:
+def test_completions_arrive_by_batch_with_own_settings(case: Case) -> None:
     samplings = [GREEDY, Sampling(max_completion_length=3, seed=2)] * 4
     with (
         mock.patch.object(case.engine, "settings", TransformersSettings(batch_size=2)),
@@ -124,7 +125,7 @@ def test_logprobs_match_policy_when_nothing_is_banned(case: Case, temperature: f
     policy = Policy(load_copy(case))
     for row, completion in zip(rows, completions, strict=True):
         if {1, 2} & set(row.mm_token_type_ids[-len(completion.ids) :].tolist()):
-            continue  # without the ban a placeholder may be drawn, and no forward takes that
+            continue  # without the ban, a placeholder may be sampled, which no forward pass accepts
         with torch.no_grad():
             logprobs = policy(collate([row], pad_id=0), temperature)
         assert completion.logprobs == pytest.approx(logprobs.tolist(), abs=2e-5)
@@ -137,7 +138,7 @@ def load_copy(case: Case) -> nn.Module:
 
 
 def completed(prompt: EncodedSample, completion: Completion) -> EncodedSample:
-    """Prompt and completion as a training row: text positions go on from the largest."""
+    """Build the training row of a prompt and its completion; text positions continue from the largest position of the prompt."""
     ids = torch.tensor(completion.ids)
     positions = prompt.position_ids.max() + 1 + torch.arange(len(ids))
     return EncodedSample(
@@ -162,7 +163,8 @@ def test_samples_depend_only_on_seed_and_stream(case: Case) -> None:
 
 def test_completion_ends_at_first_stop_token(case: Case) -> None:
     stop = int(case.engine.stop_ids[0])
-    hot = Sampling(temperature=50.0, max_completion_length=600, seed=1)  # nearly uniform: 2 of about 500 tokens stop
+    # Sampling is almost uniform, and 2 of about 500 tokens end a completion.
+    hot = Sampling(temperature=50.0, max_completion_length=600, seed=1)
     completions = case.engine.generate(case.prompts, hot, version=1)
     reasons = {completion.finish_reason for completion in completions}
     for completion in completions:
@@ -173,7 +175,7 @@ def test_completion_ends_at_first_stop_token(case: Case) -> None:
     assert stop not in case.engine.banned_ids.tolist()
 
 
-def test_media_tokens_are_never_drawn(case: Case) -> None:
+def test_media_tokens_are_never_sampled(case: Case) -> None:
     hot = Sampling(temperature=50.0, max_completion_length=300, seed=3)
     drawn = {token for c in case.engine.generate(case.prompts, hot, version=1) for token in c.ids}
     assert len(case.engine.banned_ids) == 5
@@ -187,7 +189,7 @@ def test_global_random_state_is_unchanged(case: Case, tiny: Path) -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_generation_requires_the_synced_version(tiny: Path, case: Case) -> None:
+def test_generation_requires_synced_weights_version(tiny: Path, case: Case) -> None:
     engine = TransformersEngine(tiny, case.engine.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     weights = dict(case.model.named_parameters())
     short = Sampling(temperature=0, max_completion_length=2)
@@ -209,11 +211,11 @@ def test_generation_requires_the_synced_version(tiny: Path, case: Case) -> None:
     engine.sleep()
     with pytest.raises(StaleWeightsError, match="holds no weights"):
         engine.generate(case.prompts[:1], short, version=5)
-    engine.wake()  # on a CPU the weights are still there
+    engine.wake()  # on a CPU, sleep does not discard the weights
     assert engine.generate(case.prompts[:1], short, version=5)[0].version == 5
 
 
-def test_stream_draws_are_independent_of_position(case: Case) -> None:
+def test_random_stream_is_independent_of_prompt_order(case: Case) -> None:
     sampling = Sampling(max_completion_length=8, seed=5)
     alone = case.engine.generate([case.prompts[1]], sampling, version=1, streams=[9])
     prompts = [case.prompts[0], case.prompts[1], case.prompts[1]]

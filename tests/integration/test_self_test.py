@@ -1,6 +1,6 @@
-"""The start-up self-test: a sound engine passes at both sleep levels, and every fault is named, on every rank.
+"""The self-test at the start: a healthy engine passes at both sleep levels, and every fault is reported on every rank.
 
-Here for the transformers engine; `test_vllm_engine.py` asks the same of vLLM.
+This file tests the transformers engine; `test_vllm_engine.py` tests vLLM in the same way.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ def explore_self_test(
     buffer: Callable[[], Tensor],
     faulty: bool,
 ) -> dict[str, Any]:
-    """Return the results of sound self-tests and the errors of faulty ones.
+    """Return the results of self-tests of healthy engines, and the errors of faulty engines.
 
-    The faults: nothing is synced, or `norm` or `buffer` is not restored.
-    In one case only the `faulty` rank has the fault.
+    The faults: nothing is synced, or `norm` or `buffer` is not restored. In one case only the `faulty` rank has the fault.
     """
     from dsreason.rollout.protocol import Sampling
     from dsreason.rollout.self_test import run_self_test
@@ -77,7 +76,7 @@ def explore_self_test(
         return tested.completions, sum(map(len, tested.tensors))
 
     def after(method: str, call: int, change: Callable[[], Any]) -> tuple[str, str]:
-        """Return the self-test's report when `change` follows the given call of the engine's method."""
+        """Return the self-test's report if `change` runs after each call of the engine's given method."""
         original, calls = getattr(engine, method), []
 
         def changed(*args: Any, **kwargs: Any) -> None:
@@ -142,14 +141,14 @@ def check_faults(rank: dict[str, Any], *, buffer: str) -> None:
 # ---------------------------------------------------------------- tests
 
 
-def test_healthy_engine_passes_and_stays_asleep(found: list[dict[str, Any]]) -> None:
+def test_healthy_engine_passes_self_test_and_stays_asleep(found: list[dict[str, Any]]) -> None:
     for rank in found:
         check_sound(rank)
         assert rank["keeps weights"]
         assert rank["asks for it"][1].endswith("the engine holds no weights; call sync before generate")
 
 
-def test_every_fault_is_named_on_every_rank(found: list[dict[str, Any]]) -> None:
+def test_every_fault_is_reported_on_every_rank(found: list[dict[str, Any]]) -> None:
     for rank in found:
         check_faults(rank, buffer="model.language_model.rotary_emb.inv_freq")
         assert rank["stuck"][1].endswith("(rank 0, 1)")

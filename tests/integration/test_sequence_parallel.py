@@ -1,4 +1,4 @@
-"""Sequence parallelism: ranks that share each row have the loss and the gradients of a single rank."""
+"""Sequence parallelism: ranks that share each row get the same loss and gradients as a single rank."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adapters beside 4 bits": {"lora": LORA, "model": {"quantize": "nf4"}},
 }
-"""Settings of each case, in addition to the usual ones."""
+"""Case → settings that are added to the usual ones."""
 OF_ONE = {name: name for name in ("frozen tower", "adapters", "adapters beside 4 bits")}
 OF_ONE |= {"adapters, inputs on the host": "adapters"}
-"""The case of one rank with the same gradients; "one row" unless named."""
+"""Case → single-rank case with the same gradients; "one row" for all cases that are not listed."""
 
 
 class Ranks(NamedTuple):
@@ -50,7 +50,8 @@ class Ranks(NamedTuple):
 LAYOUTS = {
     Ranks(2, 2): list(CASES),
     Ranks(4, 2): ["short rows", "zero 2"],  # the second group has fewer rows than the first
-    Ranks(4, 4): ["one row", "recomputed", "one sample a row"],  # there are two key and value heads
+    # The model has only two key-value heads, fewer than ranks.
+    Ranks(4, 4): ["one row", "recomputed", "one sample a row"],
 }
 
 
@@ -67,7 +68,7 @@ def run_config(rows: str, model: str, ranks_per_row: int, sections: dict[str, An
 
 
 def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]) -> list[Found] | None:
-    """The first step, on rank 0; one for each model and case, in that order."""
+    """Run the first step of each case for each model, in that order; return the results on rank 0."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
@@ -140,7 +141,7 @@ def test_sequence_parallel_gradients_match_single_rank(steps, ranks: Ranks, name
 
 
 def head_exchange(query_heads: int, key_heads: int) -> tuple[float, float]:
-    """Return the errors of attention by exchanged heads against plain attention: of the output and the gradients."""
+    """Return the errors of attention with exchanged heads compared with plain attention, for the output and the gradients."""
     import torch
 
     from dsreason.data.types import Segment
@@ -165,14 +166,14 @@ def head_exchange(query_heads: int, key_heads: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("query_heads", "key_heads"), [(6, 2), (12, 4), (3, 3), (9, 3)])
-def test_head_exchange_supports_any_key_head_count(query_heads: int, key_heads: int) -> None:
+def test_head_exchange_supports_any_number_of_key_heads(query_heads: int, key_heads: int) -> None:
     for output, gradients in run_on_ranks(head_exchange, 3, query_heads, key_heads):
         assert output <= 1e-6
         assert gradients <= 2e-6
 
 
 def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
-    """Two completions, of made-up ids, log-probabilities and advantages, for each of four prompts."""
+    """Build two completions with made-up ids, log-probabilities and advantages for each of four prompts."""
     from dsreason.data.sources import open_datasets
     from dsreason.rollout.protocol import make_single_turn
     from dsreason.train.grpo.rollouts import Rollout
@@ -198,7 +199,7 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
     from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.grpo.update import accumulate_gradients, cut
+    from dsreason.train.grpo.update import accumulate_gradients, split_into_micro_batches
     from tests.engines import full_gradients
 
     world, result = build_row_groups(init_world(), ranks_per_row), []
@@ -213,7 +214,7 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
                 engines[config.lora.rank] = build_policy_engine(config, deepspeed, Path(model), world.group)
             set_learning_rate(engines[config.lora.rank], 0.0)
         engine = engines[config.lora.rank]
-        micro_batches = cut(made_up_rollouts(config, encoder), config, encoder, world.row_part)
+        micro_batches = split_into_micro_batches(made_up_rollouts(config, encoder), config, encoder, world.row_part)
         micro_batches = [
             replace(micro_batch, old_logprobs=grpo.other_logprobs(micro_batch, 0.1)) for micro_batch in micro_batches
         ]

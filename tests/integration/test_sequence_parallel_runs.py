@@ -1,6 +1,6 @@
 """Runs of `dsreason sft` and `dsreason grpo` whose ranks compute each row together.
 
-They end as runs of separate ranks do, and resume.
+The runs have the same results as runs whose ranks compute separate rows, and can be resumed.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ def same_exports(run: Path, other: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def sft(folder: Path) -> Path:
-    """Six steps of two groups of two ranks, checkpoints after three and six."""
+    """Run six steps on two groups of two ranks, with checkpoints after steps three and six."""
     return train(folder, "sft", "sft", 4, 2)
 
 
-def test_supervised_training_is_that_of_one_rank(folder: Path, sft: Path) -> None:
+def test_sft_matches_single_rank(folder: Path, sft: Path) -> None:
     alone = train(folder, "sft", "sft_alone", 1, 1)
     for line, expected in zip(steps(sft), steps(alone), strict=True):
         for name in ("train/loss", "train/grad_norm", "train/tokens", "train/epoch"):
@@ -107,7 +107,7 @@ def test_supervised_training_is_that_of_one_rank(folder: Path, sft: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_supervised_training_resumes_bit_for_bit(folder: Path, sft: Path) -> None:
+def test_sft_resumes_bit_for_bit(folder: Path, sft: Path) -> None:
     resumed = train(folder, "sft", "sft_resumed", 4, 2, "--resume", "sft/checkpoints/step_3")
     assert [line["train/loss"] for line in steps(resumed)] == [line["train/loss"] for line in steps(sft, after=3)]
     assert same_exports(resumed, sft)
@@ -115,11 +115,11 @@ def test_supervised_training_resumes_bit_for_bit(folder: Path, sft: Path) -> Non
 
 @pytest.fixture(scope="module")
 def grpo(folder: Path) -> Path:
-    """Four steps, two a rollout, of two groups of two ranks, checkpoints after two and four."""
+    """Run four steps, two per rollout, on two groups of two ranks, with checkpoints after steps two and four."""
     return train(folder, "grpo", "grpo", 4, 2)
 
 
-def test_reinforcement_learning_is_that_of_one_rank(folder: Path, grpo: Path) -> None:
+def test_grpo_matches_single_rank(folder: Path, grpo: Path) -> None:
     alone = train(folder, "grpo", "grpo_alone", 1, 1)
 
     def sampled(run: Path) -> set[tuple[Any, ...]]:
@@ -130,12 +130,12 @@ def test_reinforcement_learning_is_that_of_one_rank(folder: Path, grpo: Path) ->
 
     assert sampled(grpo) == sampled(alone)
     names = ("train/loss", "train/grad_norm", "policy/kl", "policy/entropy", "policy/clip_fraction", "mismatch/kl")
-    for line, expected in zip(steps(grpo)[:2], steps(alone)[:2], strict=True):  # later samples differ by rounding
+    for line, expected in zip(steps(grpo)[:2], steps(alone)[:2], strict=True):  # later rollouts differ by rounding
         for name in (*names, "reward/mean", "completion/length_mean"):
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
-def test_reinforcement_learning_resumes_bit_for_bit(folder: Path, grpo: Path) -> None:
+def test_grpo_resumes_bit_for_bit(folder: Path, grpo: Path) -> None:
     resumed = train(folder, "grpo", "grpo_resumed", 4, 2, "--resume", "grpo/checkpoints/step_2")
     assert rollouts(resumed, 2) == rollouts(grpo, 2)
     names = ("train/loss", "train/grad_norm", "reward/mean", "mismatch/kl", "policy/kl")

@@ -1,4 +1,4 @@
-"""A real vLLM server, asked over HTTP: it reads the same prompts as the engine in this process, and gives the same answers."""
+"""A real vLLM server, queried over HTTP: it reads the same prompts as the engine in this process, and gives the same answers."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def server(tiny_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "4", "--skip-mm-profiling"]
     if not vllm.version.__version__.startswith("0.26."):
-        command += ["--trust-request-mm-kwargs"]  # 0.26 takes a request's settings of videos without it
+        command += ["--trust-request-mm-kwargs"]  # vLLM 0.26 accepts a request's video settings without this option
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as output:
-        # A session of its own: the server's engine is a child of the server, and has to end with it.
+        # The server gets a separate session, so that its child, the engine, can be ended together with it.
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -127,7 +127,7 @@ def ask(asked: ServerAnswerer, samples: dict[str, Sample]) -> dict[str, Reply]:
 
 @pytest.fixture(scope="module")
 def local(tiny_qwen2_5_vl: Path, samples: dict[str, Sample]) -> dict[str, tuple[int, str]]:
-    """Length of the prompt and greedy answer of the engine in this process."""
+    """Return the lengths of the prompts and the greedy answers of the engine in this process."""
     encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
     engine = TransformersEngine(
         tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu")
@@ -169,7 +169,7 @@ def test_image_and_text_answers_match_local_engine(
 
 
 @pytest.mark.parametrize("form", ["file", "frames"])
-def test_clips_are_answered_as_file_or_frames(server: Server, samples: dict[str, Sample], form: str) -> None:
+def test_clips_can_be_sent_as_file_or_frames(server: Server, samples: dict[str, Sample], form: str) -> None:
     clips = {name: sample for name, sample in samples.items() if "video" in name}
     for reply in ask(answerer(server, video=form), clips).values():
         assert reply.error is None
@@ -197,7 +197,7 @@ def test_teacher_logprobs_match_local_forward(server: Server, tiny_qwen2_5_vl: P
     prompt = encoder.encode_prompt(Sample("1", [{"role": "user", "content": "What colour is it?"}]))
     ids = (17, 301, 44, 9, 120)
     completion = make_single_turn(ids, "", (0.0,) * len(ids), "stop", version=0)
-    result = Client(config).ask(Rollout(prompt, completion, 0.0, {}))
+    result = Client(config).request_logprobs(Rollout(prompt, completion, 0.0, {}))
 
     model = load_model(tiny_qwen2_5_vl, dtype=torch.float32, attention="sdpa")
     tensor = torch.tensor([[*prompt.prompt_ids, *ids]])
@@ -208,7 +208,7 @@ def test_teacher_logprobs_match_local_forward(server: Server, tiny_qwen2_5_vl: P
     assert result == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(server: Server, tiny_qwen2_5_vl: Path) -> None:
+def test_teacher_with_different_vocabulary_is_rejected(server: Server, tiny_qwen2_5_vl: Path) -> None:
     tokenizer = open_encoder(
         tiny_qwen2_5_vl, dtype=torch.float32, max_length=512, max_length_key="model.max_length"
     ).processor.tokenizer

@@ -1,7 +1,8 @@
-"""Training on a stand-in for a GPU: nothing mixes devices, and the numbers are those of the CPU.
+"""Training on a stand-in for a GPU: no operation mixes devices, and the results equal those of the CPU.
 
-The real DeepSpeed with its CUDA accelerator, the real models and the real runs; tensors of the device lie in host memory and
-refuse to meet others. Eager attention runs the same kernels on both sides, so everything must be equal bit for bit.
+DeepSpeed with its CUDA accelerator, the models and the runs are real; only tensors on the device are in host memory, and
+reject operations with tensors on the CPU. Eager attention runs the same kernels on both devices, so all results must be equal
+bit for bit.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ REWARDS = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for
 
 
 class Devices(NamedTuple):
-    """One process for each device."""
+    """The worker processes: one for each device."""
 
     stand_in: ProcessPoolExecutor
     cpu: ProcessPoolExecutor
@@ -124,7 +125,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
 def model(request: pytest.FixtureRequest) -> str:
     """Return the tiny model of each family.
 
-    The parameter belongs to this file: the session's `tiny` would start the processes anew for each family.
+    The fixture is parametrized in this file, because the session's `tiny` would restart the processes for each family.
     """
     return str(request.getfixturevalue(f"tiny_{request.param}"))
 
@@ -135,7 +136,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def close(found: Any, expected: Any) -> bool:
-    """Equal up to rounding, wherever numbers stand."""
+    """Return whether all numbers in both nested results are equal up to rounding."""
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(close(found[key], expected[key]) for key in expected)
     if isinstance(expected, list | tuple):
@@ -158,7 +159,7 @@ def test_stand_in_rejects_exactly_what_gpu_rejects(devices: Devices) -> None:
     "deepspeed",
     ["zero3.json", *(pytest.param(f"{other}.json", marks=pytest.mark.nightly) for other in ("zero2", "zero3_offload"))],
 )
-def test_policy_computes_on_the_device_only(model: str, devices: Devices, deepspeed: str) -> None:
+def test_policy_computes_only_on_device(model: str, devices: Devices, deepspeed: str) -> None:
     expected, result = devices.on_both(scenarios.policy, model, "eager", deepspeed)
     assert result.pop("device") == "cuda" and expected.pop("device") == "cpu"
     assert result.pop("moved") > 0 and expected.pop("moved") == 0
@@ -168,39 +169,39 @@ def test_policy_computes_on_the_device_only(model: str, devices: Devices, deepsp
     assert result == expected
 
 
-def test_the_policy_with_sdpa_does_as_well(model: str, devices: Devices) -> None:
+def test_sdpa_policy_matches_eager_policy(model: str, devices: Devices) -> None:
     expected = devices.on_stand_in(scenarios.policy, model, "eager")
     assert close(devices.on_stand_in(scenarios.policy, model, "sdpa"), expected)
 
 
-def test_drawing_does(model: str, devices: Devices) -> None:
+def test_sampling_on_device_matches_cpu(model: str, devices: Devices) -> None:
     expected, result = devices.on_both(scenarios.drawing, model, "eager")
     assert result == expected
     assert close(devices.on_stand_in(scenarios.drawing, model, "sdpa"), expected)
 
 
 @pytest.mark.nightly
-def test_drawing_is_unchanged_with_weights_on_disk(model: str, devices: Devices) -> None:
+def test_weights_on_disk_do_not_change_samples(model: str, devices: Devices) -> None:
     expected = devices.on_stand_in(scenarios.drawing, model, "sdpa")
     assert devices.on_stand_in(scenarios.drawing, model, "sdpa", 0.8) == expected
 
 
-def test_the_update_of_grpo_does(model: str, devices: Devices, rows: Path) -> None:
+def test_grpo_update_on_device_matches_cpu(model: str, devices: Devices, rows: Path) -> None:
     expected, result = devices.on_both(scenarios.update, model, "eager", str(rows), ALGORITHMS)
     assert result == expected
-    # The corrections of the last two mask what the made-up engine's log-probabilities are too far from.
+    # The last two algorithms mask tokens for which the made-up log-probabilities of the engine deviate too much.
     assert min(metrics["norm"] for metrics in result[:4]) > 1e-4
     assert close(devices.on_stand_in(scenarios.update, model, "sdpa", str(rows), ALGORITHMS), expected)
 
 
-def test_every_objective_does(devices: Devices) -> None:
+def test_objectives_on_device_match_cpu(devices: Devices) -> None:
     expected, result = devices.on_both(scenarios.objectives)
     assert len(result) == 5 * 6 * 4
     assert result == expected
 
 
 @pytest.mark.parametrize("command", [pytest.param("sft", marks=pytest.mark.nightly), "grpo"])
-def test_whole_runs_do_with_checkpoint_and_export(
+def test_complete_runs_on_device_match_cpu(
     model: str, devices: Devices, rows: Path, tmp_path: Path, command: str
 ) -> None:
     (tmp_path / "sft.toml").write_text(SFT.format(model=model, rows=rows))

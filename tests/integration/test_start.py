@@ -1,4 +1,4 @@
-"""The work that a rank skips at its start: the command's own checks, and DeepSpeed's Muon."""
+"""Work that a rank skips at its start: the checks that the command has already run, and DeepSpeed's Muon optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 
 def started_run(folder: Path, *, by_us: bool) -> tuple[int, list[str]]:
-    """Return how often the checks ran in a rank, and the unwanted modules and variables that its engine left."""
+    """Return how often the checks ran in a rank, and the unwanted modules and variables that its engine left behind."""
     if by_us:
         os.environ[ERROR_DIR] = str(folder)
     from dsreason.train.common.opening import build_policy_engine, open_policy_job
@@ -42,7 +42,7 @@ def started_by_another(folder: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("start, num_checks", [(started_by_us, 0), (started_by_another, 1)])
-def test_rank_skips_finished_checks_and_compiles_nothing(
+def test_rank_skips_checks_and_compilation(
     start: Callable[[Path], tuple[int, list[str]]], num_checks: int, tmp_path: Path
 ) -> None:
     assert run_on_ranks(start, 1, tmp_path) == [(num_checks, [])]

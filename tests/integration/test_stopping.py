@@ -1,5 +1,5 @@
-"""A signal to a trainer saves a checkpoint at the next step, and the resumed run is the undisturbed one; every command says
-what ended it, and what is left."""
+"""A signal to a trainer saves a checkpoint at the next step, and the resumed run equals an undisturbed one. Every command
+reports what stopped it and what it has saved."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_signal_saves_checkpoint_and_resume_is_exact(folder: Path, number: signa
     assert 2 <= step < STEPS
     assert (run / f"checkpoints/step_{step}/COMPLETE").exists()
     if number != signal.SIGINT:
-        return  # what follows is the same for all, and test_resume.py has it in the short suite
+        return  # the rest does not depend on the signal, and test_resume.py covers it in the short suite
 
     completed = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=folder)
     assert completed.returncode == 0, completed.stderr
@@ -104,8 +104,8 @@ def test_signal_saves_checkpoint_and_resume_is_exact(folder: Path, number: signa
 
 
 @pytest.mark.long
-def test_sigterm_to_torchrun_saves_as_well(folder: Path) -> None:
-    """It goes on to the whole process group of each rank, data workers included."""
+def test_sigterm_to_torchrun_saves_checkpoint(folder: Path) -> None:
+    """Send SIGTERM, which torchrun forwards to the entire process group of each rank, including data workers."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dsreason"]
     command += ["sft", "--config", "run.toml", "--output-dir", "torchrun"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
@@ -120,8 +120,8 @@ def test_sigterm_to_torchrun_saves_as_well(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_closed_terminal_requests_stop(folder: Path) -> None:
-    """Check that this also holds for rank 0, whose progress bar is drawn on that terminal."""
+def test_closed_terminal_stops_run(folder: Path) -> None:
+    """Check that this also works for rank 0, whose progress bar is drawn on that terminal."""
     run, dsreason_result = folder / "closed", os.openpty()
     command = [*COMMAND, "sft", "--config", "run.toml", "--output-dir", "closed", "--nproc", "2"]
     process = subprocess.Popen(
@@ -145,8 +145,8 @@ def test_closed_terminal_requests_stop(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_with_nohup_a_terminal_may_be_closed(folder: Path) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a child inherits
+def test_nohup_run_survives_closed_terminal(folder: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the child process inherits this setting
     try:
         process = start(folder, "nohup")
     finally:
@@ -159,10 +159,10 @@ def test_with_nohup_a_terminal_may_be_closed(folder: Path) -> None:
     assert steps_done(folder / "nohup") == STEPS
 
 
-def test_signal_before_first_step_gives_same_code(folder: Path) -> None:
+def test_signal_before_first_step_gives_same_exit_code(folder: Path) -> None:
     process = start(folder, "early")
     while len(psutil.Process(process.pid).children()) < 2 and process.poll() is None:
-        time.sleep(0.05)  # the ranks are not there yet
+        time.sleep(0.05)  # the ranks have not started yet
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == STOPPED, stderr
@@ -189,7 +189,7 @@ each = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.
 
 
 @each
-def test_signal_during_imports_is_reported_in_words(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_during_imports_is_reported_without_traceback(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -204,7 +204,7 @@ def test_signal_during_imports_is_reported_in_words(tmp_path: Path, number: sign
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
+def test_ignored_signal_stays_ignored(number: signal.Signals) -> None:
     code = f"""
 import signal
 signal.signal({int(number)}, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Uploads to and reads from a real S3 server, with faults in between, and uploads to a stand-in for the Hub."""
+"""Uploads to and reads from a real S3 server through a proxy that injects faults, and uploads to a stand-in for the Hub."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from tests.unit.checkpoints.made_folders import EXPORT_BYTES, make_checkpoint, m
 pytestmark = pytest.mark.integration
 
 PART = 5 * 1024**2
-"""The smallest part that S3 takes."""
+"""Minimum size of a part of an S3 upload, in bytes."""
 TARGET = S3Address("bucket", "run")
 KEYS = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
-    """botocore's own client of the server, past the proxy, with the bucket `bucket`."""
+    """Yield a botocore client that bypasses the proxy, on a server with the bucket `bucket`."""
     moto = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto.start()
@@ -84,7 +84,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("DSREASON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-    remote._fetch_copy.cache_clear()  # as in a new process
+    remote._fetch_copy.cache_clear()  # a new process would also start with an empty cache
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(storage_s3, "PART_BYTES", PART)
 
@@ -114,16 +114,16 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """Create an export with a file of three parts."""
+    """Create an export whose largest file is uploaded in three parts."""
     return make_export(
         tmp_path / "D" / "export" / "final", weights=os.urandom(2 * PART + 1000 - 88)
-    )  # beside its header
+    )  # the 88 bytes are the file's header
 
 
 # ---------------------------------------------------------------- S3, uploads
 
 
-def test_an_export_arrives_with_its_manifest_last(server: Any, proxy: Proxy, export: Path) -> None:
+def test_export_upload_ends_with_manifest(server: Any, proxy: Proxy, export: Path) -> None:
     done: list[int] = []
     assert upload(open_package(export), TARGET, done.append) == Sent(2, 2 * PART + 1002)
     assert sum(done) == 2 * PART + 1002
@@ -138,7 +138,7 @@ def test_an_export_arrives_with_its_manifest_last(server: Any, proxy: Proxy, exp
     assert sum("partNumber=" in line for line in proxy.seen) == 3
 
 
-def test_checkpoint_upload_ends_with_its_marker(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_checkpoint_upload_ends_with_marker(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
     upload(open_package(folder), TARGET)
     assert objects(server) == {f"run/{name}": content for name, content in files_of(folder).items()}
@@ -148,7 +148,7 @@ def test_checkpoint_upload_ends_with_its_marker(server: Any, proxy: Proxy, tmp_p
 def test_reupload_removes_marker_and_sends_only_changes(server: Any, proxy: Proxy, export: Path) -> None:
     upload(open_package(export), TARGET)
     assert upload(open_package(export), TARGET) == Sent(0, 0)
-    (export / "config.json").write_text("[]")  # of the same size
+    (export / "config.json").write_text("[]")  # the new content has the same size
     proxy.seen.clear()
     assert upload(open_package(export), TARGET) == Sent(1, 2)
     changes = [line for line in proxy.seen if not line.startswith("HEAD")]
@@ -173,7 +173,7 @@ def test_reupload_removes_marker_and_sends_only_changes(server: Any, proxy: Prox
     ],
     ids=lambda faults: f"{faults[0].kind} {faults[0].path}",
 )
-def test_what_passes_is_waited_out(server: Any, proxy: Proxy, export: Path, faults: list[ServerFault]) -> None:
+def test_temporary_faults_are_retried(server: Any, proxy: Proxy, export: Path, faults: list[ServerFault]) -> None:
     proxy.faults = list(faults)
     upload(open_package(export), TARGET)
     assert proxy.faults == []
@@ -245,7 +245,7 @@ def test_upload_resumes_after_failure(server: Any, proxy: Proxy, export: Path) -
     with pytest.raises(StorageError):
         upload(open_package(export), TARGET)
     proxy.faults = []
-    assert upload(open_package(export), TARGET) == Sent(1, 2 * PART + 1000)  # config.json was there
+    assert upload(open_package(export), TARGET) == Sent(1, 2 * PART + 1000)  # config.json had already been uploaded
     assert "run/UPLOADED.json" in objects(server)
 
 
@@ -300,8 +300,8 @@ def test_outage_is_tolerated_but_refusal_raises(server: Any, proxy: Proxy, caplo
         check_target("s3://bucket/run", tolerate_outage=True)
 
 
-def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    s3._create_client.cache_clear()  # as in a new process
+def test_missing_s3_keys_are_reported(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    s3._create_client.cache_clear()  # a new process would also start with an empty cache
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -316,7 +316,7 @@ def closed_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_background_upload_failure_is_raised_at_end(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_failed_background_upload_is_reported_at_end(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     config = CheckpointConfig(upload="s3://bucket/run", upload_what="all")
     first, second = (make_checkpoint(tmp_path / "D" / "checkpoints" / f"step_{n}") for n in (1, 2))
     before = files_of(tmp_path)
@@ -346,7 +346,7 @@ def cached(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and ".locks" not in path.parts]
 
 
-def test_s3_media_are_fetched_once(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_s3_media_are_fetched_only_once(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "a b.png", png())
     assert probe_image("s3://bucket/a b.png") == (3, 4)
     assert load_image("s3://bucket/a b.png").getpixel((0, 0)) == (255, 0, 0)
@@ -354,11 +354,11 @@ def test_s3_media_are_fetched_once(server: Any, proxy: Proxy, tmp_path: Path) ->
     assert [path.name for path in cached(tmp_path)] == ["a b.png"]
 
 
-def test_a_replaced_object_is_fetched_anew(server: Any, proxy: Proxy) -> None:
+def test_replaced_object_is_fetched_again(server: Any, proxy: Proxy) -> None:
     put(server, "a.png", png())
     first = fetch_file("s3://bucket/a.png")
     put(server, "a.png", png("blue"))
-    remote._fetch_copy.cache_clear()  # as in a new process
+    remote._fetch_copy.cache_clear()  # a new process would also start with an empty cache
     second = fetch_file("s3://bucket/a.png")
     assert first != second
     assert second.read_bytes() == png("blue")
@@ -431,9 +431,9 @@ def fetch_in_process(address: str) -> tuple[str, int]:
     return str(path), path.stat().st_size
 
 
-def test_forked_processes_fetch_an_object_once(server: Any, proxy: Proxy) -> None:
+def test_forked_processes_fetch_object_only_once(server: Any, proxy: Proxy) -> None:
     put(server, "first.bin", b"1")
-    fetch_file("s3://bucket/first.bin")  # the connection of this process must not be used by its children
+    fetch_file("s3://bucket/first.bin")  # forked processes must not reuse the connection that this process has opened
     put(server, "large.bin", os.urandom(10**6))
     with multiprocessing.get_context("fork").Pool(4) as pool:
         result = set(pool.map(fetch_in_process, ["s3://bucket/large.bin"] * 8, chunksize=1))
@@ -526,7 +526,8 @@ def test_missing_model_is_reported(server: Any, proxy: Proxy, tmp_path: Path) ->
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # the library's waits are fixed
+    # The library's waiting times cannot be configured.
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with hub_server() as (result, address):
         monkeypatch.setenv("HF_ENDPOINT", address)
@@ -657,7 +658,7 @@ def test_hub_refusal_does_not_stop_s3_upload(server: Any, proxy: Proxy, hub: Loc
     assert {"run/checkpoints/step_1/COMPLETE", "run/export/final/UPLOADED.json"} <= objects(server).keys()
     hub.refuse = None
     proxy.seen.clear()
-    with open_uploads(config) as uploads:  # the resumed run
+    with open_uploads(config) as uploads:  # this is the resumed run
         uploads.add_not_uploaded(run)
     assert proxy.seen == []
     assert hub.repositories["user/name@main"].keys() == {"config.json", "model.safetensors", "UPLOADED.json"}
@@ -745,7 +746,8 @@ SECRETS = (KEY, SECRET, *TOKENS.values())
 
 @pytest.fixture
 def job(tiny_qwen2_5_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two steps with tokens in the environment, on the command line, in a log line and in a traceback."""
+    """Prepare a run of two steps, with secret tokens in the environment, on the command line, in a log line and in a
+    traceback."""
     rows = write_mixed_rows(tmp_path / "data")
     (tmp_path / "run.toml").write_text(RUN.format(model=tiny_qwen2_5_vl, rows=rows))
     (tmp_path / "talkative.py").write_text(VERBOSE_LOGGERS)
@@ -756,7 +758,7 @@ def job(tiny_qwen2_5_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def second_job(first: subprocess.Popen[str], job: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The same job once more while the first, which is held meanwhile, has the folder."""
+    """Start the same job again while the first one, whose ranks are suspended, still locks the folder."""
     while not (folder / "D" / ".lock").exists() and first.poll() is None:
         time.sleep(0.05)
     assert first.poll() is None, first.communicate()

@@ -1,4 +1,4 @@
-"""Text-only models, trained through the installed command: both engines, exports that load."""
+"""Text-only models, trained with the installed command: both engines sample from them, and their exports can be loaded."""
 
 from __future__ import annotations
 

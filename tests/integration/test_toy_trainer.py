@@ -1,6 +1,6 @@
 """The parts of a new trainer: a schema, a folder in `train/` and a file in `cli/`, as in `toy/`.
 
-Everything else then finds the trainer.
+Everything else finds the trainer automatically.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ keep = -1
 
 
 def add_toy(place: Any = setattr) -> None:
-    """Make the files of `toy/` appear to be in the package; `place` sets an attribute."""
+    """Make the files of `toy/` appear to be part of the package; `place` is a function that sets an attribute."""
     folder = Path(__file__).parent / "toy"
     for package in (cli, config, train):
         place(package, "__path__", [*package.__path__, str(folder / package.__name__.rpartition(".")[2])])
@@ -57,7 +57,7 @@ def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_toy(file: str, output_dir: str, resume: str | None) -> None:
-    """Run what a rank of `dsreason toy` runs."""
+    """Run the toy trainer the way a rank of `dsreason toy` does."""
     add_toy()
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
@@ -67,7 +67,7 @@ def run_toy(file: str, output_dir: str, resume: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """Create `whole/`, a run of four steps on two ranks, and `resumed/`, its last two steps again."""
+    """Create `whole/`, a run of four steps on two ranks, and `resumed/`, which repeats its last two steps."""
     folder = tmp_path_factory.mktemp("toy")
     rows = write_mixed_rows(folder / "data")
     (folder / "run.toml").write_text(RUN.format(model=tiny_qwen3_vl, rows=rows))
@@ -85,7 +85,7 @@ def test_toy_run_is_logged_validated_and_checkpointed(folder: Path) -> None:
     assert {path.name for path in (folder / "whole/checkpoints").iterdir()} == {"step_2", "step_4"}
 
 
-def test_it_resumes_exactly(folder: Path) -> None:
+def test_toy_run_resumes_exactly(folder: Path) -> None:
     full, resumed = ([line["train/loss"] for line in metrics(folder / name) if line["step"] > 2] for name in RUNS)
     assert full == resumed
     expected, result = (load_file(folder / name / "export/final/model.safetensors") for name in RUNS)
@@ -106,7 +106,7 @@ def test_changed_toy_setting_is_rejected_on_resume(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("_toy")
-def test_data_validate_knows_it_by_its_section(folder: Path) -> None:
+def test_data_validate_infers_toy_trainer_from_section(folder: Path) -> None:
     from dsreason.cli.data.chosen_run import choose_trainer, load_run
     from dsreason.cli.data.commands import list_encoded_parts
     from dsreason.tools.datasets.rendering import render_rows

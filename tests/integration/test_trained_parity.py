@@ -1,4 +1,4 @@
-"""vLLM against the policy on models that SFT has really trained, after further optimizer steps of all weights."""
+"""vLLM compared with the policy on models that SFT has actually trained, after further optimizer steps of all weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ STEPS = 3
 
 @pytest.fixture(
     scope="module",
-    params=SETUPS[1:],  # test_builtin_grpo.py trains the first
+    params=SETUPS[1:],  # test_builtin_grpo.py covers the first setup
     ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the measurements of each rank."""
     setup: Setup = request.param
     run: Path = request.getfixturevalue(f"trained_{setup.family}")
-    assert metrics(run)[-1]["val/loss"] < 1  # of a random model: 6.3
+    assert metrics(run)[-1]["val/loss"] < 1  # a random model would have a loss of 6.3
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(run / "export" / "final", folder / "model")
     if not setup.tied:
@@ -40,7 +40,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def untie(model: Path) -> None:
-    """Give the model a separate output layer; it still computes the same function."""
+    """Give the model a separate output layer, with which it still computes the same function."""
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"] = weights["model.language_model.embed_tokens.weight"].clone()
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -76,7 +76,8 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
 
 
 def task_prompts(folder: Path, rank: int, colours: tuple[str, str], direction: str) -> dict[str, Any]:
-    """A prompt a case, with media of the task that the model has learned; equal sizes whatever they show."""
+    """Return one prompt per case, with media of the task that the model has learned; their sizes do not depend on their
+    content."""
     from dsreason.builtin_task import scenes
     from dsreason.builtin_task.clips import write_medium
     from dsreason.config.schema import SFTConfig
@@ -109,7 +110,8 @@ def task_prompts(folder: Path, rank: int, colours: tuple[str, str], direction: s
 
 
 def train(explorer: Explorer) -> float:
-    """Steps away from what was sampled, the same on every rank; returns how far the vision tower moved at least."""
+    """Take the same optimizer steps on every rank, away from the sampled tokens; return the smallest change of a vision tower
+    tensor."""
     from dsreason.data.collate import collate
     from tests.integration.test_rollout import completed
 
@@ -123,7 +125,7 @@ def train(explorer: Explorer) -> float:
     for _ in range(STEPS):
         for row in rows:
             (policy(collate([row], pad_id=0), 1.0, explorer.banned).mean() / len(rows)).backward()
-        for parameter in policy.parameters():  # ranks have prompts of their own, and one policy
+        for parameter in policy.parameters():  # all ranks train the same policy, but on different prompts
             torch.distributed.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +142,7 @@ def test_trained_policy_and_engine_logprobs_agree(found: list[dict[str, Any]]) -
 def test_stale_weights_or_wrong_media_break_agreement(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert not {case: d for case, d in rank["sync skipped"].items() if not d > 1e-3}
-        # Where the model is sure of its words whatever it sees, sharpened probabilities hardly differ; softened ones do.
+        # If the model is certain whatever it sees, sharpened probabilities hardly differ, but softened ones do.
         wrong = rank["wrong medium"]
         largest = {case: max(d for (name, _), d in wrong.items() if name == case) for case, _ in wrong}
         assert not {case: d for case, d in largest.items() if not d > 1e-3}

@@ -1,4 +1,5 @@
-"""A job over two hosts, through `deepspeed --hostfile` and torchrun, does what the ordinary start does, or says why not."""
+"""A job on two hosts, started by `deepspeed --hostfile` or torchrun, gives the same results as a single-host job, or reports
+the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -97,9 +98,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
-    """Create the folder from which the launchers run.
+    """Create the folder in which the launchers run.
 
-    It has the run configuration, the hostfile, and the variables that every host gets.
+    The folder contains the run configuration, the hostfile, and the variables that every host gets.
     """
     folder = tmp_path_factory.mktemp("hosts")
     rows = write_mixed_rows(folder / "data")
@@ -122,7 +123,7 @@ def losses(output_dir: Path) -> list[float]:
 def deepspeed(
     hosts: tuple[Host, Host], folder: Path, *command: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`deepspeed --hostfile` on the first host."""
+    """Run `deepspeed --hostfile` on the first host."""
     value = os.environ | (environment or {})
     start = [*hosts[0].inside, *DEEPSPEED, *command]
     return subprocess.run(start, check=False, cwd=folder, env=value, capture_output=True, text=True, timeout=900)
@@ -131,7 +132,7 @@ def deepspeed(
 def torchrun(
     hosts: tuple[Host, Host], folder: Path, *command: str, environment: Mapping[str, str] | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
-    """`torchrun` on both hosts; they meet at the first one."""
+    """Run `torchrun` on both hosts, which connect at the first host."""
     start = [*TORCHRUN, *command]
     return on_both(hosts, folder, [start, start], environment or {})
 
@@ -139,7 +140,7 @@ def torchrun(
 def on_both(
     hosts: tuple[Host, Host], folder: Path, commands: list[list[str]], environment: Mapping[str, str]
 ) -> list[subprocess.CompletedProcess[str]]:
-    """One command on each host, at the same time."""
+    """Run one command on each host at the same time."""
     value = os.environ | {"DS_ACCELERATOR": "cpu"} | environment
     with ExitStack() as stack:
         started = [
@@ -171,7 +172,8 @@ def test_hostfile_run_reproduces_single_host_losses(
     )
     assert ended.returncode == 0, ended.stderr
     assert len(expected_losses) == 4
-    assert losses(folder / "hostfile_run") == pytest.approx(expected_losses, rel=1e-5)  # threads of a rank may differ
+    # The number of threads per rank may differ.
+    assert losses(folder / "hostfile_run") == pytest.approx(expected_losses, rel=1e-5)
     assert (folder / "hostfile_run/export/final/model.safetensors").is_file()
     assert all((folder / "hostfile_run/logs" / f"rank_{rank}.log").is_file() for rank in range(2))
 
@@ -224,7 +226,8 @@ def test_killed_rank_stops_both_hosts(
         ended = deepspeed(hosts, folder, ranks, how, environment={"HF_TOKEN": "hf_secret"})
         assert ended.returncode != 0
         stdout = ended.stderr
-        # The shell's variables have come to ranks that pdsh started, and on no command line: `deepspeed` tells those.
+        # The shell's variables reached the ranks that pdsh started, but did not appear on a command line, which
+        # `deepspeed` logs.
         assert [(folder / f"token_{rank}").read_text() for rank in (0, 1)] == ["hf_secret", "hf_secret"]
         lines = [
             line

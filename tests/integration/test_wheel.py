@@ -1,4 +1,4 @@
-"""The built wheel, installed without the checkout, runs from any folder: the shipped files travel in it."""
+"""The built wheel works without the checkout from any folder, because it contains the shipped files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wheel, and not what the tests import from."""
+    """Test the installed wheel instead of the checkout, from which the tests import."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of a fresh environment with the wheel, and everything but dsreason from this one."""
+    """Return the Python of a new environment that contains the wheel and, except for dsreason, everything in this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     built = subprocess.run(build, capture_output=True, text=True)
@@ -71,7 +71,7 @@ def test_wheel_is_imported_instead_of_checkout(python, tmp_path):
     assert str(python.parents[1]) in where
 
 
-def test_the_license_travels_in_both_packages(python):
+def test_license_is_included_in_both_packages(python):
     folder, text = python.parents[2], (ROOT / "LICENSE").read_bytes()
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         (name,) = [name for name in wheel.namelist() if name.endswith("/licenses/LICENSE")]

@@ -1,4 +1,4 @@
-"""Training of world models on real ranks: exact resuming, any number of ranks, exports that diffusers loads."""
+"""Training of world models on real ranks: runs resume exactly on any number of ranks, and diffusers loads the exports."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FLOW = {
 }
 NFT = {
     "world.algorithm": '"nft"',
-    "world.num_generations": 3,  # 9 clips on two ranks: one of them runs a stand-in
+    "world.num_generations": 3,  # 9 clips on two ranks, so one rank computes a dummy clip
     "world.kl_coef": 0.1,
     "world.nft_decay": '"slow"',
     "lora.rank": 4,
@@ -84,7 +84,7 @@ DDRL = {"world.algorithm": '"ddrl"', "world.data_noise": '"fresh"', "world.data_
 
 
 def run_world(folder: str, name: str, resume: str | None, changes: dict[str, Any]) -> None:
-    """Run what a rank of `dsreason world` runs."""
+    """Run a world model the way a rank of `dsreason world` does."""
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
     trainer = find_trainers()["world"]
@@ -102,8 +102,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flow(folder: Path) -> Path:
-    """`flow/` on two ranks, `flow_resumed/` from its second step, `flow_alone/` on one rank with another cut, and
-    `flow_together/` on two ranks that compute each clip together."""
+    """Run `flow/` on two ranks, `flow_resumed/` from its second step, `flow_alone/` on one rank with another micro-batch size,
+    and `flow_together/` on two ranks that compute each clip together."""
     start = partial(run_on_ranks, run_world)
     start(2, str(folder), "flow", None, FLOW)
     start(2, str(folder), "flow_resumed", "flow/checkpoints/step_2", FLOW)
@@ -114,7 +114,7 @@ def flow(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def nft(folder: Path) -> Path:
-    """`nft/` on two ranks, `nft_resumed/` from its second step, and `nft_alone/` from there on one rank."""
+    """Run `nft/` on two ranks, `nft_resumed/` from its second step, and `nft_alone/` from that step on one rank."""
     start = partial(run_on_ranks, run_world)
     start(2, str(folder), "nft", None, NFT)
     start(2, str(folder), "nft_resumed", "nft/checkpoints/step_2", NFT)
@@ -124,7 +124,7 @@ def nft(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def clips(folder: Path) -> Path:
-    """Training on real clips: `sft/` on two ranks, `sft_alone/` on one from its second step, and `ddrl/` on one."""
+    """Train on real clips: `sft/` on two ranks, `sft_alone/` on one rank from its second step, and `ddrl/` on one rank."""
     start = partial(run_on_ranks, run_world)
     start(2, str(folder), "sft", None, SFT)
     start(1, str(folder), "sft_alone", "sft/checkpoints/step_2", SFT | {"train.micro_batch_size": 3})
@@ -157,8 +157,8 @@ def test_resumed_run_continues_bit_for_bit(runs: str, file: str, request: pytest
 @pytest.mark.parametrize(
     ("runs", "other", "file"), [("flow", "alone", FULL), ("flow", "together", FULL), ("nft", "alone", ADAPTER)]
 )
-def test_one_rank_trains_as_two_do(runs: str, other: str, file: str, request: pytest.FixtureRequest) -> None:
-    """Up to the order of sums: the clips, their rewards and their gradients are the same."""
+def test_single_rank_matches_two_ranks(runs: str, other: str, file: str, request: pytest.FixtureRequest) -> None:
+    """Compare clips, rewards and gradients, which differ only in the order of sums."""
     folder = request.getfixturevalue(runs)
     alone = values(folder / f"{runs}_{other}")
     for item, two in zip(alone, values(folder / runs, after=alone[0]["step"] - 1), strict=True):
@@ -173,11 +173,11 @@ def test_one_rank_trains_as_two_do(runs: str, other: str, file: str, request: py
 @pytest.mark.parametrize("name", ["flow", "flow_alone", "flow_together"])
 def test_sampling_matches_training_and_policy_changes(name: str, flow: Path) -> None:
     result = values(flow / name)
-    on_policy = [line for line in result if line["step"] % 2 == 1]  # two optimizer steps on a rollout
+    on_policy = [line for line in result if line["step"] % 2 == 1]  # every rollout is used for two optimizer steps
     assert [line["policy/ratio_error"] for line in on_policy] == [0.0, 0.0]
     assert all(line["train/grad_norm"] > 0 for line in on_policy)
     assert all(line["policy/ratio_error"] > 0 for line in result if line["step"] % 2 == 0)
-    assert result[0]["policy/kl"] == 0.0  # still the model that training began with
+    assert result[0]["policy/kl"] == 0.0  # the policy is still the initial model
     assert result[-1]["policy/kl"] > 0
 
 
@@ -202,10 +202,10 @@ def test_frozen_projection_is_exported_unchanged(clips: Path) -> None:
     assert len(same) < len(base) / 2
 
 
-def test_ddrl_adds_the_error_on_real_clips(clips: Path) -> None:
+def test_ddrl_adds_flow_matching_loss_on_real_clips(clips: Path) -> None:
     (result,) = values(clips / "ddrl")
     assert result["policy/ratio_error"] == 0.0
-    assert result["policy/data_loss"] > 0.5  # of a model that has learned nothing
+    assert result["policy/data_loss"] > 0.5  # the model has learned nothing yet
     assert result["train/loss"] == pytest.approx(result["policy/loss"] + 0.5 * result["policy/data_loss"])
 
 
@@ -219,7 +219,7 @@ def test_curves_reveal_reward_hacking(flow: Path) -> None:
     assert len((flow / "flow/validation/step_4.jsonl").read_text().splitlines()) == 3
 
 
-def test_diffusers_loads_the_exported_transformer(flow: Path) -> None:
+def test_diffusers_loads_exported_transformer(flow: Path) -> None:
     from diffusers import CosmosTransformer3DModel
 
     folder = flow / "flow/export/final"
@@ -231,15 +231,15 @@ def test_diffusers_loads_the_exported_transformer(flow: Path) -> None:
     assert not (folder / "vae").exists()
 
 
-def test_the_export_has_the_averaged_weights(flow: Path) -> None:
-    """Half of each: with a decay of 0.5 the average lags behind what was trained."""
+def test_export_contains_averaged_weights(flow: Path) -> None:
+    """Compare the export with the average, which lags behind the trained weights because its decay is 0.5."""
     average = load_file(flow / "flow/checkpoints/step_4/average_ema_rank_0.safetensors")
     name = next(name for name, value in exported(flow / "flow", FULL).items() if value.ndim == 2)
     share = average[name].flatten()
     assert share.equal(exported(flow / "flow", FULL)[name].flatten()[: len(share)])
 
 
-def test_diffusers_loads_the_exported_adapter_exactly(nft: Path) -> None:
+def test_diffusers_loads_exported_adapter_exactly(nft: Path) -> None:
     from dsreason.world.families import FAMILIES
     from dsreason.world.lora import load_lora
     from dsreason.world.models import load_transformer
@@ -286,9 +286,10 @@ def test_frozen_weights_are_not_in_checkpoint(nft: Path) -> None:
 
 
 def weights_on_ranks(group: int) -> list[NDArray[np.float32]]:
-    """Outputs of a small network under ZeRO-3: trained, of the average half way, and of the network again.
+    """Return outputs of a small network under ZeRO-3: after training, with the weights averaged halfway, and after training
+    again.
 
-    Each `group` ranks have a copy of the weights among them.
+    Each `group` of ranks shares one copy of the weights.
     """
     from dsreason.config.schema import OptimConfig
     from dsreason.engine.average import WeightAverage
@@ -326,7 +327,7 @@ def weights_on_ranks(group: int) -> list[NDArray[np.float32]]:
 
 @pytest.mark.parametrize(("ranks", "group"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.nightly)])
 def test_averaged_weights_are_swapped_and_restored_exactly(ranks: int, group: int) -> None:
-    """Cover hosts with copies of the weights too, which must not be used while other weights are in place."""
+    """Cover hosts with separate copies of the weights, which must not be used while other weights are loaded."""
     for before, after, half, back, full in run_on_ranks(weights_on_ranks, ranks, group):
         assert np.abs(after - before).min() > 0.1
         np.testing.assert_allclose(half, (before + after) / 2, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Errors in the middle of a run of world models: each ends the run with one error that names it."""
+"""Errors in the middle of a world-model run: each ends the run with a single message that names the cause."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def none(clips, samples):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`run.toml`, rewards in `own.py`, `videos/` of which one is damaged, and a run `started/` with a checkpoint."""
+    """Create `run.toml`, rewards in `own.py`, `videos/` with one damaged video, and a run `started/` with a checkpoint."""
     folder = tmp_path_factory.mktemp("errors")
     (folder / "run.toml").write_text(RUN)
     (folder / "own.py").write_text(OWN)
@@ -89,7 +89,7 @@ def test_reward_failure_on_one_rank_stops_all(folder: Path) -> None:
         ),
     ],
 )
-def test_one_error_names_it(name: str, changes: dict[str, Any], text: str, folder: Path) -> None:
+def test_run_fails_with_message_naming_cause(name: str, changes: dict[str, Any], text: str, folder: Path) -> None:
     filled = {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in changes.items()}
     assert text in failure(folder, name, filled)
 
@@ -130,8 +130,8 @@ def test_checkpoint_of_different_run_kind_is_rejected(
     assert re.search(text, failure(folder, name, changes, resume="started/checkpoints/step_1"))
 
 
-def test_bfloat16_trains_on_a_cpu(folder: Path) -> None:
-    """Sampling and training round alike, so the ratio is 1."""
+def test_bfloat16_training_works_on_cpu(folder: Path) -> None:
+    """Check that sampling and training round in the same way, so that the ratio is 1."""
     changes = {"train.precision": '"bf16"', "train.max_steps": 1, "checkpoint.export_dtype": '"auto"'}
     run_on_ranks(run_world, 1, str(folder), "bf16", None, SHORT | changes)
     assert values(folder / "bf16")[0]["policy/ratio_error"] < 1e-4

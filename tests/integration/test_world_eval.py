@@ -1,4 +1,4 @@
-"""`dsreason eval` of world models as a person would run it: two models, a stop on the way, and a comparison."""
+"""`dsreason eval` of world models as a user would run it: two models, an interruption, and a comparison."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ export_dtype = "fp32"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`run/`, a run on one rank, and `results/` of its model and of the one that it began with."""
+    """Create `run/`, a run on one rank, and `results/` of its final model and of the model that it started from."""
     pytest.importorskip("diffusers")
     folder = tmp_path_factory.mktemp("world_eval")
     (folder / "run.toml").write_text(RUN)
@@ -65,8 +65,9 @@ def means(results: Path) -> dict[str, float]:
 
 
 @pytest.mark.long
-def test_evaluation_matches_the_last_validation(folder: Path) -> None:
-    """The same prompts, noise, guidance and given frames, on two ranks in other micro-batches, of the exported average."""
+def test_evaluation_of_export_matches_last_validation(folder: Path) -> None:
+    """Evaluate the exported average with the same prompts, noise, guidance and given frames, but on two ranks with other
+    micro-batches."""
     last = metrics(folder / "run")[-1]
     result = means(folder / "results" / "run-final")
     assert result["reward"] == pytest.approx(last["val/reward/mean"], abs=1e-5)
@@ -105,7 +106,7 @@ def test_evaluation_resumes_without_changing_other_clips(folder: Path) -> None:
     after = {file.name: file.read_bytes() for file in clips.glob("*.json")}
     second, first = (json.loads(result.pop("3.json")) for result in (after, before))
     assert after == before
-    # MKL's last bit may depend on where the memory lies.
+    # The last bit of MKL's results may depend on the memory address.
     assert second.pop("rewards") == pytest.approx(first.pop("rewards"), abs=1e-6)
     assert second == first
     assert {name: (clips / name).stat().st_mtime_ns for name in remaining} == remaining

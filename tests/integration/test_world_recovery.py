@@ -1,4 +1,4 @@
-"""World models on hosts with copies of the weights; runs whose ranks are killed; long runs that are resumed."""
+"""World models on hosts with copies of the weights, runs whose ranks are killed, and long runs that are resumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ HOSTS = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold":
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`plain/` on four ranks, `copies/` on four as two hosts with a copy of the weights each, `resumed/` from its first step."""
+    """Run `plain/` on four ranks; `copies/` on four ranks that act as two hosts, each with a copy of the weights; and
+    `resumed/` from the first step of `copies/`."""
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "run.toml").write_text(RUN)
     settings = folder / "copies.json"
@@ -45,7 +46,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_per_host_weight_copies_preserve_results(hosts: Path) -> None:
-    """Nor do the reference of the KL and the average, which are put in their place meanwhile."""
+    """Include the reference of the KL term and the average, which temporarily replace the weights."""
     assert values(hosts / "copies") == values(hosts / "plain")
     assert values(hosts / "copies")[1]["policy/kl"] > 0
     plain, copies = exported(hosts / "plain", FULL), exported(hosts / "copies", FULL)
@@ -74,7 +75,8 @@ SIX = FLOW | {
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`six/` on two ranks; from its third step `resumed/` on two and `alone/` on one; `again/` on two from `alone`'s fifth."""
+    """Run `six/` on two ranks; from its third step, `resumed/` on two ranks and `alone/` on one; and `again/` on two ranks
+    from the fifth step of `alone/`."""
     folder = tmp_path_factory.mktemp("six")
     (folder / "run.toml").write_text(RUN)
     run_on_ranks(run_world, 2, str(folder), "six", None, SIX | {"checkpoint.every": 3})
@@ -93,7 +95,7 @@ def test_interrupted_run_resumes_exactly(six: Path) -> None:
 
 @pytest.mark.parametrize(("name", "after"), [("alone", 3), ("again", 5)])
 def test_run_resumes_on_different_number_of_ranks(name: str, after: int, six: Path) -> None:
-    """Up to the order of sums."""
+    """Allow for rounding, because sums are computed in a different order."""
     full, result = values(six / "six", after=after), values(six / name)
     for item, two in zip(result, full, strict=True):
         for key in ("reward/mean", "clips/diversity", "policy/kl", "train/grad_norm"):

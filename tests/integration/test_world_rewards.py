@@ -1,4 +1,4 @@
-"""`dsreason reward-serve` as a process, and data of world models in S3 (moto's server) with cosmos-rl's variables."""
+"""`dsreason reward-serve` as a process, and world-model data in S3 (moto's server), accessed with cosmos-rl's variables."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ from tests.unit.world.data.test_clips import SIZE, levels, pack, video
 pytestmark = pytest.mark.integration
 
 REWARDS = """
+import os
+
 from dsreason.world.rewards.pixels import brightness, follow
 
 def length(clips, samples):
     return {"words": [len(s.prompt.split()) for s in samples], "fps": [s.meta["fps"] for s in samples]}
 
 def broken(clips, samples):
-    raise ValueError("no weights")
+    raise ValueError(f"no weights for {os.environ['SERVED_WITH']}: {{'Ocp-Apim-Subscription-Key': 'planted'}} pwd=planted")
 """
 ROWS = [WorldRow("0", "a red square"), WorldRow("1", "a blue square moves")]
 CLIPS = torch.stack(
@@ -46,16 +48,16 @@ CLIPS = torch.stack(
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, LinearCodec]]:
-    """The address up to `/api/reward/`, and the codec of the server's model folder."""
+    """Start the server; yield its URL up to `/api/reward/`, and the codec of its model folder."""
     folder = tmp_path_factory.mktemp("served")
     (folder / "rewards.py").write_text(REWARDS)
     codec = LinearCodec.fit(CLIPS.float() / 127.5 - 1, channels=16)
     codec.save(folder / "model" / "vae")
-    options = ("--port", "0", "--token-env", "SERVED_TOKEN", "--vae", "model")
+    options = ("--port", "0", "--token-env", "SERVED_WITH", "--vae", "model")
     process = subprocess.Popen(
         [*COMMAND, "reward-serve", "rewards.py", *options],
         cwd=folder,
-        env=os.environ | {"SERVED_TOKEN": "right-token"},
+        env=os.environ | {"SERVED_WITH": "right-token"},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -100,11 +102,15 @@ def test_reward_file_scores_remote_pixels_and_latents(served: tuple[str, LinearC
 
 
 def test_failing_function_error_includes_its_message(served: tuple[str, LinearCodec]) -> None:
-    with pytest.raises(RewardError, match=r'"broken"(.|\n)*failed: ValueError: no weights'):
+    with pytest.raises(RewardError, match=r'"broken"(.|\n)*failed: ValueError: no weights') as error:
         score(served[0], {"name": "broken", "score_key": "broken"}, time_limit=2)
+    assert "<SERVED_WITH>: {'Ocp-Apim-Subscription-Key': '…'} pwd=…" in str(error.value)
+    assert "right-token" not in str(error.value)
 
 
-def test_wrong_token_is_rejected_and_hidden(served: tuple[str, LinearCodec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_token_is_rejected_without_being_shown(
+    served: tuple[str, LinearCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WFM_REWARD_TOKEN", "wrong-token")
     with pytest.raises(RewardError, match=r"status 401 .*the token is wrong.*check REMOTE_REWARD_TOKEN") as error:
         score(served[0], {"name": "follow", "score_key": "follow"})
@@ -134,7 +140,7 @@ def bucket() -> Iterator[Any]:
 
 @pytest.fixture
 def store(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Open the bucket with only cosmos-rl's variables."""
+    """Open the bucket with only cosmos-rl's environment variables."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     result = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION_NAME": "us-east-1"}
@@ -174,5 +180,5 @@ def test_folders_shards_and_prompts_load_from_s3(store: Any, tmp_path: Path) -> 
     rows, _ = open_world_data(
         WorldDataConfig(format="prompts", path="s3://clips/prompts/p.jsonl", on_bad_row="skip"), 0
     )
-    assert [row.prompt for row in rows.rows] == ["x"]  # the other one's path leads out of the folder
+    assert [row.prompt for row in rows.rows] == ["x"]  # the path of the other row leads out of the folder
     assert levels(rows.read_clip(rows[0], SIZE)) == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""ZeRO-3 by whole blocks: the gradients of plain autograd, and an order of modules that is recorded once."""
+"""ZeRO-3 with entire blocks as units: gradients equal those of plain autograd, and the order of modules is recorded only once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def first_batches(config: Any, rank: int, world_size: int, exchange: Any = None)
 
 
 def engine_gradients(cases: list[tuple[str, str, dict[str, Any]]]) -> list[Gradients] | None:
-    """The gradients of the second of two equal steps, after a forward without a backward pass; on rank 0."""
+    """Return the gradients of the second of two equal steps, after a forward pass without a backward pass, on rank 0."""
     import torch
 
     from dsreason.config.deepspeed import resolve_deepspeed
@@ -118,7 +118,8 @@ def models(tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path) -> dict[str, str]:
 
 
 def sections_of(case: str, family: str) -> dict[str, Any]:
-    """Settings of a case; patterns of `model.freeze` must each match a parameter, and Qwen2.5-VL has no `pos_embed`."""
+    """Return the settings of a case. Patterns of `model.freeze` must each match a parameter, and Qwen2.5-VL has no
+    `pos_embed`."""
     if case == "frozen patches" and family == "qwen2_5_vl":
         return {"model": {"freeze": ["patch_embed"], "gradient_checkpointing": True}}
     return CASES[case]
@@ -129,7 +130,7 @@ LAYOUTS = {
     (2, "qwen3_vl"): ["all", "recomputed", "adapters", "adapters on text"],
     (1, "qwen3_vl"): ["recomputed", "frozen patches", "adapters beside 4 bits"],
 }
-"""Cases by the number of ranks and the family."""
+"""Number of ranks → family → cases."""
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def gradients(rows: str, models: dict[str, str]) -> dict[tuple[int, str, str], G
 @pytest.mark.parametrize(
     ("ranks", "family", "case"), [(*layout, case) for layout, cases in LAYOUTS.items() for case in cases]
 )
-def test_gradients_equal_those_of_autograd(
+def test_gradients_equal_autograd_gradients(
     gradients: dict[tuple[int, str, str], Gradients],
     rows: str,
     models: dict[str, str],
@@ -160,7 +161,8 @@ def test_gradients_equal_those_of_autograd(
 
 
 def count_traces(rows: str, model: str) -> tuple[int, int, int]:
-    """Over steps of training and forwards of all kinds: traces recorded, traces dropped, and modules in the last one."""
+    """Run training steps and all kinds of forward passes; return the number of traces recorded and dropped, and of modules in
+    the last trace."""
     import torch
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
@@ -202,4 +204,6 @@ def count_traces(rows: str, model: str) -> tuple[int, int, int]:
 def test_module_order_is_recorded_once(rows: str, models: dict[str, str], family: str) -> None:
     recorded, dropped, modules = run_on_ranks(count_traces, 2, rows, models[family])[0]
     assert (recorded, dropped) == (1, 0)
-    assert modules < 60  # forward, recomputation and backward of 2 layers, 2 vision blocks and what is around them
+    # These are the forward pass, recomputation and backward pass of 2 layers, 2 vision blocks and the modules around
+    # them.
+    assert modules < 60

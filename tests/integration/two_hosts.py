@@ -1,6 +1,6 @@
-"""Two hosts on this machine: network namespaces joined by a cable, each with its own name and IP address.
+"""Two hosts on this machine: network namespaces connected by a virtual cable, each with its own name and IP address.
 
-torchrun, which is called on every host, needs no more. `deepspeed` starts its ranks over ssh: if the tools for it are
+torchrun is called on every host and needs nothing else. `deepspeed` starts its ranks over ssh: if the tools for ssh are
 installed, each host runs an sshd.
 """
 
@@ -33,7 +33,7 @@ echo trial > /proc/sys/kernel/hostname && mkdir -p /run/netns /etc/netns && moun
 
 
 def can_join_hosts() -> bool:
-    """Return whether this machine, often a container itself, allows namespaces and a cable; leave nothing behind."""
+    """Return whether this machine, which may be a container, allows namespaces and a virtual cable; leave nothing behind."""
     if missing("ip", "unshare", "hostname"):
         return False
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", TRIAL]
@@ -56,7 +56,7 @@ NAMES = ("node-0", "node-1")
 
 ANY_TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MEETING = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400"]
-"""Options of torchrun: at the first host."""
+"""Options that make torchrun rendezvous at the first host."""
 TORCHRUN = [*ANY_TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1", *MEETING]
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile"]
 
@@ -76,7 +76,7 @@ class Host:
 
     @contextmanager
     def dropping(self, *packets: str) -> Iterator[None]:
-        """Inside, packets that this host sends are lost if the words for `ip rule` describe them."""
+        """Context manager in which packets that this host sends are dropped if the `ip rule` selector `packets` matches them."""
         rule = ("priority", "1", *packets, "blackhole")
         run("ip", "-n", self.space, "rule", "add", *rule)
         try:
@@ -90,7 +90,8 @@ class Host:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Yield two joined hosts; if the ssh tools are installed, `folder` holds their keys and their `ssh`."""
+    """Yield two connected hosts; if the ssh tools are installed, `folder` contains their keys and an `ssh` command that uses
+    them."""
     hosts = [Host(name, f"dsreason-{os.getpid()}-{name}", f"{folder}:{SEARCHED}") for name in NAMES]
     with ExitStack() as stack:
         for host in hosts:
@@ -112,13 +113,13 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
 
 
 def write_hostfile(folder: Path) -> None:
-    """Write the files `DEEPSPEED` needs in its working folder: the hosts, and the variables that each of them gets."""
+    """Write the files that `DEEPSPEED` needs in its working folder: the hostfile, and the variables that each host gets."""
     (folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
     (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
 
 
 def write_names(host: Host) -> None:
-    """The host's /etc/hosts; as Debian writes it, a host's own name leads to itself only."""
+    """Write the host's /etc/hosts, in which the host's own name refers to its loopback address, as on Debian."""
     names = {
         name: "127.0.1.1" if name == host.name else address for name, address in zip(NAMES, ADDRESSES, strict=True)
     }
@@ -129,13 +130,13 @@ def write_names(host: Host) -> None:
 
 
 def ssh_options(folder: Path) -> list[str]:
-    """A key for hosts and user, and an `ssh` that knows it, in `folder` alone; returns the options of sshd."""
+    """Write a key for hosts and user, and an `ssh` that uses it, only to `folder`; return the options of sshd."""
     key, ssh = folder / "key", folder / "ssh"
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
     expected = f"-i {key} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
     ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh", path=SEARCHED)} -F none {expected} "$@"\n')
     ssh.chmod(0o755)
-    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd asks for it
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd requires this folder
     options = f"HostKey={key} AuthorizedKeysFile={key}.pub PidFile=none UsePAM=no StrictModes=no"
     return [f"-o{option}" for option in options.split()]
 

@@ -238,7 +238,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     from dsreason.engine.reference import ReferencePolicy
     from dsreason.rollout.protocol import find_media_token_ids, make_single_turn
     from dsreason.train.grpo.rollouts import Rollout
-    from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
+    from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, split_into_micro_batches
 
     world, config, encoder, engine = build(model, attention, {})
     set_learning_rate(engine, 0.0)
@@ -255,7 +255,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     result = []
     for algorithm in algorithms:
         changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})
-        micro_batches = cut(rollouts, changed, encoder)
+        micro_batches = split_into_micro_batches(rollouts, changed, encoder)
         against = reference if algorithm["kl_coef"] else None
         (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, None, changed, banned)
         metrics, _ = accumulate_gradients(engine, micro_batches, changed, world, banned)

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FLOORS = [
-    {"dsreason", "errors", "imports", "screen"},  # `dsreason` itself holds only the version
-    {"problems", "secrets", "text", "families", "phases"},
+    {"dsreason", "errors", "imports", "screen", "secret_names"},  # `dsreason` itself holds only the version
+    {"problems", "secrets", "text", "families", "phases", "stopping"},
     {"user_code"},
     {"files"},
     {"config", "media"},

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from dsreason.config.load import dump_config
+from dsreason.cli.reward.serve import read_token
+from dsreason.config.load import dump_config, read_values
 from dsreason.config.output import check_output_dir, write_run_config
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
-from dsreason.secrets import hide_in_json, hide_secrets, is_secret_key, iter_masked_keys
+from dsreason.evaluation.ask.server import read_key
+from dsreason.secret_names import is_secret_name
+from dsreason.secrets import hide_in_json, hide_secrets, iter_masked_keys
 
 
 def judged(**reward: Any) -> GRPOConfig:
@@ -97,17 +101,107 @@ def test_secrets_are_hidden_by_surrounding_names(text: str, shown: str) -> None:
     assert [*iter_masked_keys({"a": [shown]})] == ([] if text == shown else ["a.0"])
 
 
+SECRETS = """
+api_key apikey API-Key apiKey APIKey X-Api-Key x.api.key Ocp-Apim-Subscription-Key api_key_2 API_KEY_PROD AZURE_STORAGE_KEY
+access_key accessKey AWSAccessKeyId AWS_ACCESS_KEY_ID private_key ssh-key AccountKey SharedAccessKey openai_key kms.key
+token hf_token HF_TOKEN_READ authToken authtoken sas_token X-Amz-Security-Token per_user_token
+api_keys access_tokens passwords auth_header
+password db_passwd PGPASSWORD passphrase pwd userPwd DB_PWD pw db.pw smtp_pass pass password_base64
+secret client.secret clientsecret secrets credential credentials X-Amz-Credential creds
+auth basic_auth OAuth oauth2 Authorization Proxy-Authorization bearer cookie Set-Cookie cookies session PHPSESSIONID
+session_id session.key sas sig signature X-Amz-Signature SharedAccessSignature dsn SENTRY_DSN jwt otp
+connection_string ConnectionString connection-string AZURE_STORAGE_CONNECTION_STRING conn_str slack_webhook SLACK_WEBHOOK_URL
+"""
+HARMLESS = """
+tokenizer tokenizers max_tokens token_count max_completion_length tokens eos_token pad_token image_token cost_per_token
+key keys key_frames keyframes keyword keyboard monkey num_key_value_heads score_key image_key answerKey primary_key
+author authors authority pass_rate forward_pass passworded passed compass secretary signatures_file session_timeout
+api_key_env token_env api_key_variable password_file auth_type cookie_policy design sign assign dsnoop sass judge.py:token
+"""
+
+
 @pytest.mark.parametrize(
-    ("key", "secret"),
+    ("names", "secret"), [(SECRETS.split(), True), (HARMLESS.split(), False)], ids=["secret", "harmless"]
+)
+def test_name_decides_whether_value_is_secret(names: list[str], secret: bool) -> None:
+    assert [name for name in names if is_secret_name(name) != secret] == []
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
+def test_secret_is_hidden_in_every_form(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Check that one rule covers configurations, headers, URLs, JSON, Python and the environment."""
+    assert "planted" not in json.dumps(
+        hide_in_json({"a": [{name: "planted-1"}], "b": {"name": name, "value": "planted-2"}})
+    )
+    forms = ('{{"{}": "planted-1"}}', "{{'{}': 'planted-1'}}", "https://a/x?{}=planted-1", "--set a.{}=planted-1")
+    texts = [form.format(name) for form in (*forms, "f({}='planted-1')", '{} = "planted-1"', '{}: "planted-1"')]
+    assert [text for text in map(hide_secrets, [*texts, *map(json.dumps, texts)]) if "planted" in text] == []
+    if name.replace("_", "").isalnum():
+        monkeypatch.setenv(name, "planted-value")
+        assert hide_secrets("got planted-value") == f"got <{name}>"
+
+
+@pytest.mark.parametrize("name", HARMLESS.split())
+def test_harmless_value_is_not_hidden(name: str) -> None:
+    texts = [form.format(name) for form in ("{{'{}': 'visible'}}", "--set {}=visible", "f({}='visible')")]
+    assert [hide_secrets(text) for text in texts if ":" not in name] == [text for text in texts if ":" not in name]
+    assert hide_in_json({name: "visible"}) == {name: "visible"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
     [
-        *[(key, True) for key in ("api_key", "apikey", "API-Key", "token", "hf_token", "client.secret", "x-api-key")],
-        *[(key, True) for key in ("password", "db_passwd", "credential", "credentials", "Authorization", "access_key")],
-        *[(key, False) for key in ("max_tokens", "token_count", "max_completion_length", "api_key_env", "passworded")],
-        *[(key, False) for key in ("judge.py:token", "keys", "monkey", "secretary", "")],
+        ("X-Api-Key: sentinel, n", "X-Api-Key: …, n"),
+        ("Cookie: a=sentinel; b=sentinel", "Cookie: …"),
+        ("Proxy-Authorization: Basic sentinel", "Proxy-Authorization: Basic …"),
+        ("Authorization=Bearer sentinel", "Authorization=Bearer …"),
+        ("AccountName=a;AccountKey=sentinel==", "AccountName=a;AccountKey=…"),
+        ("{'pin_pw': 123456}", "{'pin_pw': …}"),
+        (r"'{\"pwd\": \"sen\\\"tinel\"}'", r"'{\"pwd\": \"…\"}'"),
+        ("password='it\\'s sentinel', n", "password='…', n"),
+        ("password='sentinel", "password='…"),
+        ("pwd: wrong, cookie: none, session: 3", "pwd: wrong, cookie: …"),
+        ("https://sentinel@host/a", "https://…@host/a"),
+        ("-----BEGIN PRIVATE KEY-----\nsentinel\n-----END", "-----BEGIN PRIVATE KEY-----…-----END"),
+        (f"the bearer {'sentinel' * 3}.", "the bearer …"),
+        ("{'token': 0.5, 'session': 12}", "{'token': 0.5, 'session': 12}"),
+        ("sorted(rows, key=sentinel)", "sorted(rows, key=sentinel)"),
     ],
 )
-def test_key_ending_in_secret_word_is_secret(key: str, secret: bool) -> None:
-    assert is_secret_key(key) == secret
+def test_secret_is_hidden_in_unusual_text(text: str, shown: str) -> None:
+    assert hide_secrets(text) == shown
+    assert hide_secrets(shown) == shown
+
+
+def test_variable_named_by_configuration_is_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOO", "planted-value")
+    monkeypatch.setenv("BAR", "/planted-other")
+    monkeypatch.setenv("BAZ", "planted-third")
+    monkeypatch.setenv("QUX", "visible")
+    options = {
+        "judge.py:f": {"token_env": "FOO", "apiKeyVariable": "BAR", "key_from_env": "BAZ", "image_key_env": "QUX"}
+    }
+    read_values(GRPOConfig, {"reward": {"functions": {"judge.py:f": 1.0}, "options": options}}, "run.toml")
+    text = "got planted-value, /planted-other, planted-third, visible"
+    assert hide_secrets(text) == "got <FOO>, <BAR>, <BAZ>, visible"
+    assert [*iter_masked_keys({"a": hide_in_json("planted-value")})] == ["a"]
+
+
+@pytest.mark.parametrize("read", [read_key, read_token])
+def test_variable_that_is_read_is_secret(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], object]) -> None:
+    monkeypatch.setenv("FOO", "planted-value")
+    assert read("FOO") == "planted-value"
+    assert hide_secrets("got planted-value") == "got <FOO>"
+
+
+def test_secret_option_is_hidden_without_its_name() -> None:
+    options = {"judge.py:f": {"pwd": "planted-1", "server": {"cookies": ["planted-2", 12345678]}, "field": "answer"}}
+    values = {"reward": {"functions": {"judge.py:f": 1.0}, "options": options}}
+    read_values(GRPOConfig, values, "run.toml", ["reward.remote.url=http://h"])
+    text = hide_secrets("no login with planted-1, planted-2, 12345678 or answer")
+    assert "planted" not in text
+    assert "12345678" not in text
+    assert text.endswith("or answer")
 
 
 def test_secrets_in_nested_reward_options_are_masked() -> None:
@@ -171,7 +265,7 @@ def test_schema_keys_are_not_secret(schema: type[BaseModel]) -> None:
 
     result = names(schema.model_json_schema())
     assert "max_length" in result
-    assert not [name for name in result if is_secret_key(name)]
+    assert not [name for name in result if is_secret_name(name)]
 
 
 def test_recorded_command_line_hides_secrets(tmp_path: Path) -> None:

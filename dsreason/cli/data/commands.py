@@ -97,7 +97,7 @@ def inspect(
         str | None, typer.Option(help="Without --config: adapter that reads the rows; default: auto.")
     ] = None,
     path: Annotated[str | None, typer.Option(help="Without --config: file, folder or Hub name.")] = None,
-    media_path: Annotated[str, typer.Option(help="Folder that relative media paths start from.")] = "",
+    media_path: Annotated[str, typer.Option(help="Folder against which relative media paths are resolved.")] = "",
     subset: Annotated[str | None, typer.Option(help="Subset of the data set, such as robovqa.")] = None,
     split: Annotated[str, typer.Option(help="Split of the data set, such as train or train[:100].")] = "train",
     model: Annotated[str | None, typer.Option(help="Model folder or tiny:qwen2_5_vl, to also count tokens.")] = None,
@@ -105,8 +105,10 @@ def inspect(
         str | None,
         typer.Option(help="Without --config: value of data.balance, such as answer, whose labels are counted."),
     ] = None,
-    test: Annotated[str | None, typer.Option(help="Test rows in the same format, to search for duplicates.")] = None,
-    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder to search for duplicates.")] = None,
+    test: Annotated[
+        str | None, typer.Option(help="Test rows in the same format, to search for duplicates of rows.")
+    ] = None,
+    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder to search for duplicates of rows.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write to; default: outputs/inspect-<time>.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of rows to inspect per part, evenly spaced.")
@@ -142,7 +144,7 @@ def inspect(
     training, validation = open_datasets(run.data)
     columns = print_column_use(training)
     datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
-    datasets |= test_sets(run.data, test, benchmark)
+    datasets |= collect_test_sets(run.data, test, benchmark)
     encoder = None
     if model is not None:
         with make_imports_fast():
@@ -162,18 +164,20 @@ def inspect(
         raise typer.Exit(1)
 
 
-def add_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
+def add_labels(inspection: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
     """Add the effect of `data.balance` to the inspection; if no row has a label, add a problem instead."""
     from dsreason.data.labels import count_labels_per_epoch
 
     try:
-        return replace(found, balance=count_labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"})))
+        return replace(
+            inspection, balance=count_labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"}))
+        )
     except DataError as error:
         problem = {"part": "training", "where": "all rows", "kind": "no labels", "reason": str(error)}
-        return replace(found, problems=[problem, *found.problems])
+        return replace(inspection, problems=[problem, *inspection.problems])
 
 
-def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
+def collect_test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
     from dsreason.data.sources import SampleDataset, open_source
 
     sources: dict[str, SourceConfig] = {}
@@ -192,7 +196,7 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
     return {name: SampleDataset([open_source(source)]) for name, source in sources.items()}
 
 
-def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
+def write_inspection(inspection: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
     """Write `inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png` to the folder."""
     from dsreason.data.loader import read_row
     from dsreason.data.order import pick_evenly
@@ -200,7 +204,7 @@ def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], fold
     from dsreason.train.common.contact_sheet import draw_sample_sheets
 
     make_folder(folder, "--output")
-    document = asdict(found)
+    document = asdict(inspection)
     for name in ("problems", "duplicates"):
         lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in document.pop(name)]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -223,7 +227,10 @@ def validate(
         ),
     ] = None,
     list_all: Annotated[
-        bool, typer.Option("--all", help="Write all unusable rows to a file; otherwise, at most a screen is printed.")
+        bool,
+        typer.Option(
+            "--all", help="Write all unusable rows to a file; otherwise, at most one screen of them is printed."
+        ),
     ] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of rows to validate per part, evenly spaced.")
@@ -271,7 +278,7 @@ def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDat
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)
     print_column_use(training)
-    as_trained = trainer.row_encoder(run, encoder)
+    as_trained = trainer.build_row_encoder(run, encoder)
     held_out = as_trained if run.held_out_as_trained else encoder.encode
     return [("training", training, as_trained), ("validation", validation, held_out)]
 

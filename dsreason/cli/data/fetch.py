@@ -93,9 +93,9 @@ def fetch(
 
 
 def fetch_all_raw_videos(
-    wanted: list[tuple[str, Task]], data_dir: Path, raw_from: str | None, dry_run: bool
+    requested: list[tuple[str, Task]], data_dir: Path, raw_from: str | None, dry_run: bool
 ) -> list[str]:
-    """Fetch the raw videos of the `wanted` data sets and tasks.
+    """Fetch the raw videos of the `requested` data sets and tasks.
 
     Returns:
         A message for each clip whose raw video is not available; these are also printed.
@@ -105,7 +105,7 @@ def fetch_all_raw_videos(
     """
     missing: list[str] = []
     failed: list[str] = []
-    for name, task in wanted:
+    for name, task in requested:
         try:
             missing += fetch_raw_videos(name, task, data_dir, raw_from, dry_run)
         except DataError as error:
@@ -138,10 +138,10 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
         f"{name}: {len(plan.videos)} raw videos to fetch from {plan.place} → {plan.folder}, for {clips} of {plan.clips} clips"
     )
     if dry_run:
-        print_message(f"  manual download: {plan.by_hand}")
+        print_message(f"  manual download: {plan.manual_steps}")
         return []
     missing = fetch_raw(plan)
-    print_message(f"{name}: next, cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
+    print_message(f"{name}: next, cut its clips: dsreason data clip {format_clip_options(name, task, data_dir)}")
     return missing
 
 
@@ -164,7 +164,7 @@ def show_plan(plan: FetchPlan, with_files: bool) -> None:
 def advise_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:
     if name not in get_args(CutDataset):
         return "the repository does not contain its clips"
-    options = clip_options(name, task, data_dir)
+    options = format_clip_options(name, task, data_dir)
     given = {"--repo": repo, "--revision": revision}
     source = "".join(f" {key} {shlex.quote(value)}" for key, value in given.items() if value)
     return (
@@ -173,5 +173,5 @@ def advise_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, rev
     )
 
 
-def clip_options(name: str, task: Task, data_dir: Path) -> str:
+def format_clip_options(name: str, task: Task, data_dir: Path) -> str:
     return f"--dataset {name} --task {task} --data-dir {shlex.quote(str(data_dir))}"

@@ -12,27 +12,27 @@ from dsreason.problems import summarise_problems
 from dsreason.tools.datasets.inspection import Inspection, PartReport, Spread
 
 SHOWN_PIXELS = 3
-"""Maximum number of media items to print whose pixels would differ in cosmos-rl; inspection.json lists more."""
+"""Maximum number of printed media items whose pixels differ from cosmos-rl's; inspection.json lists more of them."""
 
 
-def show_inspection(found: Inspection) -> None:
+def show_inspection(inspection: Inspection) -> None:
     console = open_console()
-    console.print(build_facts_table(found))
-    for name, part in found.parts.items():
+    console.print(build_facts_table(inspection))
+    for name, part in inspection.parts.items():
         if part.letters:
             console.print(build_letters_table(name, part))
         if part.answers:
             console.print(build_counts_table(f"{name}: answers", "answer", part.answers, part.inspected))
         if part.system_prompts:
             console.print(build_counts_table(f"{name}: system prompts", "prompt", part.system_prompts, part.inspected))
-    if found.balance:
-        console.print(balance_table(found))
-    if found.overlaps:
-        console.print(build_overlaps_table(found))
-    for name, part in found.parts.items():
+    if inspection.balance:
+        console.print(build_balance_table(inspection))
+    if inspection.overlaps:
+        console.print(build_overlaps_table(inspection))
+    for name, part in inspection.parts.items():
         for text in part.pixels.examples[:SHOWN_PIXELS] if part.pixels else ():
             console.print(f"{name}: pixels differ: {text}", markup=False, highlight=False)
-    for line in summarise_problems([describe_problem(problem) for problem in found.problems]):
+    for line in summarise_problems([describe_problem(problem) for problem in inspection.problems]):
         console.print(line, markup=False, highlight=False)
 
 
@@ -42,10 +42,10 @@ def describe_problem(problem: Mapping[str, str]) -> str:
     return f"{problem['kind']}: {reason if reason.startswith(where) else f'{where}: {reason}'}"
 
 
-def build_facts_table(found: Inspection) -> Table:
+def build_facts_table(inspection: Inspection) -> Table:
     """Build a table with one column per part; spreads are given as minimum, median, 95th percentile and maximum."""
-    table = Table("", *found.parts, title="minimum / median / 95th percentile / maximum")
-    columns = [collect_facts(part, found.max_length) for part in found.parts.values()]
+    table = Table("", *inspection.parts, title="minimum / median / 95th percentile / maximum")
+    columns = [collect_facts(part, inspection.max_length) for part in inspection.parts.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     return table
@@ -105,24 +105,24 @@ def build_letters_table(name: str, part: PartReport) -> Table:
     return table
 
 
-def build_counts_table(title: str, what: str, counts: dict[str, int], total: int) -> Table:
-    table = Table(what, "rows", "share", title=title)
+def build_counts_table(title: str, value_column: str, counts: dict[str, int], total: int) -> Table:
+    table = Table(value_column, "rows", "share", title=title)
     for text, count in counts.items():
         table.add_row(text.replace("\n", " ")[:80].replace("[", r"\["), str(count), f"{count / total:.1%}")
     return table
 
 
-def balance_table(found: Inspection) -> Table:
+def build_balance_table(inspection: Inspection) -> Table:
     table = Table("label", "rows", "rows per epoch", "each row is used", title="training: data.balance")
-    for name, label in found.balance.items():
+    for name, label in inspection.balance.items():
         table.add_row(
             name.replace("[", r"\["), str(label.rows), str(label.per_epoch), f"{label.per_epoch / label.rows:.2f} times"
         )
     return table
 
 
-def build_overlaps_table(found: Inspection) -> Table:
+def build_overlaps_table(inspection: Inspection) -> Table:
     table = Table("rows of", "also in", "same question and media", "a media item in common", title="duplicates")
-    for overlap in found.overlaps:
+    for overlap in inspection.overlaps:
         table.add_row(overlap.part, overlap.other, str(overlap.same_rows), str(overlap.same_media))
     return table

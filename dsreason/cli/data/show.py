@@ -1,4 +1,4 @@
-"""`dsreason data show`: what the model will see of some rows."""
+"""`dsreason data show`: some rows as the model will see them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PURPOSES = ("sft", "grpo", "dpo")
 def show(
     path: Annotated[str, typer.Argument(help="File, folder or hub name.")],
     purpose: Annotated[
-        str, typer.Option("--for", metavar="sft|grpo|dpo", help="Trainer that is to use the rows.")
+        str, typer.Option("--for", metavar="sft|grpo|dpo", help="Trainer that will use the rows.")
     ] = "sft",
     adapter: Annotated[str, typer.Option(help="Adapter that reads the rows.")] = "auto",
     overrides: SetOption = None,
     model: Annotated[
         str | None, typer.Option(help="Model folder, or tiny:qwen2_5_vl: also count tokens by kind.")
     ] = None,
-    row: Annotated[int | None, typer.Option(min=1, help="Number of the only row to show, counted from 1.")] = None,
+    row: Annotated[int | None, typer.Option(min=1, help="Show only this row, counted from 1.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Number of rows to show; default: 3, or all with --json.")
     ] = None,
@@ -45,7 +45,7 @@ def show(
     If a row cannot be used, the reason is shown, and the exit code is 1.
     """
     if purpose not in PURPOSES:
-        raise ConfigError(f"--for must be one of {', '.join(PURPOSES)}, but is {purpose!r}")
+        raise ConfigError(f"--for must be one of {', '.join(PURPOSES)}; got {purpose!r}")
     sections = {"data": {"adapter": adapter, "path": path}} | ({"model": {"path": model}} if model else {})
     config = read_values(SFTConfig, sections, "the options", overrides or ())
     launch.prepare_environment()
@@ -95,7 +95,7 @@ def show_text(source: DataSource, rows: range, purpose: Any, encoder: Encoder | 
             sample, split, tokens = show_row(source, index, purpose, encoder)
             title = f"{source.rows.describe_location(index)} · {sample.id}"
             console.print(render_row(sample, split, tokens, title, lambda part: describe_medium(part, source)))
-        except DataError as error:  # also of a media file that cannot be read
+        except DataError as error:  # a media file that cannot be read also raises this error
             print_message(error)
             failed += 1
     print_message(f"{len(rows)} of {len(source.rows)} rows shown", err=True)

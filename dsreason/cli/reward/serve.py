@@ -16,7 +16,7 @@ from dsreason.errors import ConfigError
 from dsreason.imports import make_imports_fast
 from dsreason.job import launch, signals
 from dsreason.screen import print_message
-from dsreason.secrets import HidingFormatter
+from dsreason.secrets import HidingFormatter, add_secret_variable
 from dsreason.user_code import restore_script_folders
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def show_logs() -> None:
 def read_token(variable: str | None) -> str | None:
     if variable is None:
         return None
+    add_secret_variable(variable)
     token = os.environ.get(variable, "").strip()
     if not token:
         raise ConfigError(f"--token-env {variable}: the environment variable is unset or empty; set it")

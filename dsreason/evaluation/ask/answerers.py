@@ -18,7 +18,7 @@ from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.ask.asking import Answerer, Gather, wrap_in_list
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
-from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, name_model, run_weights
+from dsreason.evaluation.ask.models import export_temporarily, find_run_weights, is_checkpoint, name_model
 from dsreason.evaluation.ask.sampling import compute_max_tokens
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.files.cache import get_cache_dir
@@ -35,13 +35,13 @@ from dsreason.secrets import hide_in_json
 from dsreason.text import QuestionKind
 
 TRANSFORMERS_BATCH = 64
-"""Default number of questions that the transformers engine answers together."""
+"""Default number of questions that the transformers engine answers in one batch."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Answering:
-    """An answerer, and this process's rank among those that have one (only one process queries a server)."""
+    """An answerer, and this process's rank among the processes that have one (a server is queried by only one process)."""
 
     answerer: Answerer
     batch_size: int | None
@@ -59,7 +59,7 @@ class Answering:
         return gather_objects(value) if self.size > 1 else [value]
 
     def run_on_first_rank(self, call: Callable[[], None]) -> None:
-        """Call `call` on the first rank, and raise a DsReasonError from it on all ranks. Collective."""
+        """Call `call` on the first rank; if it raises a DsReasonError, raise the error on all ranks. Collective."""
         if self.size > 1:
             run_on_rank_zero(call)
         else:
@@ -117,7 +117,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     encoder = open_encoder(
         path,
         dtype=dtype,
-        max_length=prompt_room(config, length),
+        max_length=compute_max_prompt_length(config, length),
         max_length_key=f"model.max_length ({length}) minus the longest answer",
         trust_remote_code=config.model.trust_remote_code,
     )
@@ -139,30 +139,30 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
 
 
 def check_model(config: EvalConfig) -> None:
-    """Raise errors about the model before ranks start; a checkpoint is not checked, because it is not exported yet."""
+    """Raise errors about the model before ranks start; a checkpoint is not checked, because it has not been exported yet."""
     if config.server.url is not None:
         return
-    own_weights = run_weights(str(config.model.path))
+    own_weights = find_run_weights(str(config.model.path))
     if own_weights is None or not is_checkpoint(own_weights):
         check_folder(config, resolve_model_folder(config, own_weights))
 
 
 def check_folder(config: EvalConfig, path: Path) -> None:
-    """Raise errors about vLLM's options or a model folder, for which only the headers of the weights are read."""
+    """Raise errors about vLLM's options or a model folder; of the weights, only the headers are read."""
     check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
-    prompt_room(config, choose_max_length(config, path))
+    compute_max_prompt_length(config, choose_max_length(config, path))
     build_checked_model(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
 
-def resolve_model_folder(config: EvalConfig, own: Path | None) -> Path:
-    """Return the folder of a model that is not a checkpoint; `own` is the export of a dsreason run, or None."""
+def resolve_model_folder(config: EvalConfig, export: Path | None) -> Path:
+    """Return the folder of a model that is not a checkpoint; `export` is the export of a dsreason run, or None."""
     model = config.model
-    path = str(own or model.path)
+    path = str(export or model.path)
     settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
     return resolve_model(settings, get_cache_dir() / "models")
 
 
-def prompt_room(config: EvalConfig, length: int) -> int:
+def compute_max_prompt_length(config: EvalConfig, length: int) -> int:
     """Return the maximum length of a prompt, in tokens, that leaves room for the longest first answer."""
     longest = max(compute_max_tokens(config, kind) for kind in get_args(QuestionKind))
     if longest >= length:
@@ -174,11 +174,11 @@ def prompt_room(config: EvalConfig, length: int) -> int:
 
 
 def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path, str]:
-    """Return the Hugging Face folder that `model.path` refers to (see `models.run_weights`), and the model's name.
+    """Return the Hugging Face folder that `model.path` refers to (see `models.find_run_weights`), and the model's name.
 
     A checkpoint is exported to a temporary folder, which exists until `stack` closes. Collective.
     """
-    own_weights = run_on_rank_zero(lambda: run_weights(str(config.model.path)))
+    own_weights = run_on_rank_zero(lambda: find_run_weights(str(config.model.path)))
     name = name_model(str(own_weights or config.model.path))
     if own_weights is not None and is_checkpoint(own_weights):
         dtype = {"float32": "fp32", "auto": "auto"}.get(choose_dtype_name(config, world), "bf16")
@@ -217,7 +217,7 @@ def choose_engine(config: EvalConfig, world: World) -> str:
         )
     if engine == "transformers" and tensor_parallel_size > 1:
         raise ConfigError(
-            f'model.tensor_parallel_size ({tensor_parallel_size}) requires model.engine = "vllm"; set that, or set '
+            f'model.tensor_parallel_size ({tensor_parallel_size}) requires model.engine = "vllm"; set it, or set '
             "tensor_parallel_size = 1 and use --nproc 1, which spreads a model larger than one GPU over all GPUs"
         )
     if engine != "auto":

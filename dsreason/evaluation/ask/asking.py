@@ -41,7 +41,8 @@ class Reply:
 
 class Answerer(Protocol):
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
-        """Yield the batches, possibly in parts, as soon as their media are decoded; only the last one yielded may be asked."""
+        """Yield the batches, possibly in parts, as soon as their media are decoded; only the last one yielded may be passed to
+        `ask`."""
 
     def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
         """Yield each request with its reply as soon as it arrives, in any order.

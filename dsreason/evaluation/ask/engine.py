@@ -24,12 +24,12 @@ GROUP_SIZE = 16
 
 @dataclass
 class EngineAnswerer:
-    """An `Answerer` over an engine that is awake and has its weights."""
+    """An `Answerer` that uses an engine, which must be awake and have its weights loaded."""
 
     engine: RolloutEngine
     encoder: Encoder
     max_length: int
-    """Maximum length of prompt and answer together, in tokens; the answer of a retry that requests more is truncated."""
+    """Maximum length of prompt and answer together, in tokens; a retry that requests more tokens gets a truncated answer."""
     media_memory_gib: float
     """Maximum size of decoded media that wait for the engine, in GiB; batches that need more are split."""
     workers: int = 2
@@ -58,11 +58,11 @@ class EngineAnswerer:
                 yield [question for question, _ in prompts]
 
     def _iter_groups(
-        self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
+        self, batch: Sequence[Question], prompts: Iterator[EncodedPrompt | str]
     ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
         """Yield groups of questions with their prompts; ranks that share the model get the same number of groups."""
         for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
-            yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
+            yield [(question, next(prompts)) for question in batch[i : i + GROUP_SIZE]]
 
     def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
         prompts: list[tuple[QuestionRequest, EncodedPrompt]] = []

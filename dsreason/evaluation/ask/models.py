@@ -24,7 +24,7 @@ GENERIC_NAME = re.compile(
 EXPORT, MAKING, LOCK = ".export-", ".making-", "lock"
 
 
-def run_weights(given: str) -> Path | None:
+def find_run_weights(model: str) -> Path | None:
     """Return the weights that a path to a dsreason run or checkpoint refers to; None if it is neither.
 
     For a run, or its `checkpoints` folder, these are the newest weights: the final export, unless a checkpoint was completed
@@ -33,7 +33,7 @@ def run_weights(given: str) -> Path | None:
     Raises:
         CheckpointError: the run has neither an export nor a complete checkpoint yet.
     """
-    path = Path(given).expanduser()
+    path = Path(model).expanduser()
     if is_checkpoint(path):
         return path
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
@@ -43,7 +43,7 @@ def run_weights(given: str) -> Path | None:
     newest = find_checkpoint(folder)
     if newest is None and find_run_record(path) is not None:
         raise CheckpointError(
-            f"model.path {given}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or specify a "
+            f"model.path {model}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or specify a "
             "model"
         )
     return newest
@@ -54,7 +54,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def name_model(model: str) -> str:
-    """Return the model's name in the results: the last part of its path or hub name, preceded by the run's name if generic."""
+    """Return the model's name in the results: the last part of its path or hub name, preceded by the run's name if that part
+    is generic."""
     path = Path(model).expanduser()
     parts = Path(os.path.abspath(path)).parts if path.is_dir() else path.parts
     specific = next((part for part in reversed(parts) if not GENERIC_NAME.fullmatch(part)), "/")
@@ -78,16 +79,17 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
             "choose another folder"
         ) from None
     for left_folder in parent.glob(f"{EXPORT}*"):
-        with suppress(OSError), (left_folder / LOCK).open("r+") as lock:  # OSError: it is in use, or already deleted
+        # OSError: the folder is in use, or already deleted.
+        with suppress(OSError), (left_folder / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left_folder, ignore_errors=True)
     try:
         with (own_folder / LOCK).open("w") as lock:
-            with suppress(OSError):  # without support for locks, nothing deletes this folder
+            with suppress(OSError):  # if the file system does not support locks, no other process deletes this folder
                 fcntl.flock(lock, fcntl.LOCK_EX)
             own_folder = own_folder.rename(
                 parent / own_folder.name.replace(MAKING, EXPORT)
-            )  # renamed only now that it is locked, because other processes check this name
+            )  # the folder is renamed only after it is locked, because other processes look for this name
             yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype)
     finally:
         shutil.rmtree(own_folder, ignore_errors=True)

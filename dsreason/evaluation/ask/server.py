@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import torch
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
+from dsreason import stopping
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
@@ -31,7 +32,7 @@ from dsreason.models.processors.loading import open_encoder
 from dsreason.problems import describe_first_problem, find_nearest, join_first
 from dsreason.rollout.protocol import Sampling
 from dsreason.screen import to_one_line
-from dsreason.secrets import is_header_safe
+from dsreason.secrets import add_secret_variable, is_header_safe
 
 CHECK_SECONDS = 20.0
 """Time limit, in seconds, for the request that lists the server's models."""
@@ -148,7 +149,7 @@ class ServerAnswerer:
             return Reply(error=self._mask_key(f"the server's response cannot be read: {error}"))
         except http.NoAnswer as error:
             self._check_alive(error)
-            return Reply(error=self._mask_key(f"the server does not respond: {explain(error)}"))
+            return Reply(error=self._mask_key(f"the server does not respond: {describe_no_answer(error)}"))
         choice = answer.choices[0]
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return Reply(choice.message.whole(), choice.finish_reason or "", tokens, time.perf_counter() - started)
@@ -167,7 +168,7 @@ class ServerAnswerer:
     def _request(
         self, method: str, path: str, content: bytes = b"", *, limit: float | None = None, retries: int | None = None
     ) -> http.HttpResponse:
-        """Send a request with retries, and return the last response; raise NoAnswer if the last attempt got none."""
+        """Send a request with retries, and return the last response; raise NoAnswer if the last attempt got no response."""
         last = self.config.max_retries if retries is None else retries
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         for attempt in range(last + 1):
@@ -187,7 +188,7 @@ class ServerAnswerer:
                 if attempt == last or not (answer.status in PASSING or answer.status >= 500):
                     return answer
                 pause = min(answer.retry_after or pause, LONGEST_PAUSE)
-            time.sleep(pause)
+            stopping.pause(pause)
         raise AssertionError("unreachable")
 
     @property
@@ -228,7 +229,7 @@ class ServerAnswerer:
         except http.BadAnswer as error:
             raise self._make_error(f"the server's list of models cannot be read: {error}") from None
         except http.NoAnswer as error:
-            why = f"listing its models takes more than {CHECK_SECONDS:g} s" if error.late else explain(error)
+            why = f"listing its models takes more than {CHECK_SECONDS:g} s" if error.late else describe_no_answer(error)
             raise self._make_error(f"the server does not respond ({why}); start it, or correct the URL") from None
 
     def _get_only_model(self) -> str:
@@ -268,17 +269,18 @@ class ServerAnswerer:
         return ConfigError(self._mask_key(to_one_line(f"server.url ({self.url}): {text}")))
 
     def _check_alive(self, error: http.NoAnswer) -> None:
-        """Raise DsReasonError if the server is down, that is, if it does not respond to a second, simple request either."""
+        """Raise DsReasonError if the server is down, that is, if it does not respond to a second, simpler request either."""
         try:
             self._list_models()
         except ConfigError:
             raise DsReasonError(
-                f"server.url ({self.url}): the server no longer responds ({explain(error)}). All answers so far are "
+                f"server.url ({self.url}): the server no longer responds ({describe_no_answer(error)}). All answers so far are "
                 "saved; restart the server, and run the same command again to continue"
             ) from None
 
     def _quote(self, answer: http.HttpResponse) -> str:
-        """Format status and message. The key is masked before the message is truncated, because half a key is also secret."""
+        """Format the response's status and message. The key is masked before the message is truncated, because a partial key
+        is secret, too."""
         text = http.REDIRECTED if 300 <= answer.status < 400 else answer.text or answer.reason
         return f"{answer.status}: {to_one_line(self._mask_key(text)):.500}"
 
@@ -315,6 +317,7 @@ def is_name(model: str) -> bool:
 
 
 def read_key(variable: str) -> str | None:
+    add_secret_variable(variable)
     key = os.environ.get(variable, "").strip()
     if not is_header_safe(key):
         raise ConfigError(
@@ -324,7 +327,7 @@ def read_key(variable: str) -> str | None:
 
 
 def build_sampling_fields(request: QuestionRequest) -> dict[str, Any]:
-    """Build the request fields for a sampling: those of OpenAI's API, and vLLM's extensions.
+    """Build the request fields for sampling settings: those of OpenAI's API, and vLLM's extensions.
 
     Optional fields are sent only if they differ from their defaults. Many servers reject the extensions, so a top_k of 1 is
     sent as the equivalent temperature 0.
@@ -352,5 +355,5 @@ def request_seed(sampling: Sampling, question_id: str) -> int:
     return zlib.crc32(f"{sampling.seed}/{question_id}".encode()) >> 1
 
 
-def explain(error: http.NoAnswer) -> str:
+def describe_no_answer(error: http.NoAnswer) -> str:
     return "the request takes longer than server.time_limit" if error.late else to_one_line(str(error))

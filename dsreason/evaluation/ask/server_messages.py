@@ -1,9 +1,9 @@
 """Conversion of a sample's messages to the format of OpenAI-compatible servers, with media embedded as data URLs.
 
-With `server.video = "file"`, a clip is sent as a video that shows the same frames as in training. vLLM's own choice is another
-one: for Qwen2.5-VL, frames 0, 37, 75 and 112 of 150 instead of 0, 50, 99 and 149. The file is sent, with settings that make vLLM
-choose the frames of training, if they keep their size. Parts of a clip and resized frames are sent in vLLM's format for a video
-of JPEGs. With "frames", the frames are sent as images, for servers that do not support videos.
+With `server.video = "file"`, a clip is sent as a video that shows the same frames as in training. By itself, vLLM would choose
+other frames: for Qwen2.5-VL, frames 0, 37, 75 and 112 of 150 instead of 0, 50, 99 and 149. If the frames keep their size, the
+file itself is sent, with settings that make vLLM choose the frames of training. Parts of a clip and resized frames are sent in
+vLLM's format for a video of JPEGs. With "frames", the frames are sent as images, for servers that do not support videos.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build_request(
 ) -> tuple[list[Message], dict[str, Any]]:
     """Build the messages, and additional request fields with vLLM's settings for reading clips (empty if not needed).
 
-    `encoder` is that of the server's model; without it, the server decides about sizes.
+    `encoder` belongs to the server's model; without an encoder, the server chooses the sizes.
 
     Raises:
         DataError: a media item cannot be read, or the clips of a question need different settings, which a request does not
@@ -82,7 +82,8 @@ def build_request(
 
 
 def plan_for_unknown_model(sample: Sample) -> Iterator[PlannedMedium]:
-    """Plan media without the model's processor. They keep their sizes, unless settings or Qwen2.5-VL's bounds exclude these."""
+    """Plan media without the model's processor. Media keep their sizes unless settings or Qwen2.5-VL's bounds forbid these
+    sizes."""
     for part in list_media_parts(sample.messages):
         path, has_pixels = str(part[part["type"]]), any(part.get(key) is not None for key in PIXELS)
         if part["type"] == "image":
@@ -115,12 +116,12 @@ def to_pictures(medium: PlannedMedium) -> list[Part]:
 
 
 def to_video(medium: PlannedMedium) -> tuple[Part, dict[str, Any]]:
-    """Convert a clip to a part, and return it with vLLM's settings for reading it."""
+    """Convert a clip to a message part, and return the part with vLLM's settings for reading the clip."""
     info, count = videos.probe_video(medium.path), len(medium.indices)
     if medium.size == (info.height, info.width) and medium.indices == choose_like_loader(info, count):
         path = find_local_file(medium.path)
         kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
-        # fps = -1 disables the rate, so that the bounds decide
+        # fps = -1 disables sampling at a rate, so that the bounds determine the number of frames.
         reading = {"video_backend": LOADER, "num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
         return make_url_part("video", kind, base64.b64encode(path.read_bytes())), reading
     facts = medium.metadata
@@ -128,12 +129,12 @@ def to_video(medium: PlannedMedium) -> tuple[Part, dict[str, Any]]:
     reading |= {
         "num_frames": -1,
         "total_num_frames": max(facts["total_num_frames"], count),
-    }  # a single frame is repeated
+    }  # `count` is larger if the only frame of a clip was repeated
     return make_url_part("video", "video/jpeg", b",".join(encode_jpegs(medium))), reading
 
 
 def choose_like_loader(info: vision.VideoInfo, count: int) -> tuple[int, ...] | None:
-    """Return the frames that vLLM's `LOADER` shows; None for image files, or if vLLM would choose again, as it does from all."""
+    """Return the frames that vLLM's `LOADER` shows; None if the clip is given as image files, or if the frames would differ."""
     if info.is_frames or count >= info.num_frames or count > MOST_LOADER_FRAMES:
         return None
     return tuple(np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist())

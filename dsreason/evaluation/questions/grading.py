@@ -62,12 +62,12 @@ class Grader:
     scores `bleu` (0 to 100), `rouge1`, `rouge2` and `rougeL` (0 to 1) and, if `similarity_model` is set, `similarity` (-1 to 1),
     all against the first accepted answer; see the module `similarity`. All are 0 if the answer could not be parsed.
 
-    `scorer` is a reward, `fn(completion, sample)`; see `dsreason.rewards.functions.find_reward`. It gets the complete
-    response and the `scorer_options`, and its value is stored as a score under its short name. If `scorer_threshold` is set,
-    a parsed answer is correct if its value is at least the threshold. Otherwise, the scorer does not affect correctness,
-    because some rewards, such as `format`, do not measure it. If the scorer returns None, the answer has no such score.
+    `scorer` is a reward, `fn(completion, sample)`; see `dsreason.rewards.functions.find_reward`. It gets the complete response
+    and the `scorer_options`, and its value is stored as a score under its short name. If `scorer_threshold` is set, a parsed
+    answer is correct if its value is at least the threshold. Otherwise, the scorer does not affect correctness, because some
+    rewards, such as `format`, do not measure it. If the scorer returns None, the answer has no such score.
 
-    With `compat`, every question is graded as by cosmos-reason1: only the letters are compared, regardless of kind and scorer.
+    With `compat`, every question is graded as in cosmos-reason1: only the letters are compared, regardless of kind and scorer.
 
     Raises:
         ConfigError: the similarity model or, on entering the context, the scorer cannot be loaded.

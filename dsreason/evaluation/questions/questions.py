@@ -4,8 +4,8 @@
                                            "index2ans": {"A": "left", "B": "right"}, "answer": "A"}}, …]
     <ds>/clips/7.mp4
 
-`qa_pairs` may be a list; the answer to a question without `index2ans` is yes, no or a text. Errors in a file raise DataError;
-a question whose clip is missing has a `problem` and counts as unanswered.
+`qa_pairs` may be a list; the answer to a question without `index2ans` is yes, no or any other string. Errors in a file raise
+DataError; a question whose clip is missing has a `problem` and counts as unanswered.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     clip = folder / video
     if not is_inside(clip.absolute(), folder.absolute()) or clip == folder:
         raise DataError(f"field 'video': {video!r} must be a file in {folder}")
-    if os.path.isfile(clip):  # unlike Path.is_file, does not raise for a path that is too long
+    if os.path.isfile(clip):  # unlike Path.is_file, os.path.isfile does not raise for a path that is too long
         return clip, None
     packed = sorted(file.name for file in folder.iterdir() if file.name.lower().endswith(ARCHIVE_SUFFIXES))
     hint = f"; {packed[0]} in its folder is not unpacked: run `dsreason data fetch`" if packed else ""

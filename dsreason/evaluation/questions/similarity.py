@@ -5,12 +5,14 @@ The packages are imported only when needed, because rouge-score and sentence-tra
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsreason.errors import ConfigError
+from dsreason.files.disk import read_small
 from dsreason.imports import build_install_command
 
 ADVICE = "set it to the folder of a sentence-transformers model, which contains a modules.json"
@@ -50,7 +52,10 @@ class Similarity:
                 f"{source} requires sentence-transformers; run {build_install_command('similarity')}"
             ) from error
         try:
-            self._model: Any = SentenceTransformer(str(path), device="cpu", local_files_only=True)
+            check_modules(path)
+            self._model: Any = SentenceTransformer(
+                str(path), device="cpu", local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # an arbitrary folder can cause any error
             raise ConfigError(f"{source}: cannot be loaded: {error}; {ADVICE}") from error
 
@@ -61,3 +66,10 @@ class Similarity:
         embeddings = self._model.encode([answer, reference], show_progress_bar=False, convert_to_tensor=True)
         first, other = embeddings.double()
         return float(torch.cosine_similarity(first, other, dim=0))
+
+
+def check_modules(folder: Path) -> None:
+    """Raise ValueError if a module is not part of sentence-transformers; some versions of it would run the folder's code."""
+    for module in json.loads(read_small(folder / "modules.json")):
+        if not str(module["type"]).startswith("sentence_transformers."):
+            raise ValueError(f"modules.json names the class {module['type']}, whose custom code is never run")

@@ -27,7 +27,8 @@ class Count(NamedTuple):
 
 
 def calculate_accuracy(results_dir: Path, dataset: Sequence[str] | None = None) -> Count:
-    """Count the items in all `**/*.json` that have `is_correct`, and those for which it is truthy ("false" is, null is not).
+    """Count the items in all `**/*.json` that have `is_correct`, and those for which it is truthy ("false" is truthy, null is
+    not).
 
     If `dataset` is set, only files directly in folders of these names count, as in the older version of the script.
     """

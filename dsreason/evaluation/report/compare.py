@@ -13,10 +13,10 @@ from dsreason.evaluation.report.score import (
     Interval,
     Proportion,
     compute_clustered_interval,
+    compute_proportion,
     compute_wilson_interval,
     get_clip_key,
     is_right,
-    share,
 )
 from dsreason.evaluation.types import Result
 
@@ -33,7 +33,7 @@ class Paired:
     both_wrong: int
     this: Proportion
     baseline: Proportion
-    """Number of correct answers of the baseline, as `this` is for this run."""
+    """Proportion of correct answers in the baseline; `this` is the same for this run."""
     difference: float
     """Accuracy of this run minus that of the baseline."""
     interval: Interval
@@ -42,20 +42,21 @@ class Paired:
     """95 % confidence interval of the difference, clustered by clip because questions about a clip are correlated; None if not
     defined."""
     p_value: float
-    """Two-sided p-value of McNemar's exact test: the probability of an at least equally uneven split of the changed answers by
-    chance."""
+    """Two-sided p-value of McNemar's exact test: the probability that chance alone would split the changed answers at least as
+    unevenly."""
 
 
 @dataclass(frozen=True)
 class RunComparison:
     this: str
     baseline: str
-    """Name of the baseline, `<model>/<answer_type>`, as `this` is for this run."""
+    """Name of the baseline, `<model>/<answer_type>`; `this` is the name of this run."""
     overall: Paired
     datasets: dict[str, Paired]
     only_in_this: int
     only_in_baseline: int
-    """Number of questions that only the baseline has, as `only_in_this` is for this run; they are not compared."""
+    """Number of questions that only the baseline has; like those that only this run has (`only_in_this`), they are not
+    compared."""
     gained: tuple[str, ...]
     """Ids of the questions that only this run answers correctly."""
     lost: tuple[str, ...]
@@ -116,8 +117,8 @@ def _compare(pairs: Sequence[Pair]) -> Paired:
         only_this_right=gained,
         only_baseline_right=lost,
         both_wrong=neither,
-        this=share(both + gained, len(pairs)),
-        baseline=share(both + lost, len(pairs)),
+        this=compute_proportion(both + gained, len(pairs)),
+        baseline=compute_proportion(both + lost, len(pairs)),
         difference=(gained - lost) / len(pairs),
         interval=compute_newcombe_interval(both, gained, lost, neither),
         clustered=compute_clustered_interval(

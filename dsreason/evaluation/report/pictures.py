@@ -19,7 +19,7 @@ from dsreason.media.videos import load_video, probe_video
 from dsreason.monitor.console import open_console
 
 FRAMES = 6
-"""Number of frames to show of a video, evenly spaced, including the first and the last."""
+"""Number of frames of a video to show; they are evenly spaced and include the first and the last frame."""
 LONGEST_SIDE = 160
 JPEG_QUALITY = 70
 MAX_BYTES = 30_000_000

@@ -31,7 +31,7 @@ SUMMARY_FILE = "summary.json"
 OWN_FILES = (RUN_FILE, SUMMARY_FILE)
 
 MOST_FOLDERS = 10_000
-"""Maximum number of folders below a folder of results; each model has one per data set."""
+"""Maximum number of folders below a folder of results, in which each model has one folder per data set."""
 MOST_BYTES = 2**30
 """Maximum size of a result file in bytes, enough for thousands of long answers about a clip."""
 MAX_NAME_BYTES = 200
@@ -126,12 +126,12 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
     runs: dict[Path, list[Path]] = {}
     for file in files:
         runs.setdefault(results_dir if file.parent == results_dir else file.parent.parent, []).append(file)
-    found_runs = [_run(folder, files, wanted_folders) for folder, files in sorted(runs.items())]
+    found_runs = [_build_run(folder, files, wanted_folders) for folder, files in sorted(runs.items())]
     return [run for run in found_runs if run.files]
 
 
 def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
-    """Return the only run in a folder; raise DataError if there are several, or as `find_runs` does."""
+    """Return the only run in a folder; raise DataError if there are several runs, or for the reasons of `find_runs`."""
     runs = find_runs(results_dir, dataset)
     if len(runs) > 1:
         names = ", ".join(str(run.folder) for run in runs)
@@ -162,11 +162,11 @@ def list_json_files(results_dir: Path) -> list[Path]:
     return sorted(files_found)
 
 
-def _run(folder: Path, files: list[Path], wanted: Iterable[str] | None) -> Run:
-    if wanted is None:
+def _build_run(folder: Path, files: list[Path], requested: Iterable[str] | None) -> Run:
+    if requested is None:
         return Run(folder, tuple(files))
-    chosen_files = tuple(file for file in files if _get_dataset_folder(file) in wanted)
-    return Run(folder, chosen_files, tuple(sorted({_get_dataset_folder(file) for file in files} - set(wanted))))
+    chosen_files = tuple(file for file in files if _get_dataset_folder(file) in requested)
+    return Run(folder, chosen_files, tuple(sorted({_get_dataset_folder(file) for file in files} - set(requested))))
 
 
 def _get_dataset_folder(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Scores of results: accuracies with confidence intervals, and other statistics of a model's answers."""
+"""Scoring of evaluation results: accuracies with confidence intervals, and other statistics of a model's answers."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Letters:
     confusion: dict[str, dict[str, int]]
     """Reference letter → answered letter → count; "none" stands for unparsed and missing answers."""
     references: dict[str, Proportion]
-    """Correct letter → number of questions."""
+    """Correct letter → proportion of the questions with this correct letter."""
     answers: dict[str, Proportion]
-    """Answered letter → number of answers."""
+    """Answered letter → proportion of the answers with this letter."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class RunSummary:
     accuracy: Accuracy
     datasets: dict[str, Accuracy]
     kinds: dict[str, Accuracy]
-    """Accuracies by the kind of question: `multiple_choice`, `yes_no`, `open`, `free_text`, `ordinal`."""
+    """Accuracy per question kind: `multiple_choice`, `yes_no`, `open`, `free_text`, `ordinal`."""
     unparsed: Proportion
-    """Number of answers that could not be parsed, of all answers."""
+    """Proportion of answers that could not be parsed."""
     truncated: Proportion
-    """Number of answers that ended at the token limit, of all answers."""
+    """Proportion of answers that were cut off at the token limit."""
     rules: dict[str, Proportion]
-    """Accuracies of the answers by the parser's rule that matched."""
+    """Parser rule → accuracy of the answers that matched the rule."""
     letters: Letters | None
     """Statistics of multiple-choice answers; None if there are no such questions."""
     scores: dict[str, Mean]
@@ -110,10 +110,10 @@ def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...]
         kinds={
             name: compute_accuracy(part) for name, part in group_results(results, lambda result: result.kind).items()
         },
-        unparsed=share(sum(result.answer == "" for result in answered), len(answered)),
-        truncated=share(sum(result.finish_reason == "length" for result in answered), len(answered)),
+        unparsed=compute_proportion(sum(result.answer == "" for result in answered), len(answered)),
+        truncated=compute_proportion(sum(result.finish_reason == "length" for result in answered), len(answered)),
         rules={
-            rule: share(sum(map(is_right, part)), len(part))
+            rule: compute_proportion(sum(map(is_right, part)), len(part))
             for rule, part in group_results(answered, lambda result: result.rule).items()
         },
         letters=count_letters([result for result in results if result.kind == "multiple_choice"]),
@@ -141,7 +141,7 @@ def judge_result(result: Result) -> Verdict:
 
 
 def group_results(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
-    """Group the results by key, sorted by key."""
+    """Group the results by `key`; the groups are sorted by key."""
     return {name: list(part) for name, part in groupby(sorted(results, key=key), key)}
 
 
@@ -153,8 +153,8 @@ def compute_accuracy(results: Sequence[Result]) -> Accuracy:
     clips = [get_clip_key(result) for result in results]
     answered = sum(result.error is None for result in results)
     return Accuracy(
-        over_all=share(sum(right), len(right)),
-        over_answered=share(sum(right), answered),
+        over_all=compute_proportion(sum(right), len(right)),
+        over_answered=compute_proportion(sum(right), answered),
         clips=len(set(clips)),
         clustered=compute_clustered_interval(right, clips, bounds=(0.0, 1.0)),
     )
@@ -165,7 +165,7 @@ def get_clip_key(result: Result) -> tuple[str, ...]:
     return tuple(result.media) or (result.datasource, result.video_id)
 
 
-def share(count: int, total: int) -> Proportion:
+def compute_proportion(count: int, total: int) -> Proportion:
     if total == 0:
         return Proportion(count, total, None, None)
     return Proportion(count, total, count / total, compute_wilson_interval(count, total))
@@ -216,8 +216,12 @@ def count_letters(results: Sequence[Result]) -> Letters | None:
     read = sum(count for (_, answer), count in pairs.items() if answer in single_columns)
     return Letters(
         confusion={row: {column: pairs[row, column] for column in columns} for row in rows},
-        references={row: share(sum(pairs[row, column] for column in columns), len(results)) for row in rows},
-        answers={column: share(sum(pairs[row, column] for row in rows), read) for column in single_columns},
+        references={
+            row: compute_proportion(sum(pairs[row, column] for column in columns), len(results)) for row in rows
+        },
+        answers={
+            column: compute_proportion(sum(pairs[row, column] for row in rows), read) for column in single_columns
+        },
     )
 
 
@@ -243,17 +247,18 @@ def compute_corpus_bleu(results: Sequence[Result]) -> Mean:
 
 
 def compute_pearson(results: Sequence[Result]) -> Mean | None:
-    """Compute Pearson's r; None without pairs. Its value is undefined for fewer than two pairs or if either side is constant."""
+    """Compute Pearson's r; None without pairs. Its value is undefined for fewer than two pairs or if all answers or all
+    references are equal."""
     if not results:
         return None
-    pairs = [(_number(result.answer), _number(result.correct_answer)) for result in results]
+    pairs = [(_parse_number(result.answer), _parse_number(result.correct_answer)) for result in results]
     pairs = [pair for pair in pairs if None not in pair]
     if any(len(set(side)) < 2 for side in zip(*pairs, strict=True)) or not pairs:
         return Mean(None, len(pairs))
     return Mean(_to_finite(pearsonr(*zip(*pairs, strict=True)).statistic), len(pairs))
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return _to_finite(float(text))
     except ValueError:

@@ -36,7 +36,7 @@ def format_points_interval(interval: Interval | None) -> str:
     return NOTHING if interval is None else f"{format_points(interval[0])} to {format_points(interval[1])}"
 
 
-def share_of(share: Proportion) -> str:
+def format_proportion(share: Proportion) -> str:
     """Format a proportion: `12 of 200 (6.0%)`."""
     return f"{share.count} of {share.total} ({format_percent(share.share)})"
 
@@ -53,7 +53,10 @@ def format_p(p_value: float) -> str:
 
 def collect_facts(summary: RunSummary) -> dict[str, str]:
     """Collect facts about a run in addition to its accuracies: label → text."""
-    shares = {"unparsed answers": share_of(summary.unparsed), "truncated answers": share_of(summary.truncated)}
+    shares = {
+        "unparsed answers": format_proportion(summary.unparsed),
+        "truncated answers": format_proportion(summary.truncated),
+    }
     if summary.unanswered:
         question, why = next(iter(summary.unanswered.items()))
         shares["unanswered questions"] = f"{len(summary.unanswered)}, for example, {question}: {why:.200}"
@@ -72,19 +75,20 @@ def describe_grading(summary: RunSummary, settings: Mapping[str, str]) -> str:
     if deciding:
         total = sum(summary.graded_by.values())
         by = ", ".join(f"{name} ({count} of {total} answers)" for name, count in deciding.items())
-        return f"An answer is right if it was parsed and evaluation.scorer reaches evaluation.scorer_threshold: {by}."
+        return f"An answer is correct if it was parsed and evaluation.scorer reaches evaluation.scorer_threshold: {by}."
     scorer, threshold = settings.get("config.evaluation.scorer"), settings.get("config.evaluation.scorer_threshold")
     if scorer is None:
         return ""
     without = (
-        f"The scorer {scorer} does not decide which answers are right; its mean is under the scores. Answers are graded"
+        f"The scorer {scorer} does not decide which answers are correct; its mean is listed with the scores. "
+        "Answers are graded"
     )
     if settings.get("config.evaluation.parser") == "compat":
         return f"{without} by their letters only, as in cosmos-reason1 (evaluation.parser is compat)."
     if threshold is None:
         return f"{without} by the kinds of the questions, because evaluation.scorer_threshold is not set."
     # Old results do not contain `graded_by`.
-    return f"An answer is right if evaluation.scorer ({scorer}) scores it at least {threshold}."
+    return f"An answer is correct if evaluation.scorer ({scorer}) scores it at least {threshold}."
 
 
 def score_facts(summary: RunSummary) -> dict[str, str]:

@@ -12,6 +12,7 @@ from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin
 from dsreason.data.chat import Encoder
 from dsreason.errors import CheckpointError
 from dsreason.families import get_family
+from dsreason.models.folder import explain_custom_code
 from dsreason.models.load import read_model_config
 from dsreason.models.mrope import compute_position_ids
 from dsreason.models.processors.checks import check_chat_template, check_length, check_patches
@@ -32,7 +33,8 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # no common class, see `read_model_config`; tokenizers raises bare Exceptions
-        raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {error}") from error
+        problem = explain_custom_code(path, error, "Auto(Processor|Tokenizer|ImageProcessor|VideoProcessor)")
+        raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {problem or error}") from error
     if not isinstance(processor, ProcessorMixin):
         raise CheckpointError(
             f"{path}: has a tokenizer but no processor for images and videos; copy the model's processor files to this folder"
@@ -65,7 +67,8 @@ def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+        problem = explain_custom_code(path, error, "AutoTokenizer")
+        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {problem or error}") from error
     check_chat_template(path, tokenizer)
     check_length(path, tokenizer)
     processor = TextProcessor(tokenizer)

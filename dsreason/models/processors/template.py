@@ -1,10 +1,11 @@
-"""A trial run of a model folder's chat template, before rows and ranks depend on it."""
+"""A trial run of the chat template in a model's folder, before rows and ranks depend on it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import resource
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,14 +18,20 @@ from dsreason.errors import CheckpointError, ConfigError
 
 FORK = multiprocessing.get_context("fork")
 CPU_SECONDS, MEMORY_BYTES = 10, 1024**3
-"""Limits of CPU time and memory for rendering a short conversation, which normally takes a millisecond."""
+"""Limits of CPU time and memory for rendering a few short conversations, which normally takes milliseconds."""
 LEAST_MEMORY_BYTES = 64 << 20
 TEXT = "What is it?"
-CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT}], TEXT)
+LONG_TEXT = 1000 * TEXT
+CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": [{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT}]}],
+    [{"role": "user", "content": TEXT}],
+    [{"role": role, "content": LONG_TEXT} for role in ("system", "user", "assistant", "user")],
+)
+"""Conversations that a template must render within the limits; it need not support all of them."""
 
 
-def check_template(path: Path, processor: Any) -> None:
-    """Raise CheckpointError if the chat template does not terminate, needs gigabytes or fails on a short conversation.
+def check_template(path: Path, processor: Any, conversations: Sequence[list[dict[str, Any]]] = CONVERSATIONS) -> None:
+    """Raise CheckpointError if the chat template does not terminate, needs gigabytes or fails on all `conversations`.
 
     A template is a program that comes with the model. Jinja's sandbox denies it access to files and code, but does not prevent
     endless loops or huge strings, so the template is tested in a process with limits on time and memory. Errors that a template
@@ -33,7 +40,7 @@ def check_template(path: Path, processor: Any) -> None:
     """
     compute_memory_limit()
     reader, writer = FORK.Pipe(duplex=False)
-    child = FORK.Process(target=_try_template, args=(processor, writer))
+    child = FORK.Process(target=_try_template, args=(processor, conversations, writer))
     child.start()
     writer.close()
     try:
@@ -43,7 +50,7 @@ def check_template(path: Path, processor: Any) -> None:
     child.join()
     if problem:
         raise CheckpointError(
-            f"{path}: the chat template {problem} on a short conversation; restore the original template"
+            f"{path}: the chat template {problem} on a conversation of a few messages; restore the original template"
         )
 
 
@@ -68,7 +75,7 @@ def read_address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _try_template(processor: Any, writer: Connection) -> None:
+def _try_template(processor: Any, conversations: Sequence[list[dict[str, Any]]], writer: Connection) -> None:
     """Test the template in the child process and send a description of the problem, or "" if there is none.
 
     Send nothing if the template exceeds the limits.
@@ -80,15 +87,13 @@ def _try_template(processor: Any, writer: Connection) -> None:
     limit = read_address_space() + compute_memory_limit()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with suppress(MemoryError):
-        problems = [_find_problem(processor, content) for content in CONTENTS]
+        problems = [_find_problem(processor, conversation) for conversation in conversations]
         writer.send(problems[0] if all(problems) else "")  # some templates support only text
 
 
-def _find_problem(processor: Any, content: Any) -> str:
+def _find_problem(processor: Any, conversation: list[dict[str, Any]]) -> str:
     try:
-        processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        processor.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 (the template may raise anything)

@@ -19,7 +19,7 @@ from dsreason.tools.datasets.processes import run_tracked
 
 @dataclass(frozen=True)
 class CutClips:
-    """Result for the requested clips."""
+    """The requested clips, grouped by whether they were cut."""
 
     cut: list[str] = field(default_factory=list)
     present: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ def list_needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = 
         rows = read_rows(SourceConfig(path=str(file)))
         for index in range(len(rows)):
             try:
-                names[clip_name(rows[index], dataset)] = None
+                names[read_clip_name(rows[index], dataset)] = None
             except DataError as error:
                 problems.append(f"{rows.describe_location(index)}: {error}")
     if problems:
@@ -57,7 +57,7 @@ def list_needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = 
     return list(names)
 
 
-def clip_name(row: Any, dataset: str) -> str:
+def read_clip_name(row: Any, dataset: str) -> str:
     """Return the name of a row's clip: `{"video": "clips/a.mp4"}` → `a`."""
     video = row.get("video") if isinstance(row, dict) else None
     if not isinstance(video, str) or not video:

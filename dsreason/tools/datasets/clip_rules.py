@@ -74,7 +74,7 @@ Actions = dict[str, dict[int, tuple[float, float]]]
 
 
 class MissingRaw(DataError):
-    """Error raised if the raw video of a clip is missing in the raw folder."""
+    """Error raised if the raw video of a clip is missing from the raw folder."""
 
 
 Rule = Callable[[str], Cut]

@@ -118,7 +118,7 @@ def find_frames_between(times: list[int], time_base: Fraction, start: float, end
     `times` must be ascending. An end up to one frame after the last frame is the end of the video; for a later one, the second
     number is larger than the number of frames. Example: times 0, 100, 200 of 1/1000 s, 0.1 s to 0.2 s → (1, 2).
     """
-    slack = 1e-6  # 0.7 s x 10 frames per second is 7.000000000000001 in binary
+    slack = 1e-6  # 0.7 s x 10 frames per second is 7.000000000000001 in binary floating point
     seconds = [float((time - times[0]) * time_base) for time in times]
     first = next((i for i, frame_time in enumerate(seconds) if frame_time >= start - slack), len(seconds))
     step = seconds[-1] / (len(seconds) - 1) if len(seconds) > 1 else 0.0
@@ -138,9 +138,9 @@ def check_total(cut: Cut, count: int) -> None:
 # ---------------------------------------------------------------- decoding
 
 
-def iter_counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[VideoFrame]:
+def iter_counted_frames(source: Path, indices: range, video: Timing) -> Iterator[VideoFrame]:
     """Yield the frames, with evenly spaced times if the file has no usable ones."""
-    for number, frame in enumerate(iter_frames_by_count(source, wanted)):
+    for number, frame in enumerate(iter_frames_by_count(source, indices)):
         if not video.times:
             frame.pts, frame.time_base = number, 1 / video.fps
         yield frame
@@ -173,24 +173,28 @@ def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
         DataError: a frame has no time.
     """
     first = next(frames)
-    origin, unit = time_of(first)
+    origin, unit = get_timestamp(first)
     with av.open(str(target), "w", format="mp4") as container:
         stream = container.add_stream(ENCODER, rate=fps, options=OPTIONS)
         stream.width, stream.height = first.width // 2 * 2, first.height // 2 * 2
         stream.pix_fmt = "yuv420p"
         stream.codec_context.time_base = stream.time_base = unit
-        stream.codec_context.thread_count = 1  # several clips are cut in parallel
+        stream.codec_context.thread_count = 1  # one thread is enough, because several clips are cut in parallel
         if first.rotation:
             stream.set_display_rotation(first.rotation)
         for frame in chain([first], frames):
             converted = frame.reformat(stream.width, stream.height, format="yuv420p")
-            converted.pts, converted.time_base, converted.duration = time_of(frame)[0] - origin, unit, frame.duration
+            converted.pts, converted.time_base, converted.duration = (
+                get_timestamp(frame)[0] - origin,
+                unit,
+                frame.duration,
+            )
             converted.pict_type = PictureType.NONE  # lets the encoder choose its own key frames
             container.mux(stream.encode(converted))
         container.mux(stream.encode())
 
 
-def time_of(frame: VideoFrame) -> tuple[int, Fraction]:
+def get_timestamp(frame: VideoFrame) -> tuple[int, Fraction]:
     """Return the frame's time stamp and its unit in seconds."""
     if frame.pts is None or frame.time_base is None:
         raise DataError("a frame has no time stamp, which the clip must keep; convert the raw video first")

@@ -58,7 +58,7 @@ class FetchPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that remain to be downloaded, without those in partial downloads."""
+        """Number of bytes that remain to be downloaded; bytes in partial downloads do not count."""
         begun = (min(get_size(locate_partial(self.folder, file)), file.size) for file in self.missing)
         return sum(file.size for file in self.missing) - sum(begun)
 
@@ -85,11 +85,11 @@ def plan_fetch(
         patterns: patterns of the paths to select (`*.json`, `robovqa/*`); empty selects all.
 
     Raises:
-        DataError: the repository, revision, data set or file does not exist, or access or connection fails.
+        DataError: the repository, revision, data set or file does not exist, access is denied, or the connection fails.
     """
     repo = repo or REPOSITORIES[task]
     commit, listed = list_files(repo, revision)
-    files = choose(listed, repo, datasets, patterns)
+    files = select_files(listed, repo, datasets, patterns)
     folder = data_dir / task
     record = read_json_object(folder / RECORD)
     return FetchPlan(
@@ -106,7 +106,8 @@ def fetch(plan: FetchPlan) -> None:
     """Download the missing files, and unpack archives of clips.
 
     Raises:
-        DataError: access or connection fails, content is damaged, or the disk has too little space, which is checked first.
+        DataError: access is denied, the connection fails, content is damaged, or the disk has too
+            little space, which is checked first.
     """
     free = shutil.disk_usage(find_existing(plan.folder)).free
     if plan.disk_bytes + SPARE_BYTES > free:
@@ -146,7 +147,7 @@ def fetch(plan: FetchPlan) -> None:
 # ---------------------------------------------------------------- selection of files
 
 
-def choose(
+def select_files(
     listed: Sequence[RemoteFile], repo: str, datasets: Sequence[str], patterns: Sequence[str]
 ) -> list[RemoteFile]:
     """Select the requested files; hidden files such as `.gitattributes` are never selected.

@@ -22,7 +22,7 @@ from dsreason.files.hub import convert_dataset_errors, convert_hub_error, get_hu
 from dsreason.monitor.progress import Advance
 
 ATTEMPTS = 5
-"""Number of consecutive failed attempts, without a new byte, after which a download is given up."""
+"""Number of consecutive failed attempts, without a new byte, after which a download is abandoned."""
 TIMEOUT = 60.0
 """Seconds without a byte after which a connection counts as broken."""
 OPEN_LIMIT = 120.0
@@ -75,9 +75,10 @@ def make_remote_file(entry: RepoFile) -> RemoteFile:
 
 
 def download(repo: str, commit: str, file: RemoteFile, partial: Path, advance: Advance) -> None:
-    """Download the complete content to `partial`; if it exists, resume the download.
+    """Download the complete content to `partial`; if the file exists, resume the download.
 
-    `advance` is called with the number of bytes received, before they are written; an exception that it raises ends the download.
+    `advance` is called with the number of bytes received, before they are written; an exception that it raises ends the
+    download.
 
     Raises:
         DataError: the content differs from the Hub's list; it is removed.
@@ -154,7 +155,7 @@ def open_response(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
 
 
 def iter_pieces(response: Any, most: int) -> Iterator[bytes]:
-    """Yield the content as it was sent, without decompression: the requests ask for uncompressed content.
+    """Yield the content as it was sent, without decompression, because the requests ask for uncompressed content.
 
     Raises:
         DataError: the server sends more than `most` bytes.

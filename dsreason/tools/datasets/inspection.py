@@ -145,9 +145,10 @@ class Inspection:
     problems: list[dict[str, Any]] = field(default_factory=list)
     """All unusable rows and unreadable files, each with the keys part, where, kind and reason."""
     balance: dict[str, Label] = field(default_factory=dict)
-    """Training rows by label, with the number of them per epoch; empty without `data.balance`."""
+    """Label → its training rows, and how many of them an epoch uses; empty without `data.balance`."""
     duplicates: list[dict[str, Any]] = field(default_factory=list)
-    """All rows that repeat an earlier row, each with part and where, and the earlier row's of_part and of."""
+    """All rows that repeat an earlier row. Each entry has the keys part and where for the row, and of_part and of for the
+    earlier one."""
 
 
 def inspect_data(
@@ -161,7 +162,7 @@ def inspect_data(
 
     Args:
         datasets: data sets by name, in the order of the report; each is compared with the earlier ones.
-        encoder: encoder that measures rows in tokens; None skips that.
+        encoder: encoder that counts the tokens of rows; None skips the count.
     """
     facts_of_part: dict[str, list[RowFacts | UnusableRow]] = {}
     for name, dataset in datasets.items():
@@ -357,11 +358,11 @@ def find_overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, st
 
 
 def find_repeated(
-    found: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]
+    facts_by_part: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     first: dict[Key, tuple[str, RowFacts]] = {}
     listed = []
-    for name, facts in found.items():
+    for name, facts in facts_by_part.items():
         for row in select_usable(facts):
             other, same = first.setdefault(make_row_key(row, keys), (name, row))
             if same is not row:
@@ -369,9 +370,9 @@ def find_repeated(
     return listed
 
 
-def list_problems(found: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media) -> list[dict[str, Any]]:
+def list_problems(facts_by_part: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media) -> list[dict[str, Any]]:
     listed = []
-    for name, facts in found.items():
+    for name, facts in facts_by_part.items():
         for row in facts:
             if isinstance(row, UnusableRow):
                 found_here = [("missing media" if row.is_missing_media else "unusable row", row.reason)]

@@ -53,9 +53,9 @@ def describe(shown: Shown) -> str:
     return f"{frames}{shown.width}x{shown.height} pixels, {shown.tokens} tokens"
 
 
-def find_other_frame(ours: Shown, theirs: Shown) -> str:
+def find_other_frame(planned: Shown, reference: Shown) -> str:
     """Describe the first frame that differs; return "" if the frames are equal or their numbers differ."""
-    if len(ours.indices) != len(theirs.indices) or ours.indices == theirs.indices:
+    if len(planned.indices) != len(reference.indices) or planned.indices == reference.indices:
         return ""
-    own_index, other = next(pair for pair in zip(ours.indices, theirs.indices, strict=True) if pair[0] != pair[1])
+    own_index, other = next(pair for pair in zip(planned.indices, reference.indices, strict=True) if pair[0] != pair[1])
     return f" (frame {own_index} in dsreason, {other} in qwen-vl-utils)"

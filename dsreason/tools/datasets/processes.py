@@ -18,27 +18,29 @@ from dsreason.monitor.progress import track
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Fork, like the DataLoader: workers share everything that is open or loaded, and nothing is imported again.
+# Workers are forked, like those of the DataLoader, so they share everything that is open or loaded, and import nothing
+# again.
 FORK = multiprocessing.get_context("fork")
 
 
 def run_tasks(
-    work: Callable[[T], R], tasks: Sequence[T], place: Callable[[T], str], *, workers: int
+    work: Callable[[T], R], tasks: Sequence[T], describe_task: Callable[[T], str], *, workers: int
 ) -> Iterator[tuple[int, R | DataError]]:
     """Run the tasks in `workers` processes (0: in this process), and yield (task number, result) in the order of completion.
 
-    The result of a failed task is a DataError: the one that `work` raised, or one that begins with the task's `place`. If a
-    process dies, because a decoder crashes or memory runs out, only its task fails, and another process replaces it.
+    The result of a failed task is a DataError: the one that `work` raised, or one whose message begins with
+    `describe_task(task)`. If a process dies, because a decoder crashes or memory runs out, only its task fails, and another
+    process replaces it.
     """
     if workers == 0:
         for number, task in enumerate(tasks):
-            yield number, attempt(work, task, place)
+            yield number, run_task(work, task, describe_task)
         return
     numbers = iter(range(len(tasks)))
     running: dict[Connection, TaskWorker[T, R]] = {}
     try:
         for number in itertools.islice(numbers, workers):
-            worker = TaskWorker(work, place)
+            worker = TaskWorker(work, describe_task)
             running[worker.give(number, tasks[number])] = worker
         while running:
             for connection in cast(list[Connection], wait(list(running))):
@@ -48,7 +50,7 @@ def run_tasks(
                 if number < 0:
                     worker.end()
                 else:
-                    worker = worker if worker.process.is_alive() else TaskWorker(work, place)
+                    worker = worker if worker.process.is_alive() else TaskWorker(work, describe_task)
                     running[worker.give(number, tasks[number])] = worker
                 yield done, result
     finally:
@@ -57,24 +59,24 @@ def run_tasks(
 
 
 def run_tracked(
-    work: Callable[[T], R], tasks: Sequence[T], place: Callable[[T], str], workers: int, name: str, unit: str
+    work: Callable[[T], R], tasks: Sequence[T], describe_task: Callable[[T], str], workers: int, name: str, unit: str
 ) -> list[R | DataError]:
     """Return the results of `run_tasks` in the order of the tasks, and display the progress."""
     results: dict[int, R | DataError] = {}
     with track(name, len(tasks), unit) as advance:
-        for number, result in run_tasks(work, tasks, place, workers=workers):
+        for number, result in run_tasks(work, tasks, describe_task, workers=workers):
             results[number] = result
             advance(1)
     return [results[number] for number in range(len(tasks))]
 
 
-def attempt(work: Callable[[T], R], task: T, place: Callable[[T], str]) -> R | DataError:
+def run_task(work: Callable[[T], R], task: T, describe_task: Callable[[T], str]) -> R | DataError:
     try:
         return work(task)
     except DataError as error:
         return error
     except Exception as error:  # noqa: BLE001 (reported with the task's location; the other tasks continue)
-        return DataError(f"{place(task)}: {type(error).__name__}: {error}")
+        return DataError(f"{describe_task(task)}: {type(error).__name__}: {error}")
 
 
 class TaskWorker(Generic[T, R]):
@@ -107,7 +109,7 @@ class TaskWorker(Generic[T, R]):
         return result
 
     def end(self) -> None:
-        self.process.kill()  # closing the connection would not end it: workers forked later hold this end, too
+        self.process.kill()  # closing the connection would not end the worker: workers forked later hold this end, too
         self.process.join()
 
 
@@ -118,7 +120,9 @@ def exit_reason(exit_code: int) -> str:
     return f"was killed by {name}" + (" (often: out of memory; see the kernel log)" if name == "SIGKILL" else "")
 
 
-def serve(work: Callable[[Any], Any], place: Callable[[Any], str], connection: Connection, parents: Connection) -> None:
+def serve(
+    work: Callable[[Any], Any], describe_task: Callable[[Any], str], connection: Connection, parents: Connection
+) -> None:
     """Run the tasks that arrive on `connection` until the parent kills this process or dies."""
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
@@ -128,4 +132,4 @@ def serve(work: Callable[[Any], Any], place: Callable[[Any], str], connection: C
             task = connection.recv()
         except EOFError:
             return
-        connection.send(attempt(work, task, place))
+        connection.send(run_task(work, task, describe_task))

@@ -92,7 +92,7 @@ class Patience:
         self.failures = 0
 
     def wait(self, error: HTTPError) -> None:
-        """Wait before the next attempt; raise the error if it is permanent or the attempts are used up."""
+        """Wait before the next attempt; raise the error if it is permanent or no attempts remain."""
         self.failures += 1
         if self.failures == ATTEMPTS or not is_transient(error):
             raise error
@@ -127,8 +127,9 @@ def fetch_part(source: ServedFile, start: int, size: int, partial: Path, advance
 class RangedFile(io.RawIOBase):
     """Seekable file on a server. Reading forward uses a single stream as long as the gaps are small.
 
-    A tar of small files therefore takes few requests. The files of fsspec and `HfFileSystem` make one request per block; those
-    for plain servers also raise other errors, do not retry, and silently continue if the content ends too early.
+    A tar of small files therefore takes few requests. The files of fsspec and `HfFileSystem` make one request per block.
+    fsspec's files for plain servers also raise other errors, do not retry, and silently continue if the content ends too
+    early.
     """
 
     def __init__(self, source: ServedFile) -> None:

@@ -89,7 +89,7 @@ class RawPlan:
         return hide_secrets(self.origin)
 
     @property
-    def by_hand(self) -> str:
+    def manual_steps(self) -> str:
         return BY_HAND[self.dataset].format(hub=get_hub_url(), origin=self.place, folder=self.folder)
 
 
@@ -107,7 +107,7 @@ def check_origin(dataset: str, origin: str) -> None:
 
 
 def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, origin: str | None = None) -> RawPlan:
-    """Plan the download of raw videos that are missing for clips that are not cut yet. No request is made.
+    """Plan the download of the missing raw videos of clips that have not been cut yet. No request is made.
 
     Args:
         names: names of the clips, without extension.
@@ -118,11 +118,11 @@ def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, orig
     videos: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if not (clips / f"{name}.mp4").is_file() and not has_raw(dataset, name, folder):
-            videos[name_raw(dataset, name)].append(name)
+            videos[get_raw_name(dataset, name)].append(name)
     return RawPlan(dataset, (origin or ORIGINS[dataset]).rstrip("/"), folder, len(names), dict(videos))
 
 
-def name_raw(dataset: str, name: str) -> str:
+def get_raw_name(dataset: str, name: str) -> str:
     match = check_name(name, dataset)
     if dataset == "agibot":
         return f"{match['task']}/{match['episode']}/{match['view']}"
@@ -149,8 +149,8 @@ def fetch_raw(plan: RawPlan) -> list[str]:
     """Download the missing raw videos; return a message for each clip whose raw video the origin does not have.
 
     Raises:
-        DataError: access or connection fails, content is damaged, the disk has too little space, or a file or folder cannot be
-            written. Except in the last case, the message explains how to get the videos manually.
+        DataError: access is denied, the connection fails, content is damaged, the disk has too little space, or a file
+            or folder cannot be written. Except in the last case, the message explains how to get the videos manually.
     """
     if not plan.videos:
         return []
@@ -171,7 +171,7 @@ def convert_raw_errors(plan: RawPlan) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{plan.dataset}: {error}. To get the videos manually: {plan.by_hand}") from error
+        raise DataError(f"{plan.dataset}: {error}. To get the videos manually: {plan.manual_steps}") from error
     except OSError as error:
         raise DataError(
             f"{plan.dataset}: {error.filename or plan.folder}: cannot be written ({error.strerror or error}); fix "
@@ -213,7 +213,9 @@ def fetch_agibot(plan: RawPlan) -> set[str]:
         }
         url = hf_hub_url(plan.origin, tar, repo_type="dataset", revision=commit, endpoint=get_hub_url())
         with convert_dataset_errors(plan.origin, commit):
-            fetched |= take(plan, ServedFile(url, on_hub=True), wanted_members, plan.folder / "observations" / task)
+            fetched |= fetch_members(
+                plan, ServedFile(url, on_hub=True), wanted_members, plan.folder / "observations" / task
+            )
     return fetched
 
 
@@ -233,10 +235,10 @@ def fetch_holoassist(plan: RawPlan) -> set[str]:
     wanted_members = {f"{recording}/{file}": recording for recording in plan.videos for file in HOLOASSIST_VIDEOS}
     source = ServedFile(f"{plan.origin}/{HOLOASSIST_TAR}")
     with convert_server_errors(source):
-        return take(plan, source, wanted_members, plan.folder / "videos")
+        return fetch_members(plan, source, wanted_members, plan.folder / "videos")
 
 
-def take(plan: RawPlan, source: ServedFile, wanted: dict[str, str], folder: Path) -> set[str]:
+def fetch_members(plan: RawPlan, source: ServedFile, wanted: dict[str, str], folder: Path) -> set[str]:
     """Download members of a tar to `folder`; return the keys of those that were found.
 
     Args:
@@ -295,29 +297,29 @@ def fetch_bridge(plan: RawPlan) -> set[str]:
     )  # episodes by shard, recorded by earlier calls
     fetched: set[str] = set()
     for split in ("train", "val"):
-        missing = {video for video in plan.videos if split_of(video) in (split, None)} - fetched
+        missing = {video for video in plan.videos if find_split(video) in (split, None)} - fetched
         if not missing:
             continue
-        for shard in sorted(shard_names(plan, split), key=lambda name: missing.isdisjoint(episodes.get(name, ()))):
+        for shard in sorted(list_shards(plan, split), key=lambda name: missing.isdisjoint(episodes.get(name, ()))):
             missing -= fetched
             if not missing:
                 break
             if shard in episodes and missing.isdisjoint(episodes[shard]):
                 continue
-            inside, taken_members = take_shard(plan, shard, missing)
+            inside, taken_members = fetch_shard(plan, shard, missing)
             fetched |= taken_members
             episodes[shard] = inside
             write_file(plan.folder / EPISODES, json.dumps(episodes))
     return fetched
 
 
-def split_of(video: str) -> str | None:
+def find_split(video: str) -> str | None:
     """Return the split of a video, which is the last word of its folder: `train` or `val`; None if the word is neither."""
     last = re.split(r"[-./]", video.rpartition(".")[0])[-1]
     return last if last in ("train", "val") else None
 
 
-def shard_names(plan: RawPlan, split: str) -> list[str]:
+def list_shards(plan: RawPlan, split: str) -> list[str]:
     source = ServedFile(f"{plan.origin}/dataset_info.json")
     with convert_server_errors(source):
         content = source.read()
@@ -332,11 +334,11 @@ def shard_names(plan: RawPlan, split: str) -> list[str]:
     return [f"bridge_dataset-{split}.tfrecord-{number:05d}-of-{count:05d}" for number in range(count)]
 
 
-def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], set[str]]:
-    """Download a shard and extract the wanted episodes; the shard is not kept.
+def fetch_shard(plan: RawPlan, shard: str, requested: set[str]) -> tuple[list[str], set[str]]:
+    """Download a shard and extract the requested episodes; the shard is not kept.
 
     Returns:
-        All episodes in the shard, and the wanted ones, whose frames are now on the disk.
+        All episodes in the shard, and the requested ones, whose frames are now on the disk.
     """
     source, file = ServedFile(f"{plan.origin}/{shard}"), plan.folder / shard
     fetch_file(plan, source, file)
@@ -346,7 +348,7 @@ def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], 
         for example in read_examples(file, (BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES)):
             video = name_bridge_video(example[BRIDGE_PATH][0], example[BRIDGE_ID][0])
             inside.append(video)
-            if video in wanted:
+            if video in requested:
                 write_frames(example[BRIDGE_IMAGES], plan.folder / Path(*video.rsplit(".", 1)) / "images0")
                 fetched.add(video)
     except (KeyError, IndexError) as error:
@@ -354,12 +356,13 @@ def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], 
             f"{source.url}: an episode has no {error}, so this is not the data set bridge_dataset"
         ) from error
     finally:
-        file.unlink()  # also if it is damaged, so that it is downloaded again
+        file.unlink()  # the shard is deleted even if it is damaged, so that it is downloaded again
     return inside, fetched
 
 
 def name_bridge_video(path: bytes | int, episode: bytes | int) -> str:
-    """Name an episode as in the names of clips: `/…/bridge_data_all/a/b/train/out.npy` and 12 → `a-b-train.12`."""
+    """Return the name of an episode as it appears in clip names: `/…/bridge_data_all/a/b/train/out.npy` and 12 →
+    `a-b-train.12`."""
     text, number = (
         str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value) for value in (path, episode)
     )

@@ -1,7 +1,7 @@
 """Search for single videos in a tar on a server, without downloading the complete tar.
 
-A tar has no table of contents, so its headers are read one after the other. The result is kept in an index file, and a later call
-continues where the previous one stopped.
+A tar has no table of contents, so its headers are read one after another. The result is kept in an index file, and a later
+call continues where the previous one stopped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -
         if missing and not index.is_complete:
             indices.mkdir(parents=True, exist_ok=True)
             try:
-                look_on(file, index, wanted, missing)
+                scan_further(file, index, wanted, missing)
             except tarfile.TarError as error:
                 raise DataError(f"{source.url}: is not a tar archive, or is damaged ({error})") from error
             finally:
@@ -61,7 +61,7 @@ def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -
     return select_members(index, wanted)
 
 
-def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: set[str]) -> None:
+def scan_further(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: set[str]) -> None:
     """Read headers from the end of the index on, until no key is missing or the tar ends."""
     name = file.source.url.rpartition("/")[2]
     with track(f"searching {name}", file.length - index.offset, "bytes") as advance:

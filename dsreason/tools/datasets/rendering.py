@@ -1,4 +1,4 @@
-"""Rendering of every row as in training, but without training, for `dsreason data validate`."""
+"""Rendering of every row exactly as training does, but without a training step, for `dsreason data validate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model will see of the rows of a data set, for `dsreason data show`: as JSON, or as text in colour."""
+"""Rows of a data set as the model will see them, for `dsreason data show`: as JSON, or as coloured text."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def to_json(message: Message, source: DataSource) -> dict[str, Any]:
 
 
 def format_calls(message: Message) -> list[str]:
-    """Return the tool calls of a message as texts; the chat template decides on their exact form."""
+    """Return the tool calls of a message as texts; the chat template determines their exact form."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return [f"<tool_call>{function['name']}({function['arguments']})</tool_call>" for function in functions]
 

@@ -98,15 +98,15 @@ def iter_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
         place += size
 
 
-def read_varint(message: bytes, place: int) -> tuple[int, int]:
-    """Return the number that begins at `place`, and the position after it."""
+def read_varint(message: bytes, position: int) -> tuple[int, int]:
+    """Return the number that begins at `position`, and the position after it."""
     number = shift = 0
     while True:
-        byte = message[place]
-        place += 1
+        byte = message[position]
+        position += 1
         number |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return number, place
+            return number, position
         shift += 7
         if shift > 63:
             raise ValueError("a number has more than 64 bits")

@@ -44,8 +44,8 @@ class GeneratedAnswer:
     finish_reason: str
     media: list[str]
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """Rewards by function name, with the weighted sum under ""; empty if the run has no rewards. None: the function does not
-    apply to the row."""
+    """Rewards by function name, with the weighted sum under ""; empty if the run has no rewards. A reward is None if
+    its function does not apply to the row."""
     data_source: str | None = None
     """Value of `meta["data_source"]` of the sample; None if it has none."""
 
@@ -161,7 +161,7 @@ def get_question(sample: Sample) -> str:
 
 
 def get_data_source(sample: Sample) -> str | None:
-    """Return the data set of a sample, by which metrics are split: its field `data_source`."""
+    """Return the name of the sample's data set (its field `data_source`), by which metrics are broken down."""
     source = sample.meta.get("data_source")
     return None if source is None else str(source)
 

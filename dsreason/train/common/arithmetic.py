@@ -28,7 +28,8 @@ class Arithmetic:
 
         `perf/mfu` is the number of FLOPs of the samples' forward and backward passes, divided by `seconds` and by the peak. It
         excludes activations recomputed in the backward pass, padding, and passes without gradients. `perf/padding` is the
-        share of the computed tokens that belong to no sample: padding, and dummy media that keep the ranks in step.
+        share of the computed tokens that belong to no sample: padding, and dummy media,
+        which make all ranks run the same collectives.
 
         Args:
             work: this rank's work.

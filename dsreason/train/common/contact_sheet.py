@@ -1,4 +1,4 @@
-"""Contact sheets: images that show the media that the model saw side by side, with the text below."""
+"""Contact sheets: images that show, side by side, the media that the model saw, and below them the text."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def draw_sample_sheet(sample: Sample) -> Image.Image:
                 texts.append(f"{message['role']}: {part['text'][:MAX_TEXT]}")
                 continue
             try:
-                media.append(load_small_medium(part["type"], part[part["type"]]))
+                media.append(load_thumbnail(part["type"], part[part["type"]]))
             except DataError as error:
                 texts.append(str(error))
     return draw_contact_sheet(media, "\n".join(texts))
 
 
-def load_small_medium(kind: str, path: str) -> Medium:
+def load_thumbnail(kind: str, path: str) -> Medium:
     """Decode an image, or a few frames of a video, at the size of a thumbnail."""
     if kind == "image":
         return make_thumbnail(load_image(path))

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 B = TypeVar("B", bound=StepBatches)
 
 MANY = 0.5
-"""Share of skipped rows from which a warning is given."""
+"""Minimum share of skipped rows for a warning."""
 ADVICE = (
     "the log names each row and the reason after `skipped:`; for rows that are too long, raise model.max_length or lower "
     "data.vision.fps or data.vision.max_pixels; correct or remove the others"
@@ -59,7 +59,7 @@ def count_rows(batches: StepBatches) -> RowCounts:
 
 
 def find_row_problems(counts: RowCounts) -> dict[str, str]:
-    """Return a message for steps without a trained token, and one for many skipped rows, by kind."""
+    """Return warnings keyed by kind: one for steps without a trained token, and one for many skipped rows."""
     problems, steps = {}, f"{counts.steps} step{'s' * (counts.steps > 1)}"
     if counts.empty_steps:
         problems["empty"] = (
@@ -85,12 +85,12 @@ def build_step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> 
 def check_steps(order: StepOrder, config: SFTConfig | DPOConfig) -> None:
     """Raise ConfigError if a step to profile is outside the run. Log warnings about the number of steps."""
     check_profiled_steps(config.monitor.profile, order.num_steps)
-    for note in list_step_notes(order, config):
+    for note in list_step_warnings(order, config):
         log.warning("%s", note)
 
 
-def list_step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
-    """Return warnings about the number of steps. None of them is an error."""
+def list_step_warnings(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
+    """Return warnings about the number of steps; none of them stops the run."""
     notes = []
     unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
     if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
@@ -108,15 +108,16 @@ def train_on_loader(
 ) -> None:
     """Train on the batches of each step that `loader` yields, then finish the run."""
     watch = LearningWatch(find_row_problems)
-    run.begin_steps(validate)
-    for batches in wait_for_batches(loader, run.job.watchdog):
-        run.poll_checkpoint()
-        first = run.state.step
-        with run.job.watchdog.track_phase("step"):
-            train_on_batches(batches)
-        watch.add(count_rows(batches))
-        run.finish_steps(first, validate)
-    run.finish(watch.summarize())
+    with run.save_before_error():
+        run.begin_steps(validate)
+        for batches in wait_for_batches(loader, run.job.watchdog):
+            run.poll_checkpoint()
+            first = run.state.step
+            with run.track_step():
+                train_on_batches(batches)
+            watch.add(count_rows(batches))
+            run.finish_steps(first, validate)
+        run.finish(watch.summarize())
 
 
 def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:

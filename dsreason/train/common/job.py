@@ -64,12 +64,13 @@ def open_job(
     find_model: Callable[[J], Path],
     stack: ExitStack,
 ) -> TrainingJob[J]:
-    """Join the job and open everything that needs no model. Every rank must call this; `stack` closes what it opens.
+    """Join the job and open everything that does not need the model. Every rank must call this; `stack` closes the
+    resources.
 
     Args:
         output_dir: folder of the run; if None, the ranks agree on a new folder named after `command`.
         resume: checkpoint to continue from, `auto` for the newest, or None for a new run.
-        check: checks data and model; called on rank 0 if another launcher than dsreason started the ranks.
+        check: checks data and model; called on rank 0 if a launcher other than dsreason started the ranks.
         find_model: returns the local model folder.
     """
     world = init_world()
@@ -86,8 +87,9 @@ def open_job(
     monitor = config.monitor
     watchdog = Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
     stack.enter_context(watchdog)
+    stop.share(watchdog.lifeline)
     with watchdog.track_phase("preflight"):
-        if not is_started_by_us():  # otherwise our command ran these checks before it started the ranks
+        if not is_started_by_us():  # dsreason's own launcher has already run these checks
             run_on_rank_zero(lambda: check(config))
         run_on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
     with watchdog.track_phase("open_data"), run_first_rank_first(world):
@@ -95,7 +97,8 @@ def open_job(
     seed_everything(config.train.seed, world.rank)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
-    if world.folder_ranks:  # at stages 1 and 2, every host must save the weights
+    # Without a shared folder, every host must save the weights, also at ZeRO stages 1 and 2.
+    if world.folder_ranks:
         deepspeed["checkpoint"] = {**deepspeed.get("checkpoint", {}), "use_node_local_storage": True}
     return TrainingJob(
         config=config,

@@ -1,4 +1,4 @@
-"""Warnings about a run that cannot learn, with the numbers of its recent steps and the likely causes."""
+"""Warnings about a run that cannot learn, with statistics of its recent steps and the likely causes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPEAT_AFTER = 100
 
 
 class Counts(Protocol):
-    """Counts of a step over all ranks; a sum of them describes several steps."""
+    """Counts over all ranks for one step; the sum of several counts describes several steps."""
 
     def __add__(self, other: Any, /) -> Any: ...
 
@@ -29,10 +29,10 @@ C = TypeVar("C", bound=Counts)
 
 @dataclass
 class LearningWatch(Generic[C]):
-    """A watch over what the steps of a run can teach. Every rank adds the same counts."""
+    """A monitor that warns if a run cannot learn from its steps. Every rank must add the same counts."""
 
     find_problems: Callable[[C], dict[str, str]]
-    """Counts of several steps → message of each problem, by kind."""
+    """Counts of several steps → warnings, keyed by the kind of problem."""
     recent: deque[C] = field(default_factory=lambda: deque(maxlen=WINDOW))
     total: C | None = None
     """Counts of all steps since this process started."""
@@ -53,9 +53,9 @@ class LearningWatch(Generic[C]):
                 log.warning("%s", message)
 
     def list_recent(self) -> list[str]:
-        """Return the problems of the recent steps."""
+        """Return the warnings about the most recent steps."""
         return list(self.find_problems(reduce(add, self.recent)).values()) if self.recent else []
 
     def summarize(self) -> list[str]:
-        """Return the problems of all steps since this process started."""
+        """Return the warnings about all steps since this process started."""
         return [] if self.total is None else list(self.find_problems(self.total).values())

@@ -27,11 +27,12 @@ log = logging.getLogger(__name__)
 
 FIELDS = ("input_ids", "targets", "predictors", "position_ids", "mm_token_type_ids")
 MAX_SKIPPED = 10
-"""Number of consecutive steps with a NaN or infinite loss or gradient that stops the run: the weights must be at fault."""
+"""Number of consecutive steps with a NaN or infinite loss or gradient after which the run stops, because the weights
+must be at fault."""
 
 
 def build_finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
-    """Build the check of a run, with the counts from the run's state."""
+    """Build the check for a run, which continues the counts saved in the run's state."""
     return FiniteCheck(
         config.train.on_nonfinite,
         output_dir / "nonfinite",
@@ -63,10 +64,11 @@ class FiniteCheck:
         step: int,
         names: Callable[[], list[list[Any]]] | None = None,
     ) -> dict[str, float]:
-        """Return the metrics to log: `metrics`, but only the finite values if the loss or gradient norm is not. Collective.
+        """Return the metrics to log: all of `metrics`, or only the finite ones if the loss or the gradient norm is
+        not finite. Collective.
 
-        DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts these steps. An infinite
-        loss may have a finite gradient, which is applied.
+        DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts these steps. An
+        infinite loss may have a finite gradient, which is applied.
 
         Args:
             names: returns, for each micro-batch, the sample names to save with it; None saves the ids of each `Batch`.
@@ -133,7 +135,7 @@ def get_tensors(batch: Batch) -> dict[str, Tensor]:
             for segment in batch.segments
         ]
         tensors["segments"] = torch.tensor(rows)
-    if batch.part is not None:  # the pixels are only this rank's; `part_grids` has the patch grids of its frames
+    if batch.part is not None:  # the pixels are only those of this rank's frames, whose patch grids are in `part_grids`
         tensors["part"] = torch.tensor((batch.part.start, batch.part.end))
         if batch.part.media is not None:
             tensors["part_grids"] = batch.part.media.grids

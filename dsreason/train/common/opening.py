@@ -23,7 +23,7 @@ from dsreason.data.micro_batches import describe_forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
 from dsreason.families import get_family
-from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero
+from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero, share_errors
 from dsreason.models.folder import compute_fingerprint
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model
@@ -72,7 +72,7 @@ def open_policy_job(
     Args:
         output_dir: folder of the run; if None, the ranks agree on a new folder named after `command`.
         resume: checkpoint to continue from, `auto` for the newest, or None for a new run.
-        check: checks data and model; called on rank 0 if another launcher than dsreason started the ranks.
+        check: checks data and model; called on rank 0 if a launcher other than dsreason started the ranks.
     """
     job = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
     job.world = build_row_groups(job.world, config.train.sequence_parallel_size)
@@ -171,7 +171,8 @@ def start_policy_run(
     )
     sampler = start_sampler(job, rows, stack, engine, settings, bucket_mb, offload)
     if scorer is not None:
-        stack.enter_context(scorer)
+        with share_errors():
+            stack.enter_context(scorer)
 
     def write_export(output: Path, dtype: Literal["bf16", "fp32"], current: TrainerState) -> None:
         export_engine(

@@ -41,7 +41,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 LOW_ADAPTER_LR = 5e-6
 MAX_SECONDS = 30.0
-"""Time limit of the check of all rows, in seconds. The remaining rows of a large data set are checked when they are used."""
+"""Time limit for checking rows, in seconds. In a large data set, rows that remain unchecked are checked when they are
+used."""
 
 
 def check_model(config: RunConfig) -> Encoder:
@@ -75,12 +76,12 @@ def check_adapters(config: RunConfig, model_path: Path) -> None:
     trusted = config.model.trust_remote_code
     model = read_model_config(model_path, trust_remote_code=trusted)
     find_adapted_layers(build_empty_model(model, torch.float32, "sdpa", trusted), config.lora)
-    for note in list_adapter_notes(config.optim):
+    for note in list_adapter_warnings(config.optim):
         log.warning("%s", note)
 
 
-def list_adapter_notes(optim: OptimConfig) -> list[str]:
-    """Return warnings about settings that are unsuitable for adapters. None of them is an error."""
+def list_adapter_warnings(optim: OptimConfig) -> list[str]:
+    """Return warnings about settings that are unsuitable for adapters; none of them stops the run."""
     notes = []
     if optim.lr < LOW_ADAPTER_LR:
         notes.append(
@@ -99,7 +100,7 @@ def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = F
     """Raise a ConfigError that lists all upload targets that do not accept uploads.
 
     Args:
-        checkpoint: checkpoint that the run continues from; if set, outages of a target are tolerated.
+        checkpoint: checkpoint that the run continues from; if set, a target may be temporarily unreachable.
         create: whether to create repositories that do not exist.
     """
     problems = []

@@ -135,7 +135,7 @@ def start_state(
     state = load_checkpoint(engine, checkpoint, world, with_frozen=with_frozen)
     log.info("resumed from %s", checkpoint)
     run_checkpoints = Path(str(config.output_dir)) / "checkpoints"
-    run_once_per_folder(world, lambda: set_newer_aside(run_checkpoints, checkpoint))
+    run_once_per_folder(world, lambda: set_aside_newer_checkpoints(run_checkpoints, checkpoint))
     if checkpoint.resolve().parent == run_checkpoints.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
     # The best value so far belongs to a different metric, or its checkpoint is in another run's folder.
@@ -160,7 +160,7 @@ def compare_rows(checkpoint: Path | None, current: Mapping[str, Any]) -> dict[st
             )
             log.warning(
                 "the %s rows differ from those that this run started with (%s), so its results will differ; restore the data, "
-                "or start a new run from its export",
+                "or start a new run from this run's export",
                 *(part, difference),
             )
     return original
@@ -194,7 +194,7 @@ def describe_base(adapter: SavedAdapter) -> str:
     return f"{adapter.base} (fingerprint {adapter.fingerprint}{revision})"
 
 
-def set_newer_aside(folder: Path, checkpoint: Path) -> None:
+def set_aside_newer_checkpoints(folder: Path, checkpoint: Path) -> None:
     """Rename the checkpoints in `folder` that are later than the resumed one, because their steps are trained again."""
     for path in set_aside_newer(folder, checkpoint):
         log.warning("training continues from %s; a later checkpoint was renamed to %s", checkpoint, path)

@@ -1,4 +1,4 @@
-"""Saving of checkpoints and exports during a run, after a signal, and at the end of the run."""
+"""Saving of checkpoints and exports during a run, after a signal or an error, and at the end of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     read_state,
 )
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
-from dsreason.errors import Stopped
+from dsreason.errors import DsReasonError, SaveError, Stopped
 from dsreason.files.step_names import format_step, parse_step
 from dsreason.job.ranks import run_on_rank_zero
 from dsreason.monitor.metrics import Metrics
@@ -82,23 +82,50 @@ class Checkpoints:
         if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / self.export_file).exists()):
             self.export(output, state, last=False)
 
-    def stop_if_asked(self, state: TrainerState) -> None:
-        """If any rank has received a signal, save a checkpoint and raise `Stopped`; do nothing after the last step."""
-        step, name = state.step, self.job.stop.asked()
-        if not name or step == self.total_steps:
+    def stop_if_signalled(self, state: TrainerState) -> None:
+        """Raise `Stopped` if any rank has received a signal; do nothing after the last step."""
+        name = self.job.stop.asked()
+        if name and state.step != self.total_steps:
+            raise Stopped(f"stopped by {name}")
+
+    def save_before_error(self, error: DsReasonError, state: TrainerState) -> None:
+        """Save the last finished step unless it is saved already, and add the outcome to the message of `error`.
+
+        Raises:
+            SaveError: the step could not be saved, and `error` is only a request to stop.
+        """
+        step, is_stop = state.step, isinstance(error, Stopped)
+        outcome = "is saved"
+        if step == 0:
+            error.args = (f"{error} before the first step was finished; nothing is saved",) if is_stop else error.args
             return
         if not self.job.config.checkpoint.saves:
-            raise Stopped(
-                f"stopped by {name} after step {step}; nothing is saved, because checkpoint.every is 0, and checkpoint.last "
-                "and checkpoint.keep_best are false"
+            outcome = (
+                "is not saved, because checkpoint.every is 0, and checkpoint.last and checkpoint.keep_best are false"
             )
-        checkpoint = self.folder / format_step(step)
-        with self.job.watchdog.track_phase("checkpoint"), self.progress.track_phase(f"{name}: saving checkpoint"):
+        else:
+            try:
+                self.save_if_missing(state)
+            except SaveError as failure:
+                if is_stop:
+                    raise
+                outcome = f"could not be saved: {failure}"
+        advice = "; continue with --resume auto" if outcome == "is saved" else ""
+        text = (
+            f"{error} after step {step}, which {outcome}"
+            if is_stop
+            else f"{error}\nThe last finished step, {step}, {outcome}"
+        )
+        error.args = (f"{text}{advice}",)
+
+    def save_if_missing(self, state: TrainerState) -> None:
+        """Complete the pending checkpoint, then write one of the current step if there is none. Return once it is complete."""
+        checkpoint = self.folder / format_step(state.step)
+        with self.job.watchdog.track_phase("checkpoint"), self.progress.track_phase("saving checkpoint"):
             self.upload_and_prune(self.writer.wait(), state)
             if not run_on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
-                self.writer.start(step, state)
+                self.writer.start(state.step, state)
                 self.upload_and_prune(self.writer.wait(), state)
-        raise Stopped(f"stopped by {name} after step {step}, which is saved; continue with --resume auto")
 
     def upload_and_prune(self, written: Path | None, state: TrainerState) -> None:
         """Upload the checkpoint `written`, if any, and delete the checkpoints beyond `checkpoint.keep`."""

@@ -88,7 +88,8 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
         order = build_step_order(rows.training, config)
         with job.watchdog.track_phase("load_model"):
             engine = build_policy_engine(config, job.deepspeed, job.model_path, world.group)
-        reference = open_reference(job, rows, engine, order)  # before a checkpoint is loaded
+        # The reference must be opened before a checkpoint is loaded, which replaces the initial weights.
+        reference = open_reference(job, rows, engine, order)
         with job.watchdog.track_phase("load_model"):
             state = start_policy(job, engine)
         settings = TransformersSettings(attention=config.model.attention, batch_size=config.validation.micro_batch_size)
@@ -124,7 +125,7 @@ def open_reference(
     if config.dpo.reference_file is not None:
         file_reference = run_on_rank_zero(partial(read_reference_file, config.dpo.reference_file))
         if job.world.rank == 0:
-            file_reference.warn_of_other_model(model)
+            file_reference.warn_if_model_differs(model)
         return file_reference
     stored = run_on_rank_zero(lambda: open_stored(job.output_dir, job.checkpoint, model))
     training_rows = {row for step in range(order.num_steps) for row in order.indices(step)}
@@ -134,7 +135,7 @@ def open_reference(
         ("training", rows.training, training_rows),
         ("validation", rows.validation, validation_rows),
     ):
-        missing = stored.missing(part, indices)
+        missing = stored.list_missing(part, indices)
         batches = iter_pair_batches(
             dataset, rows.encoder, missing, config, job.world, batch_size=config.train.global_batch_size
         )
@@ -152,7 +153,8 @@ def measure_missing(
     num_rows: int,
     job: TrainingJob[DPOConfig],
 ) -> None:
-    """Measure the rows of `batches` with the engine's weights and add them to `stored`. Collective."""
+    """Compute the reference log-probabilities of the rows in `batches` with the engine's weights; add them to
+    `stored`. Collective."""
     num_done, logged = 0, time.monotonic()
     while num_done < num_rows:
         with job.watchdog.track_phase("data"):

@@ -40,7 +40,7 @@ def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
         )
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
     if not batches.num_tokens:
-        metrics.pop("train/loss")  # the mean over no pairs
+        metrics.pop("train/loss")  # without pairs, there is no mean loss
     seconds = time.perf_counter() - started
     saved_baseline = {"baseline": [baseline.total, baseline.count]} if baseline.count else {}
     run.count_step(

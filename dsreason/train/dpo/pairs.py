@@ -18,7 +18,7 @@ from dsreason.data.types import EncodedSample, Message, Sample
 from dsreason.errors import DataError
 
 GIVEN = ("ref_chosen_logprob", "ref_rejected_logprob")
-"""Fields of a row that contain its reference log-probabilities; data adapters pass them on in `sample.meta`."""
+"""Fields of a row that contain its reference log-probabilities; data adapters copy them to `sample.meta`."""
 LOWEST_LOGPROB = -1e12
 """Lower bound for the log-probability of an answer: a million tokens, each far less probable than any model can represent."""
 ROUNDING = 1e-3
@@ -66,7 +66,7 @@ class PairEncoder(Encoder):
         _, segments = self._render_prompt(prompt)
         prompt_ids = [token for segment in segments for token in segment.ids]
         answers = [self._render_answer(prompt_ids, conversation)[0] for conversation in (better, worse)]
-        check_differ(sample, *answers)
+        check_answers_differ(sample, *answers)
         return self._count(prompt, segments) + sum(map(len, answers))
 
     def encode_pair(self, sample: Sample) -> Pair:
@@ -80,7 +80,7 @@ class PairEncoder(Encoder):
         reference_logprobs = read_reference_logprobs(sample)
         encoded = self.encode_prompt(prompt)
         better_answer, worse_answer = self.encode_answer(encoded, better), self.encode_answer(encoded, worse)
-        check_differ(sample, better_answer.input_ids.tolist(), worse_answer.input_ids.tolist())
+        check_answers_differ(sample, better_answer.input_ids.tolist(), worse_answer.input_ids.tolist())
         self.check_length(sample, len(encoded.encoded) + len(better_answer) + len(worse_answer))
         digest = compute_fingerprint(encoded, better_answer, worse_answer)
         return Pair(sample.id, better_answer, worse_answer, digest, reference_logprobs)
@@ -129,7 +129,7 @@ def count_common_messages(better: Sequence[Message], worse: Sequence[Message]) -
     return next((i for i, (message, other) in enumerate(pairs) if message != other), min(len(better), len(worse)))
 
 
-def check_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None:
+def check_answers_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None:
     """Raise DataError if both answers have the same tokens.
 
     Different texts may have the same tokens, because the chat template strips trailing spaces, for example.

@@ -34,7 +34,7 @@ def check(config: DPOConfig) -> None:
 
 
 def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
-    """Raise ConfigError if `checkpoint.best_metric` is set although there are no held-out rows to measure it on."""
+    """Raise ConfigError if `checkpoint.best_metric` is set, but there are no held-out rows to measure it on."""
     set_keys = config.checkpoint.model_fields_set
     if len(validation) == 0 and "best_metric" in set_keys and config.checkpoint.keep_best:
         raise ConfigError(
@@ -51,13 +51,13 @@ def check_reference_logprobs(
     config: DPOConfig, file: FileReference | None, sample: Sample, fingerprint: str | None = None
 ) -> None:
     """Raise DataError if a row lacks required reference log-probabilities or has changed since they were measured."""
-    if file is not None and (problem := file.problem(sample.id, fingerprint)):
+    if file is not None and (problem := file.find_problem(sample.id, fingerprint)):
         raise DataError(f"sample {sample.id!r}: {problem}")
     if config.dpo.reference == "precomputed" and file is None and read_reference_logprobs(sample) is None:
         raise DataError(f"sample {sample.id!r}: {NOTHING_GIVEN}")
 
 
-def row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
+def build_row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
     """Return a function that encodes a training row and raises DataError if the row is unusable."""
     return partial(encode_row, config, open_reference_file(config), build_pair_encoder(encoder))
 

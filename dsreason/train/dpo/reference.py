@@ -27,7 +27,8 @@ from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 log = logging.getLogger(__name__)
 
 FILE = "reference.jsonl"
-"""Name of a file in the run folder: its first line identifies the model, and each further line contains a measured row."""
+"""Name of the file of measured rows in the run folder. Its first line identifies the model; each of the other lines
+contains one row."""
 START = b'{"model"'
 VALUES = ("chosen", "rejected")
 REMOVE = "remove the file to measure its rows again"
@@ -36,7 +37,7 @@ REMOVE = "remove the file to measure its rows again"
 class PairReference(Protocol):
     """The reference policy for log-ratios."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         """Return the log-probabilities of the chosen and the rejected answers, `[P, 2]` float64. Collective.
 
         The result is on the engine's device.
@@ -52,7 +53,7 @@ class PairReference(Protocol):
 class NoReference:
     """A reference whose log-probabilities are all 0."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return torch.zeros(len(micro_batch.pairs), 2, dtype=torch.float64, device=engine.device)
 
 
@@ -62,7 +63,7 @@ class AdapterOff:
     def __init__(self, base: BaseReference) -> None:
         self.base = base
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         with self.base.in_place():
             pairs = compute_policy_pairs(engine, micro_batch)
         return torch.stack([pairs.chosen, pairs.rejected], dim=1)
@@ -77,10 +78,10 @@ NOTHING_GIVEN = (
 class RowReference:
     """A reference that reads the log-probabilities from the rows."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.get_logprobs(pair) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts) -> tuple[float, float]:
+    def get_logprobs(self, pair: PairFacts) -> tuple[float, float]:
         if pair.ref_logprobs is None:
             raise DataError(f"{pair.where} (sample {pair.id!r}): {NOTHING_GIVEN}")
         return pair.ref_logprobs
@@ -104,16 +105,16 @@ class FileReference:
     models: set[str] = field(default_factory=set)
     """Fingerprints of the models that computed the file's log-probabilities; empty if the file names no model."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.get_logprobs(pair) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts) -> tuple[float, float]:
-        if problem := self.problem(pair.id, pair.fingerprint):
+    def get_logprobs(self, pair: PairFacts) -> tuple[float, float]:
+        if problem := self.find_problem(pair.id, pair.fingerprint):
             raise DataError(f"{pair.where} (sample {pair.id!r}): {problem}")
         line = self.by_id[pair.id]
         return line.chosen, line.rejected
 
-    def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
+    def find_problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
         """Return the reason why the file cannot be used for a row, or None. Without a fingerprint, check only the id."""
         line = self.by_id.get(row_id)
         if line is None:
@@ -126,7 +127,7 @@ class FileReference:
             )
         return None
 
-    def warn_of_other_model(self, model: str) -> None:
+    def warn_if_model_differs(self, model: str) -> None:
         """Warn if the file was computed by a different model than the initial one, whose fingerprint is `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
@@ -140,7 +141,7 @@ class FileReference:
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """A measured row, and its line in `FILE`.
+    """A row's measured log-probabilities; each row is one line of `FILE`.
 
     Example: `{"part": "training", "row": 3, "id": "7", "fingerprint": "…", "chosen": -10.5, "rejected": -9.8}`.
     """
@@ -161,10 +162,10 @@ class StoredReference:
     rows: dict[tuple[str, int], ReferenceRecord] = field(default_factory=dict)
     """(part, row index) → measured row; the same on all ranks."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        return to_tensor([self.of(pair, part) for pair in micro_batch.pairs], engine)
+    def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.get_logprobs(pair, part) for pair in micro_batch.pairs], engine)
 
-    def of(self, pair: PairFacts, part: str) -> tuple[float, float]:
+    def get_logprobs(self, pair: PairFacts, part: str) -> tuple[float, float]:
         row = self.rows.get((part, pair.row))
         if row is None or row.fingerprint != pair.fingerprint:
             raise DataError(
@@ -173,7 +174,7 @@ class StoredReference:
             )
         return row.chosen, row.rejected
 
-    def missing(self, part: str, rows: Iterable[int]) -> list[int]:
+    def list_missing(self, part: str, rows: Iterable[int]) -> list[int]:
         return sorted(row for row in set(rows) if (part, row) not in self.rows)
 
     def measure(self, engine: DeepSpeedEngine, part: str, batch: StepPairs, world: World) -> None:

@@ -57,7 +57,7 @@ def compute_reference_logprobs(
     An error on any rank is raised on all ranks.
     """
     with record_phase("ref_logprobs"), share_errors(), torch.no_grad():
-        return [reference.logprobs(engine, micro_batch, part) for micro_batch in micro_batches]
+        return [reference.compute_logprobs(engine, micro_batch, part) for micro_batch in micro_batches]
 
 
 def accumulate_gradients(

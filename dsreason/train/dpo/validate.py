@@ -31,7 +31,7 @@ from dsreason.train.dpo.update import (
 log = logging.getLogger(__name__)
 
 NAMES = {"total": "loss", "accuracy": "preference_accuracy", "ranking": "ranking_accuracy"}
-"""Pair metrics with a different name in validation: name in training → name in validation."""
+"""Pair metrics that are named differently in validation: name in training → name in validation."""
 
 
 @dataclass(frozen=True)

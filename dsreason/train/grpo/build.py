@@ -74,7 +74,7 @@ class GRPOTrainer:
     """Number of prompt batches per epoch."""
     watch: LearningWatch[RolloutCounts]
     num_untrained: int = 0
-    """Number of consecutive rollouts, up to the latest, without a trainable completion."""
+    """Number of consecutive rollouts, counted back from the latest, that had no trainable completion."""
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -159,7 +159,8 @@ def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, KLRefere
         )
     engine = build_policy_engine(config, job.deepspeed, model_path, job.world.group)
     reference: KLReference | None = None
-    if build_objective(config.grpo).kl_coef:  # before a checkpoint is loaded: the reference is the initial model
+    # The reference is the initial model, so it must be created before a checkpoint is loaded.
+    if build_objective(config.grpo).kl_coef:
         reference = BaseReference(engine) if config.lora.rank else ReferencePolicy(engine)
     state = start_policy(job, engine)
     if job.checkpoint is not None and isinstance(reference, ReferencePolicy):
@@ -184,7 +185,8 @@ def build_engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
 
 
 def count_completions_per_engine(config: GRPOConfig, world: World) -> int:
-    """Return the maximum number of completions per engine and rollout, or `MIN_SEQUENCES` if larger, for validation."""
+    """Return the maximum number of completions per engine and rollout, or `MIN_SEQUENCES` if that is larger, because
+    validation may need more."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)
     return max(prompts * config.grpo.num_generations, MIN_SEQUENCES)

@@ -77,12 +77,13 @@ def check_selected(
     check: Callable[[Sequence[str], Mapping[str, Mapping[str, Any]], Sample], None],
     sample: Sample,
 ) -> None:
-    """Call a check of reference answers with those of the rewards that score the sample; see `reward.only`."""
+    """Apply `check` to the sample's reference answers, passing only those rewards that score the sample (see
+    `reward.only`)."""
     check([name for name in names if applies(reward.only, name, sample)], reward.options, sample)
 
 
 def check_answer(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]], sample: Sample) -> None:
-    """Raise DataError if any of the built-in `rewards` cannot use an accepted answer of the sample.
+    """Raise DataError if any of the built-in `rewards` cannot use one of the sample's accepted answers.
 
     Args:
         options: name of a reward → its options.
@@ -105,15 +106,16 @@ def check_answer(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]
     check_references(rewards, options, sample)
 
 
-def try_own_functions(
+def try_user_functions(
     config: GRPOConfig, rows: Sequence[tuple[str, Sample]], tokenize: Callable[[str], Sequence[int]]
 ) -> None:
-    """Call each function of the user once, with the reference answer of a row that it scores as completion.
+    """Call each user-defined reward function once, on a row that it scores, with the row's reference answer as the
+    completion.
 
     Servers are not queried, because they may start later.
 
     Args:
-        rows: location and sample of some rows.
+        rows: (location, sample) of some rows.
 
     Raises:
         RewardError: a function raises, exceeds its time limit or returns an invalid value; the message names the row.
@@ -149,7 +151,7 @@ def try_own_functions(
 
 
 def select_functions(reward: RewardConfig, names: Sequence[str], *, workers: int = 1) -> RewardConfig:
-    """Return the configuration with only the functions with these names."""
+    """Return a copy of the reward configuration that contains only the functions in `names`."""
     tables = {
         key: {name: value for name, value in getattr(reward, key).items() if name in names}
         for key in ("functions", "options", "only")
@@ -165,7 +167,7 @@ def find_option_problem(answer: str, options: dict[str, str]) -> str | None:
 
 def find_number_problem(answer: str, options: dict[str, str]) -> str | None:
     is_bare = re.fullmatch(r"\s*-?[0-9.,]+\s*", answer) is not None
-    return None if is_bare or extract_hash_number(answer) is not None else "a number or a text with `#### number`"
+    return None if is_bare or extract_hash_number(answer) is not None else "a number, or a string with `#### number`"
 
 
 def find_latex_problem(answer: str, options: dict[str, str]) -> str | None:
@@ -180,7 +182,8 @@ UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
     "gsm8k": find_number_problem,
     "boxed_math": find_latex_problem,
 }
-"""Reward → function of a reference answer and the sample's options that returns what the reward needs instead, or None."""
+"""Reward → function that checks a reference answer and the sample's options; it returns a description of the answers
+that the reward can use, or None if the reward can use this one."""
 
 
 def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:

@@ -19,7 +19,7 @@ from dsreason.train.common.answers import get_modality
 from dsreason.train.common.sampler import Sampler
 from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.rollouts import Rollout
-from dsreason.train.grpo.update import compute_current_logprobs, cut
+from dsreason.train.grpo.update import compute_current_logprobs, split_into_micro_batches
 
 NUM_ROWS = 64
 """Number of rows to search for a prompt of each modality."""
@@ -57,10 +57,10 @@ def check_engine(
     sampler.offload.reload()
     pairs = zip(prompts, test_result.completions, strict=True)
     rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
-    micro_batches = cut(rollouts, config, encoder)
+    micro_batches = split_into_micro_batches(rollouts, config, encoder)
     logprobs = compute_current_logprobs(
         sampler.policy, micro_batches, 1.0, banned_ids
-    )  # at temperature 1, as engines report greedy tokens
+    )  # the temperature is 1, because engines report log-probabilities of greedy tokens at 1
     local_differences = [
         difference
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)

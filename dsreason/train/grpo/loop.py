@@ -28,7 +28,7 @@ from dsreason.train.grpo.reward_counts import RolloutCounts
 from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_training_sample, join_group, split_into_steps
 from dsreason.train.grpo.sampling import SampledRollouts
 from dsreason.train.grpo.show import describe, show_rollouts
-from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
+from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, split_into_micro_batches
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 """Metrics displayed in the progress bar: label → metric key."""
@@ -46,15 +46,16 @@ def run(config: GRPOConfig, output_dir: Path | None = None, resume: str | None =
 
 def train(grpo: GRPOTrainer) -> None:
     run = grpo.run
-    if grpo.job.config.rollout.self_test:
-        check_rollout_engine(grpo)
-    run.begin_steps(grpo.validate)
-    while run.state.step < run.total_steps:
-        run.poll_checkpoint()
-        first = run.state.step
-        train_on_rollout(grpo)
-        run.finish_steps(first, grpo.validate)
-    run.finish(grpo.watch.summarize())
+    with run.save_before_error():
+        if grpo.job.config.rollout.self_test:
+            check_rollout_engine(grpo)
+        run.begin_steps(grpo.validate)
+        while run.state.step < run.total_steps:
+            run.poll_checkpoint()
+            first = run.state.step
+            train_on_rollout(grpo)
+            run.finish_steps(first, grpo.validate)
+        run.finish(grpo.watch.summarize())
 
 
 def check_rollout_engine(grpo: GRPOTrainer) -> None:
@@ -80,17 +81,18 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
         steps = prepare_steps(grpo, sampled)
     for micro_batches in steps:
         run.profiler.begin(run.state.step + 1)
-        with watchdog.track_phase("step"):
+        with run.track_step():
             metrics = train_on_step(grpo, micro_batches)
             now = time.perf_counter()
             times = {"time/rollout": sampling_seconds, "time/train": now - train_started}
             learned = counts.learned > 0 or grpo.teacher is not None
             finish_step(grpo, micro_batches, metrics | times, rollout_metrics, learned=learned)
-        sampling_seconds, train_started = 0.0, now  # sampling counts only in a rollout's first step
+        # The time spent on sampling counts only towards a rollout's first step.
+        sampling_seconds, train_started = 0.0, now
 
 
 def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> tuple[dict[str, float], RolloutCounts]:
-    """Log the completions; return the rollout's metrics and the counts of what it can teach."""
+    """Log the completions; return the rollout's metrics and the counts of what the policy can learn from it."""
     job = grpo.job
     return show_rollouts(
         sampled,
@@ -110,7 +112,8 @@ def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[Roll
     steps = cut_into_steps(rollouts, grpo.objective, config, grpo.rows.encoder, world)
     grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
     check_trained(grpo.num_untrained, run.state.step, config, grpo.watch.list_recent())
-    # If earlier rollouts had fewer steps, the last rollout may have more steps than remain.
+    # The last rollout may yield more steps than the run has left, if earlier rollouts yielded fewer steps than
+    # planned.
     remaining_steps = run.total_steps - run.state.step
     return add_fixed_logprobs(
         steps[:remaining_steps], grpo.engine, grpo.reference, grpo.teacher, config, grpo.banned_ids
@@ -149,7 +152,11 @@ def cut_into_steps(
     if objective.overlong_filter:
         rollouts = [rollout for rollout in rollouts if rollout.completion.finish_reason != "length"]
     parts = split_into_steps(rollouts, num_groups, config.grpo.optimizer_steps_per_rollout)
-    return [cut(part, config, encoder, world.row_part) for part in parts if any(gather_objects(bool(part)))]
+    return [
+        split_into_micro_batches(part, config, encoder, world.row_part)
+        for part in parts
+        if any(gather_objects(bool(part)))
+    ]
 
 
 def check_trained(num_untrained: int, step: int, config: GRPOConfig, problems: Sequence[str]) -> None:
@@ -180,13 +187,14 @@ def run_grpo_step(
     step: int,
     mismatch_folder: Path | None,
 ) -> dict[str, float]:
-    """Run one optimizer step on a part of a rollout. The result does not depend on how this part is divided.
+    """Run one optimizer step on a part of a rollout. The result does not depend on how the part is divided into micro-batches.
 
-    If the log-probabilities of rollout engine and trainer differ too much, rank 0 saves the worst completions to
-    `mismatch_folder`.
+    If the log-probabilities of the rollout engine and the trainer differ too much, rank 0 saves the worst completions
+    to `mismatch_folder`.
     """
     metrics, mismatches = accumulate_gradients(engine, micro_batches, config, world, banned_ids)
-    if math.isfinite(metrics["train/loss"]):  # otherwise, a mismatch does not imply that the policies differ
+    # If the loss is not finite, a mismatch does not show that the policies differ.
+    if math.isfinite(metrics["train/loss"]):
         mismatch.check(metrics, mismatches, config.rollout, step, mismatch_folder)
     return metrics | take_optimizer_step(engine, lr)
 

@@ -94,7 +94,7 @@ def compute_mismatch_metrics(mismatches: Sequence[Mismatch]) -> dict[str, float]
 def drop_most_texts(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
     """Drop the texts of all but this rank's worst completions, so that ranks exchange less data.
 
-    The worst completions of all ranks are among those that keep their texts.
+    The completions that are worst over all ranks always keep their texts.
     """
     worst_ids = set(map(id, find_worst(mismatches)))
     return [mismatch if id(mismatch) in worst_ids else replace(mismatch, completion="") for mismatch in mismatches]
@@ -137,4 +137,4 @@ def check(
             f"{message}; the maximum is rollout.mismatch_stop ({config.mismatch_stop}), so the engine does not sample from the "
             "trained policy; check mismatch/kl/<modality>, and check that precision, processor and positions are the same in both"
         )
-    log.warning("%s; the maximum without a warning is rollout.mismatch_warn (%s)", message, config.mismatch_warn)
+    log.warning("%s; it exceeds rollout.mismatch_warn (%s)", message, config.mismatch_warn)

@@ -28,18 +28,19 @@ from dsreason.train.grpo.check_rewards import (
     build_row_check,
     check_format,
     check_functions,
-    try_own_functions,
+    try_user_functions,
 )
 from dsreason.train.grpo.teacher import check_teacher
 
 log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
-"""Number of rows of a data set whose prompts or reference answers are inspected."""
+"""Number of rows of a data set whose prompts or reference answers are checked before training."""
 
 
 def check(config: GRPOConfig) -> None:
-    """Raise an error for any problem that the user can fix, such as a reward that cannot be loaded or never earned."""
+    """Raise an error for any problem that the user can fix, such as a reward that cannot be loaded or can never be
+    earned."""
     check_functions(config)
     check_engine_choice(config)
     check_distillation(config)
@@ -55,7 +56,7 @@ def check(config: GRPOConfig) -> None:
     first = [(training.describe_location(index), read_row(training, index, lambda sample: sample)) for index in indices]
     rows = [(location, sample) for location, sample in first if isinstance(sample, Sample)]
     check_format(config, [sample for _, sample in rows])
-    try_own_functions(config, rows, lambda text: encoder.processor.tokenizer(text)["input_ids"])
+    try_user_functions(config, rows, lambda text: encoder.processor.tokenizer(text)["input_ids"])
     check_dataset("training", training, prompts, config, build_row_check(config))
     check_dataset("validation", validation, encoder, config, build_held_out_check(config))
     check_best_metric(config, validation)
@@ -141,6 +142,6 @@ def count_optimizer_steps(order: StepOrder, config: GRPOConfig) -> int:
     return order.num_steps * config.grpo.optimizer_steps_per_rollout
 
 
-def row_encoder(config: GRPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
+def build_row_encoder(config: GRPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
     """Return a function that encodes a training row and raises DataError if the row is unusable."""
     return partial(encode_checked_prompt, build_prompt_encoder(config, encoder), build_row_check(config))

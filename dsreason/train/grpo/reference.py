@@ -23,7 +23,7 @@ from dsreason.job.ranks import World, run_on_rank_zero
 log = logging.getLogger(__name__)
 
 
-def reset_step(step: int, every: int) -> int:
+def find_reference_step(step: int, every: int) -> int:
     """Return the step whose policy serves as the reference after `step`; 0 stands for the initial model.
 
     Example: with `every` = 100, step 250 → 200.
@@ -50,7 +50,7 @@ def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
     """Delete the references that are needed neither by the run nor by any checkpoint, complete or still being written."""
     checkpoints = output_dir / "checkpoints"
     steps = [step, *map(parse_step, find_complete_checkpoints(checkpoints)), *find_unfinished_steps(checkpoints)]
-    needed = {format_step(reset_step(used_step, every)) for used_step in steps}
+    needed = {format_step(find_reference_step(used_step, every)) for used_step in steps}
     for folder in (output_dir / "reference").iterdir():
         if folder.name not in needed:
             delete_folder(folder)
@@ -64,7 +64,7 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
     Raises:
         CheckpointError: the run that saved the checkpoint does not have the reference.
     """
-    step = reset_step(parse_step(checkpoint), config.grpo.reference_reset_every)
+    step = find_reference_step(parse_step(checkpoint), config.grpo.reference_reset_every)
     if step == 0:
         return
     folder = checkpoint.resolve().parent.parent / "reference" / format_step(step)

@@ -1,4 +1,4 @@
-"""Counts of what the rewards of rollouts can teach, and the problems that these counts show."""
+"""Counts that show whether a policy can learn from the rewards of rollouts, and warnings derived from these counts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dsreason.losses.objective import build_objective
 from dsreason.rewards import BUILT_IN
 
 MOST = 0.9
-"""Share of groups without signal, or of truncated completions, from which a warning is given."""
+"""Minimum share of groups without signal, or of truncated completions, for a warning."""
 OFTEN = 0.05
-"""Share of calls that time out, or number of repeated requests per completion, from which a warning is given."""
+"""Minimum share of calls that time out, or number of repeated requests per completion, for a warning."""
 BEST_SCORES = dict.fromkeys(BUILT_IN, 1.0) | {"overlong": 0.0}
-"""Highest scores of the built-in rewards; a reward that always gives it is learned."""
+"""Highest score of each built-in reward; a reward that always gives its highest score has been learned."""
 
 
 @dataclass(frozen=True)
 class ScoreCounts:
-    """Scores of a reward function, except None: their number and range, and the problems of its calls."""
+    """Number and range of a reward function's scores, excluding None, and the number of its calls that timed out or
+    were retried."""
 
     number: int = 0
     lowest: float = math.inf
@@ -29,7 +30,7 @@ class ScoreCounts:
     timeouts: int = 0
     """Number of calls that exceeded the time limit and got a fixed score instead."""
     retries: int = 0
-    """Number of requests to a server that failed and were repeated."""
+    """Number of requests to a server that failed and were retried."""
 
     def __add__(self, other: ScoreCounts) -> ScoreCounts:
         return ScoreCounts(
@@ -47,22 +48,23 @@ class ScoreCounts:
 
 @dataclass(frozen=True)
 class RolloutCounts:
-    """What the rewards of one or more rollouts can teach, over all ranks.
+    """Counts over all ranks that show whether the policy can learn from the rewards of one or more rollouts.
 
-    Example: two completions of one prompt that scored 0 and 1 and were trained are `RolloutCounts(rollouts=1, groups=1,
-    groups_without_signal=0, truncated=0, learned=2, total=ScoreCounts(2, 0, 1), by_function={"format": ScoreCounts(2, 0, 1)})`.
+    Example: two completions of one prompt that scored 0 and 1 and were trained are `RolloutCounts(rollouts=1,
+    groups=1, groups_without_signal=0, truncated=0, learned=2, total=ScoreCounts(2, 0, 1), by_function={"format":
+    ScoreCounts(2, 0, 1)})`.
     """
 
     rollouts: int
     groups: int
     groups_without_signal: int
-    """Number of groups whose completions all have the same reward, or none."""
+    """Number of groups in which all rewards are equal, or in which no completion has a reward."""
     truncated: int
     """Number of completions that were cut off at the maximum length."""
     learned: int
     """Number of completions that are trained with an advantage other than 0."""
     total: ScoreCounts
-    """Weighted sums of the scores."""
+    """Counts of the completions' total rewards, which are weighted sums of the scores."""
     by_function: dict[str, ScoreCounts]
     """Name of the reward function → its scores; empty without rewards or completions."""
 
@@ -83,10 +85,10 @@ class RolloutCounts:
 def count_rewards(
     rows: Sequence[Mapping[str, Any]], reward_sums: Sequence[Mapping[str, tuple[float, int]]], config: GRPOConfig
 ) -> RolloutCounts:
-    """Count what the rewards of a rollout can teach.
+    """Build the `RolloutCounts` of one rollout.
 
     Args:
-        rows: completions of all ranks (`show.describe`); those of a prompt must be adjacent.
+        rows: completions of all ranks (`show.describe`); completions of the same prompt must be adjacent.
         reward_sums: additional metrics of the reward functions (`CompletionScores.metric_sums`), of all ranks.
     """
     objective, size = build_objective(config.grpo), config.grpo.num_generations
@@ -124,7 +126,7 @@ def count_scores(scores: Sequence[float]) -> ScoreCounts:
 
 
 def find_reward_problems(counts: RolloutCounts, config: GRPOConfig) -> dict[str, str]:
-    """Return the message of each problem that the counts of one or more rollouts show, by kind."""
+    """Return a warning for each problem that the counts of one or more rollouts reveal, keyed by the kind of problem."""
     if not counts.by_function:
         return {}
     problems, rollouts = {}, f"{counts.rollouts} rollout{'s' * (counts.rollouts > 1)}"
@@ -147,7 +149,7 @@ def find_reward_problems(counts: RolloutCounts, config: GRPOConfig) -> dict[str,
         if scores.is_constant and not counts.total.is_constant and not is_learned:
             problems[f"constant {name}"] = (
                 f"grpo: reward {name} gave {scores.lowest:g} to all {scores.number} completions ({rollouts}), so it did not "
-                "tell good from bad ones; check it with `dsreason reward try`, unless this is its best score"
+                "tell good completions from bad ones; check it with `dsreason reward try`, unless this is its best score"
             )
         if scores.timeouts >= OFTEN * scores.number:
             problems[f"timeouts {name}"] = (
@@ -171,7 +173,7 @@ def advise_on_equal_groups(counts: RolloutCounts, config: GRPOConfig) -> str:
         dynamic = "" if build_objective(config.grpo).dynamic_sampling else ", or set grpo.dynamic_sampling = true"
         return (
             f"the scores ({total.lowest:g} to {total.highest:g}) differ only between prompts: use rows that the model "
-            f"sometimes answers right, or raise grpo.num_generations or rollout.temperature{dynamic}"
+            f"sometimes answers correctly, or raise grpo.num_generations or rollout.temperature{dynamic}"
         )
     if total.highest > 0:
         return (

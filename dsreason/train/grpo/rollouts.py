@@ -38,7 +38,7 @@ class Rollout:
     group: int | None = 0
     """Index of the rollout's group among the trained groups of all ranks; None if the group is not trained."""
     place: PromptPlace = (0, 0)
-    """Batch and index of the prompt."""
+    """Index of the prompt batch, and index of the prompt in the batch."""
 
 
 Group = list[Rollout]
@@ -56,14 +56,15 @@ class RolloutSample(EncodedSample):
 class RolloutMicroBatch:
     """Rollouts that share one forward pass.
 
-    The rollouts are in the order of their tokens in `batch`; rollouts of the same prompt are adjacent. `rollouts` is empty
-    for a dummy batch, which only gives all ranks the same number of forward passes.
+    The rollouts are in the order of their tokens in `batch`; rollouts of the same prompt are adjacent. `rollouts` is
+    empty for a dummy batch, which exists only so that all ranks run the same number of forward passes.
     """
 
     batch: Batch
     rollouts: list[Rollout]
     old_logprobs: Tensor | None = None
-    """`[N]` log-probabilities under the policy that sampled the tokens; None if it has not been updated since."""
+    """`[N]` log-probabilities under the policy that sampled the tokens; None if that policy has not been updated
+    since."""
     ref_logprobs: Tensor | None = None
     """`[N]` log-probabilities under the reference; None without a KL term."""
     teacher_logprobs: Tensor | None = None
@@ -120,8 +121,8 @@ def add_advantages(
     """Return this rank's rollouts with their group indices and advantages. Collective.
 
     The first usable groups of all ranks, at most `num_trained`, are trained. They are numbered in the order of their
-    prompts, and `compute_advantages` (`[P, G]` → `[P, G]`) gets the rewards of all of them at once, NaN for a rollout without
-    a reward. Rollouts of the other groups have the group index None and an advantage of 0.
+    prompts, and `compute_advantages` (`[P, G]` → `[P, G]`) gets the rewards of all of them at once, with NaN for each
+    rollout without a reward. Rollouts of the other groups have the group index None and an advantage of 0.
     """
     local_rewards = [
         (group[0].place, [math.nan if rollout.reward is None else rollout.reward for rollout in group])

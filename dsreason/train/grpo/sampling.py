@@ -11,7 +11,7 @@ import numpy as np
 from dsreason.config.schema_grpo import GRPOConfig, RolloutConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.prompts import Prompts
-from dsreason.job.ranks import World, gather_objects, reduce_sum
+from dsreason.job.ranks import World, gather_objects, reduce_sum, share_errors
 from dsreason.job.watchdog import Watchdog
 from dsreason.losses.objective import Objective
 from dsreason.rewards.scoring import Scorer
@@ -23,11 +23,12 @@ from dsreason.train.grpo.rollouts import Group, PromptPlace, Rollout, add_advant
 
 @dataclass
 class SampledRollouts:
-    """This rank's scored completions, and the metrics of the sampling."""
+    """This rank's scored completions, and the metrics of sampling them."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     prompts: dict[PromptPlace, EncodedPrompt] = field(default_factory=dict)
-    """Place → prompt, for all prompts of the ranks that compute the same rows as this one; each samples a part of them."""
+    """Place → prompt, for all prompts of the ranks that compute the same rows as this one. Each of these ranks
+    samples completions for a part of the prompts."""
     metrics: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     )
@@ -37,7 +38,7 @@ class SampledRollouts:
 
 @dataclass
 class RolloutSampler:
-    """A sampler that reads the next prompts, generates completions for them, and scores these."""
+    """A sampler that reads the next prompts, generates completions for them, and scores the completions."""
 
     config: GRPOConfig
     objective: Objective
@@ -49,12 +50,13 @@ class RolloutSampler:
     count_skipped: Callable[[Sequence[str]], None]
     """Callback that gets one message per skipped row."""
     next_batch: int
-    """Index of the next prompt batch to sample."""
+    """Index of the prompt batch to sample next."""
 
     def sample(self, step: int) -> SampledRollouts:
-        """Sample completions from the policy after `step`. Collective.
+        """Sample completions from the policy as it is after optimizer step `step`. Collective.
 
-        With dynamic sampling, up to `grpo.max_refills` more prompt batches are sampled until enough groups are trainable.
+        With dynamic sampling, up to `grpo.max_refills` more prompt batches are sampled until enough groups are
+        trainable.
         """
         config, num_prompts, dynamic = (
             self.config.grpo,
@@ -96,7 +98,7 @@ class RolloutSampler:
         seed = int(np.random.SeedSequence((self.config.train.seed, prompts.batch)).generate_state(1)[0])
         sampling = build_sampling(rollout, seed)
         repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
-        # Streams are numbered over all ranks, so the samples do not depend on the number of ranks.
+        # Random streams are numbered across all ranks, so the samples do not depend on the number of ranks.
         streams = [number * size + i for number in prompts.numbers for i in range(size)]
         started = time.perf_counter()
         completions = engine.generate(repeated, sampling, version=step, streams=streams)
@@ -104,7 +106,7 @@ class RolloutSampler:
         sampled.metrics["rollout/tokens"] += sum(completion.num_tokens for completion in completions)
 
         started = time.perf_counter()
-        with self.watchdog.track_phase("reward"):
+        with self.watchdog.track_phase("reward"), share_errors():
             scores = score_completions(self.scorer, repeated, completions, sampling)
         sampled.metrics["time/reward"] += time.perf_counter() - started
         sampled.reward_sums.append(scores.metric_sums)

@@ -39,7 +39,7 @@ def show_rollouts(
     """Write `rollouts/step_N.jsonl` and periodically log example completions, both only on rank 0. Collective.
 
     Returns:
-        The metrics of the rollout, and the counts of what it can teach, both over all ranks.
+        The rollout's metrics and its `RolloutCounts`, both over all ranks.
     """
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
@@ -92,8 +92,8 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
 def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
     """Compute the metrics of a rollout from its rows, in which the completions of a prompt must be adjacent.
 
-    The metrics cover all sampled completions, including those that dynamic sampling or the overlong filter discards. Rewards
-    that do not exist (None) count in no mean or standard deviation.
+    The metrics cover all sampled completions, including those that dynamic sampling or the overlong filter discards.
+    Missing rewards (None) are excluded from means and standard deviations.
     """
     if not rows:  # all rows were skipped
         return {}

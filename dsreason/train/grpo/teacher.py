@@ -40,7 +40,7 @@ class Teacher(Protocol):
     fingerprint: str
     """Fingerprint of the teacher; a run can only be resumed with the same teacher."""
 
-    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
+    def compute_logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the sampled tokens at temperature 1, `[N]` per micro-batch. Collective."""
 
 
@@ -65,7 +65,7 @@ class TeacherModel:
         self.fingerprint: str = run_on_rank_zero(lambda: compute_fingerprint(path))
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
+    def compute_logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         return [
             self.engine(micro_batch.batch.to(self.engine.device), 1.0, self.banned_ids) for micro_batch in micro_batches
         ]
@@ -87,7 +87,7 @@ def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, saved: Ma
     """Open the configured teacher; return None without distillation. Collective.
 
     Args:
-        saved: GRPO-specific state of the checkpoint to resume from; it may hold the teacher's fingerprint.
+        saved: GRPO-specific state of the checkpoint to resume from; it may contain the teacher's fingerprint.
 
     Raises:
         ConfigError: the resumed run had a different teacher.
@@ -146,7 +146,7 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
 
 
 def check_vocabularies(key: str, teacher: Mapping[str, int], student: Mapping[str, int]) -> None:
-    """Raise ConfigError, which names `key`, unless both vocabularies have the same tokens with the same ids."""
+    """Raise a ConfigError that names `key` unless both vocabularies contain the same tokens with the same ids."""
     differing = sorted(
         (student.items() | teacher.items()) - (student.items() & teacher.items()), key=lambda item: item[1]
     )

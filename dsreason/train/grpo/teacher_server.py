@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
@@ -17,11 +16,12 @@ from torch import Tensor
 from dsreason.config.schema_grpo import DistillConfig
 from dsreason.data.messages import list_media_paths
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError, DataError, DsReasonError
+from dsreason.errors import ConfigError, DataError, DsReasonError, Stopped
 from dsreason.job.ranks import World, gather_in_group, share_errors
 from dsreason.media.frames import describe_video_path
 from dsreason.problems import describe_first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer
+from dsreason.stopping import pause
 from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ScoredChoice(BaseModel):
 
 
 class ScoredPrompt(BaseModel):
-    """The part of a server response that is used."""
+    """The fields of a server response that the client uses."""
 
     choices: list[ScoredChoice] = Field(min_length=1, max_length=1)
 
@@ -58,15 +58,15 @@ class ScoredPrompt(BaseModel):
 class TeacherServer:
     """A `Teacher` on a server, which gets each prompt and completion as token ids; media are not supported.
 
-    Unlike `TeacherModel`, the server does not ban media tokens, which the student must not sample: they keep their
-    probability.
+    Unlike `TeacherModel`, the server does not ban media tokens, which the student must not sample, so these tokens
+    keep their probability.
     """
 
     def __init__(self, config: DistillConfig, world: World) -> None:
         self.client, self.world, self.concurrency = Client(config), world, config.concurrency
         self.fingerprint = str(config.server_model)
 
-    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
+    def compute_logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the sampled tokens, `[N]` per micro-batch. Collective.
 
         Ranks that compute rows together have the same rollouts, so each rank queries the server only for its part of them.
@@ -74,7 +74,7 @@ class TeacherServer:
         rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
         part = self.world.row_part
         with share_errors(), ThreadPoolExecutor(self.concurrency) as threads:
-            local_logprobs = list(threads.map(self.client.ask, rollouts[part.number :: part.total]))
+            local_logprobs = list(threads.map(self.client.request_logprobs, rollouts[part.number :: part.total]))
         all_logprobs: list[list[float]] = [[]] * len(rollouts)
         for number, rank_logprobs in enumerate(gather_in_group(local_logprobs, self.world)):
             all_logprobs[number :: part.total] = rank_logprobs
@@ -96,18 +96,18 @@ class Client:
         key = os.environ.get(KEY, "").strip() or None
         self.server = RewardServer(url, key, what="teacher", token_name=KEY)
 
-    def ask(self, rollout: Rollout) -> list[float]:
+    def request_logprobs(self, rollout: Rollout) -> list[float]:
         """Request the log-probabilities of the completion's sampled tokens."""
         prompt, completion = rollout.prompt.prompt_ids, rollout.completion
-        tokens = self.request([*prompt, *completion.ids], f"sample {rollout.prompt.sample.id!r}")
+        tokens = self.request_tokens([*prompt, *completion.ids], f"sample {rollout.prompt.sample.id!r}")
         return [token.logprob for token in compress(tokens[-completion.num_tokens :], completion.sampled)]
 
-    def request(self, ids: list[int], what: str) -> list[ScoredToken]:
+    def request_tokens(self, ids: list[int], subject: str) -> list[ScoredToken]:
         """Request the log-probability of each token except the first, which has no context.
 
         Args:
             ids: the tokens.
-            what: description of the tokens, for error messages.
+            subject: description of the tokens, for error messages.
 
         Raises:
             DsReasonError: the request failed, or the response does not match the tokens.
@@ -120,22 +120,24 @@ class Client:
                 return read_tokens(response, ids)
             except Retry as error:
                 if attempt == self.config.retries:
-                    raise self.failed(what, f"{error} ({attempt + 1} attempts)") from None
-                time.sleep(error.pause(FIRST_PAUSE, attempt))
+                    raise self.build_error(subject, f"{error} ({attempt + 1} attempts)") from None
+                pause(error.pause(FIRST_PAUSE, attempt))
                 attempt += 1
             except Refused as error:
-                raise self.failed(what, str(error)) from None
+                raise self.build_error(subject, str(error)) from None
             except ValidationError as error:
-                raise self.build_unreadable_error(what, describe_first_problem(error, self.server.mask_token)) from None
+                raise self.build_unreadable_error(
+                    subject, describe_first_problem(error, self.server.mask_token)
+                ) from None
             except ValueError as error:
-                raise self.build_unreadable_error(what, str(error)) from None
+                raise self.build_unreadable_error(subject, str(error)) from None
 
-    def build_unreadable_error(self, what: str, problem: str) -> DsReasonError:
+    def build_unreadable_error(self, subject: str, problem: str) -> DsReasonError:
         quoted = self.server.quote(problem)
-        return self.failed(what, f"the response has no prompt log-probabilities in vLLM's format: {quoted}")
+        return self.build_error(subject, f"the response has no prompt log-probabilities in vLLM's format: {quoted}")
 
-    def failed(self, what: str, message: str) -> DsReasonError:
-        return DsReasonError(f"distill.teacher ({self.server.place}), {what}: {message}")
+    def build_error(self, subject: str, message: str) -> DsReasonError:
+        return DsReasonError(f"distill.teacher ({self.server.place}), {subject}: {message}")
 
 
 def read_tokens(response: bytes, ids: Sequence[int]) -> list[ScoredToken]:
@@ -149,9 +151,7 @@ def read_tokens(response: bytes, ids: Sequence[int]) -> list[ScoredToken]:
         if token is None:
             raise ValueError(f"token {index} (id {number}) has no entry")
         if not LOWEST < token.logprob < ROUNDING:
-            raise ValueError(
-                f"token {index} has log-probability {token.logprob}, but the maximum is 0 and the minimum {LOWEST:g}"
-            )
+            raise ValueError(f"token {index} has log-probability {token.logprob}; it must be from {LOWEST:g} to 0")
         tokens.append(token)
     return tokens
 
@@ -162,12 +162,15 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> N
     plain_ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     ids = plain_ids[:: max(1, len(plain_ids) // PROBES)][: PROBES + 1]
     try:
-        tokens = client.request(ids, "tokens of the student's vocabulary")
+        tokens = client.request_tokens(ids, "tokens of the student's vocabulary")
+    except Stopped:
+        raise
     except DsReasonError as error:
         raise ConfigError(str(error)) from None
     for number, token in zip(ids[1:], tokens, strict=True):
         decoded = tokenizer.decode([number])
-        if UNREADABLE in decoded or token.decoded_token is None:  # only a part of a character, or no text
+        # The token is a part of a character, or the server has no text for it.
+        if UNREADABLE in decoded or token.decoded_token is None:
             continue
         if token.decoded_token != decoded:
             raise ConfigError(

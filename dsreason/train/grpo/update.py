@@ -27,7 +27,7 @@ from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_train
 from dsreason.train.grpo.teacher import Teacher
 
 
-def cut(
+def split_into_micro_batches(
     rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE
 ) -> list[RolloutMicroBatch]:
     """Divide the rollouts of a step into micro-batches. Collective.
@@ -63,9 +63,9 @@ def add_fixed_logprobs(
     config: GRPOConfig,
     banned_ids: Tensor,
 ) -> list[list[RolloutMicroBatch]]:
-    """Add the log-probabilities of the old policy, the reference and the teacher, as far as they are needed. Collective.
+    """Add those log-probabilities of the old policy, the reference and the teacher that the loss needs. Collective.
 
-    They must be computed before the first optimizer step changes the policy.
+    This must happen before the first optimizer step changes the policy.
     """
 
     def add_logprobs(add: Callable[[RolloutMicroBatch, Tensor], RolloutMicroBatch]) -> list[list[RolloutMicroBatch]]:
@@ -77,7 +77,7 @@ def add_fixed_logprobs(
             )
         return completed_steps
 
-    if len(steps) > 1:  # with a single step, the policy has not changed since it sampled
+    if len(steps) > 1:  # with a single step, the policy has not changed since it sampled the tokens
         with record_phase("old_logprobs"):
             steps = add_logprobs(lambda micro_batch, values: replace(micro_batch, old_logprobs=values))
     if reference is not None:
@@ -88,7 +88,7 @@ def add_fixed_logprobs(
             steps = [
                 [
                     replace(micro_batch, teacher_logprobs=values)
-                    for micro_batch, values in zip(step, teacher.logprobs(step), strict=True)
+                    for micro_batch, values in zip(step, teacher.compute_logprobs(step), strict=True)
                 ]
                 for step in steps
             ]
@@ -123,7 +123,8 @@ def accumulate_gradients(
     if micro_batches[0].teacher_logprobs is not None:
         terms["distill/kl"] = []
     trainer_logprobs: list[Tensor] = []
-    for i, micro_batch in enumerate(micro_batches):  # the same number on all ranks: the forward is collective
+    # All ranks have the same number, because the forward pass is collective.
+    for i, micro_batch in enumerate(micro_batches):
         with record_phase("forward"):
             logprobs, entropy = engine(
                 micro_batch.batch.to(engine.device), config.rollout.temperature, banned_ids, True

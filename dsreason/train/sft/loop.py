@@ -32,7 +32,7 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
         metrics = run_sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
     if not batches.num_tokens:
-        metrics.pop("train/loss")  # the mean over no tokens
+        metrics.pop("train/loss")  # without trained tokens, there is no mean loss
     seconds = time.perf_counter() - started
     run.count_step(epoch=engine.global_steps / sft.steps_per_epoch, learned=batches.num_tokens > 0)
     progress_values = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
@@ -55,4 +55,5 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
             loss = compute_sft_loss(logprobs, num_tokens=batches.num_tokens)
         add_gradient(engine, loss, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
-    return reduce_sum(sum(map(float, losses))) / world.ranks_per_row  # all ranks of a row have its loss
+    # All ranks that share a row report the loss of that row.
+    return reduce_sum(sum(map(float, losses))) / world.ranks_per_row

@@ -26,6 +26,6 @@ def check(config: SFTConfig) -> None:
     check_dataset("validation", validation, encoder, config)
 
 
-def row_encoder(config: SFTConfig, encoder: Encoder) -> Callable[[Sample], object]:
+def build_row_encoder(config: SFTConfig, encoder: Encoder) -> Callable[[Sample], object]:
     """Return a function that encodes a training row and raises DataError if the row is unusable."""
     return encoder.encode

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from dsreason.errors import CheckpointError
 from dsreason.files.disk import read_small
+from dsreason.models.folder import explain_custom_code
 
 WEIGHTS = "diffusion_pytorch_model"
 """Stem of the file names of diffusers' weights."""
+WITHOUT_CODE = "world models never run code from a model's folder, so use the tokenizer of the original model"
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
@@ -91,7 +93,12 @@ def load_encoder(kind: Any, folder: Path, device: torch.device | str, dtype: tor
     logging.disable_progress_bar()  # it would overwrite the progress bar of the run
     try:
         encoder = kind.from_pretrained(
-            folder, dtype=dtype, device_map={"": device}, use_safetensors=True, local_files_only=True
+            folder,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # transformers' errors for missing, damaged or pickled weights have no common base class
         raise CheckpointError(f"{folder}: the text encoder cannot be loaded: {error}") from error
@@ -104,7 +111,8 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' errors for missing or damaged files have no common base class
-        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        problem = explain_custom_code(folder, error, "AutoTokenizer", WITHOUT_CODE)
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {problem or error}") from error
 
 
 def free_memory() -> None:

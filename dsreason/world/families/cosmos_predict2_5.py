@@ -9,6 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from dsreason.errors import CheckpointError
+from dsreason.models.processors.checks import check_chat_template
+from dsreason.models.processors.template import LONG_TEXT, TEXT, check_template
 from dsreason.models.weights import find_weights
 from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, take_local_part
 from dsreason.world.families.components import WEIGHTS, free_memory, load_encoder, load_tokenizer, write_index
@@ -31,7 +34,7 @@ def iter_embeddings(
     """
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    tokenizer = load_tokenizer(folder / "tokenizer")
+    tokenizer = open_tokenizer(folder)
     encoder = load_encoder(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", device, dtype)
     for prompt in prompts:
         yield _embed(encoder, tokenize(tokenizer, prompt, max_length).to(device))
@@ -40,10 +43,16 @@ def iter_embeddings(
 
 
 def count_tokens(folder: Path, prompts: Sequence[str]) -> list[int]:
+    tokenizer = open_tokenizer(folder)
+    return [len(apply_template(tokenizer, prompt)) for prompt in prompts]
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a model's folder, and check its chat template."""
     tokenizer = load_tokenizer(folder / "tokenizer")
-    return [
-        len(tokenizer.apply_chat_template(make_messages(prompt), return_dict=True)["input_ids"]) for prompt in prompts
-    ]
+    check_chat_template(folder / "tokenizer", tokenizer)
+    check_template(folder / "tokenizer", tokenizer, [make_messages(TEXT), make_messages(LONG_TEXT)])
+    return tokenizer
 
 
 def make_messages(prompt: str) -> list[dict[str, Any]]:
@@ -55,16 +64,29 @@ def make_messages(prompt: str) -> list[dict[str, Any]]:
 
 def tokenize(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
     """Return the token ids of the prompt in chat format, padded or truncated on the right: `[1, max_length]`."""
-    encoded = tokenizer.apply_chat_template(
-        make_messages(prompt),
+    ids = apply_template(
+        tokenizer,
+        prompt,
         add_generation_prompt=False,
         add_vision_id=False,
         max_length=max_length,
         truncation=True,
         padding="max_length",
-        return_dict=True,
     )
-    return torch.tensor([encoded["input_ids"]])
+    return torch.tensor([ids])
+
+
+def apply_template(tokenizer: Any, prompt: str, **options: Any) -> list[int]:
+    """Return the token ids of the prompt in chat format. Raise CheckpointError if the template rejects it."""
+    try:
+        encoded = tokenizer.apply_chat_template(make_messages(prompt), return_dict=True, **options)
+    except Exception as error:  # the template is a program that comes with the model
+        raise CheckpointError(
+            f"{tokenizer.name_or_path}: the chat template fails for the prompt {prompt!r:.80}: {type(error).__name__}: "
+            f"{error!s:.200}; restore the original template"
+        ) from error
+    ids: list[int] = encoded["input_ids"]
+    return ids
 
 
 def _embed(encoder: nn.Module, ids: Tensor) -> Tensor:

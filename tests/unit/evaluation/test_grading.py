@@ -220,7 +220,7 @@ def test_unloadable_embedding_model_error_names_folder(tmp_path):
 def test_embedding_model_with_custom_code_is_rejected(tmp_path):
     (tmp_path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "own.Model"}]')
     (tmp_path / "own.py").write_text("raise SystemExit('the code ran')")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded: modules.json names the class own.Model"):
         grader_for("letter", similarity_model=str(tmp_path))
 
 

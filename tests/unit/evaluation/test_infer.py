@@ -16,13 +16,13 @@ from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation import infer as evaluation_infer
 from dsreason.evaluation.infer import (
     InferSettings,
+    build_prompt_encoder,
+    build_sample,
     check_length,
     describe_media,
     find_model,
     limit_length,
-    prompt_encoder,
     read_prompts,
-    sample_of,
     save_frames,
     stream,
 )
@@ -147,7 +147,7 @@ def test_unusable_prompt_file_is_rejected(content, text, tmp_path) -> None:
 def test_images_precede_videos_and_text() -> None:
     vision = {"fps": 4.0, "max_pixels": 900, "total_pixels": 5000}
     settings = InferSettings("m", images=("a.png", "b.png"), videos=("c.mp4",), vision=vision)
-    sample = sample_of(settings, 0, "Which?")
+    sample = build_sample(settings, 0, "Which?")
     assert sample.messages == [
         {
             "role": "user",
@@ -171,7 +171,7 @@ def test_images_precede_videos_and_text() -> None:
     ],
 )
 def test_system_message_requests_answer_format(system, reasoning, expected) -> None:
-    messages = sample_of(InferSettings("m", images=("a.png",), system=system, reasoning=reasoning), 0, "?").messages
+    messages = build_sample(InferSettings("m", images=("a.png",), system=system, reasoning=reasoning), 0, "?").messages
     assert [m["content"] for m in messages if m["role"] == "system"] == ([expected] if expected else [])
 
 
@@ -187,9 +187,9 @@ def settings_for(media: tuple[str, str], tiny: Path, **changes) -> InferSettings
 
 def test_too_long_prompt_reports_both_lengths(media, tiny) -> None:
     settings = settings_for(media, tiny)
-    encoder, longest = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
+    encoder, longest = build_prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
     assert longest == 32768
-    sample = sample_of(settings, 0, "Where?")
+    sample = build_sample(settings, 0, "Where?")
     length = check_length(encoder, sample, longest)
     assert length == len(encoder.encode_prompt(sample).encoded)
     with pytest.raises(
@@ -209,8 +209,8 @@ def test_answer_length_is_limited_to_available_room() -> None:
 
 def test_media_are_described_and_saved_as_processed(media, tiny, tmp_path) -> None:
     settings = settings_for(media, tiny, timestamps=True)
-    encoder, _ = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
-    prompt = encoder.encode_prompt(sample_of(settings, 0, "Where?"))
+    encoder, _ = build_prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
+    prompt = encoder.encode_prompt(build_sample(settings, 0, "Where?"))
     still, clip = json.loads(json.dumps(describe_media(prompt)))
     assert still == {
         "path": media[0],
@@ -239,10 +239,10 @@ def test_media_are_described_and_saved_as_processed(media, tiny, tmp_path) -> No
 
 def test_unwritable_frame_folder_is_reported(media, tiny, tmp_path) -> None:
     settings = settings_for(media, tiny)
-    encoder, _ = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
+    encoder, _ = build_prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--save-frames .*file: cannot be written"):
-        save_frames(encoder.encode_prompt(sample_of(settings, 0, "?")), tmp_path / "file")
+        save_frames(encoder.encode_prompt(build_sample(settings, 0, "?")), tmp_path / "file")
 
 
 # ---------------------------------------------------------------- the model

@@ -11,7 +11,7 @@ import pytest
 from dsreason.checkpoints.checkpoint_folder import MARKER
 from dsreason.errors import CheckpointError
 from dsreason.evaluation.ask import models
-from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, name_model, run_weights
+from dsreason.evaluation.ask.models import export_temporarily, find_run_weights, is_checkpoint, name_model
 
 
 def checkpoint(run: Path, step: int, *, seconds: float) -> Path:
@@ -44,14 +44,14 @@ def run(tmp_path: Path) -> Path:
 def test_finished_run_resolves_to_final_export(run: Path) -> None:
     checkpoint(run, 20, seconds=100)
     final = final_export(run, seconds=200)
-    assert run_weights(str(run)) == final
+    assert find_run_weights(str(run)) == final
 
 
 def test_continued_run_resolves_to_newer_checkpoint(run: Path) -> None:
     final_export(run, seconds=200)
     checkpoint(run, 20, seconds=100)
     newest = checkpoint(run, 40, seconds=300)
-    assert run_weights(str(run)) == newest
+    assert find_run_weights(str(run)) == newest
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_40"])
@@ -59,7 +59,7 @@ def test_unexported_run_resolves_to_newest_complete_checkpoint(run: Path, inside
     checkpoint(run, 20, seconds=100)
     newest = checkpoint(run, 40, seconds=200)
     (run / "checkpoints" / "step_60").mkdir()  # being written
-    weights = run_weights(str(run / inside))
+    weights = find_run_weights(str(run / inside))
     assert weights == newest
     assert is_checkpoint(weights)
 
@@ -68,13 +68,13 @@ def test_checkpoint_path_resolves_to_itself(run: Path) -> None:
     older = checkpoint(run, 20, seconds=100)
     checkpoint(run, 40, seconds=200)
     final_export(run, seconds=300)
-    assert run_weights(str(older)) == older
+    assert find_run_weights(str(older)) == older
 
 
 def test_run_without_weights_is_rejected(run: Path) -> None:
     (run / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="mine: the run has neither export/final nor a complete checkpoint yet"):
-        run_weights(str(run))
+        find_run_weights(str(run))
 
 
 @pytest.mark.parametrize("name", ["tiny:qwen3_vl", "nvidia/Cosmos-Reason2-2B", "s3://bucket/model", "hf", "nowhere"])
@@ -82,7 +82,7 @@ def test_other_model_paths_are_not_runs(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf" / "checkpoints").mkdir(parents=True)  # of somebody else's kind
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    assert run_weights(name) is None
+    assert find_run_weights(name) is None
 
 
 # ---------------------------------------------------------------- names

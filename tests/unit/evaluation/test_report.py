@@ -161,7 +161,7 @@ def test_scorer_without_threshold_is_reported_with_key(folder: Path) -> None:
     [
         (
             {"parser": "compat", "scorer": "format", "scorer_threshold": 0.5},
-            "its mean is under the scores. Answers are graded by their letters only",
+            "its mean is listed with the scores. Answers are graded by their letters only",
         ),
         (
             {"parser": "default", "scorer": "judge.py:x"},

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dsreason.checkpoints.model_card import build_model_card
-from dsreason.cli.job import _list_checkpoints, _resume_at
-from dsreason.evaluation.ask.models import run_weights
+from dsreason.cli.job import _choose_resume, _list_checkpoints
+from dsreason.evaluation.ask.models import find_run_weights
 from dsreason.train.common.saving import is_outdated
 
 PAST, FUTURE = 1.0, 4e9
@@ -29,15 +29,15 @@ def write_checkpoint(run: Path, step: int, time: float) -> None:
 def test_restart_resumes_from_checkpoint_of_same_job(here: Path, time: float, step: int) -> None:
     write_checkpoint(here, 2, FUTURE)
     before = _list_checkpoints(here)
-    assert _resume_at(1, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
+    assert _choose_resume(1, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
     write_checkpoint(here, step, time)
-    assert _resume_at(1, "other/checkpoints/step_1", here, before) == "auto"
-    assert _resume_at(0, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
+    assert _choose_resume(1, "other/checkpoints/step_1", here, before) == "auto"
+    assert _choose_resume(0, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
 
 
 def test_fresh_run_restart_resumes_from_newest(here: Path) -> None:
-    assert _resume_at(0, None, here, {}) is None
-    assert _resume_at(1, None, here, {}) == "auto"
+    assert _choose_resume(0, None, here, {}) is None
+    assert _choose_resume(1, None, here, {}) == "auto"
 
 
 def write_export(run: Path, step: int, time: float) -> Path:
@@ -61,14 +61,14 @@ def test_continued_run_is_exported_again(here: Path, time: float) -> None:
 def test_evaluation_uses_the_last_step(here: Path, time: float) -> None:
     final = write_export(here, 4, time)
     write_checkpoint(here, 4, 1e9)
-    assert run_weights(str(here)) == final  # the checkpoint is the same
+    assert find_run_weights(str(here)) == final  # the checkpoint is the same
     write_checkpoint(here, 6, 1e9)
-    assert run_weights(str(here)) == here / "checkpoints" / "step_6"
+    assert find_run_weights(str(here)) == here / "checkpoints" / "step_6"
 
 
 def test_timestamp_decides_between_old_export_and_run(here: Path) -> None:
     final = write_export(here, 4, 100)
     write_checkpoint(here, 2, 200)
-    assert run_weights(str(here)) == here / "checkpoints" / "step_2"
+    assert find_run_weights(str(here)) == here / "checkpoints" / "step_2"
     write_checkpoint(here, 2, 50)
-    assert run_weights(str(here)) == final
+    assert find_run_weights(str(here)) == final

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dsreason import stopping
 from dsreason.cli import demo, main
 from dsreason.errors import ConfigError, Stopped
 from dsreason.job import launch, signals
@@ -84,7 +85,7 @@ def test_signal_wrapped_in_library_error_is_recognized(
             raise ModuleNotFoundError("transformers' words for whatever happens in an import") from stop
 
     before = [(number, signal.getsignal(number)) for number in signals.ASK_TO_STOP]
-    monkeypatch.setattr(signals, "STOPPED_BY", [])
+    monkeypatch.setattr(stopping, "_requests", [])
     monkeypatch.setattr(main, "app", imports)
     try:
         assert call(monkeypatch=monkeypatch) == Stopped.exit_code

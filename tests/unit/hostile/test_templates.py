@@ -47,6 +47,8 @@ REFUSED = {
     "gigabytes of digits": ("{{ '%09999999999d' % 1 }}", LIMIT),
     "gigabytes in a list": ("{{ [1] * 10 ** 10 }}", LIMIT),
     "a number without end": ("{{ 10 ** (10 ** 9) }}", LIMIT),
+    "loops after another turn": ("{% if messages|length > 1 %}" + nested(3, "") + "{% endif %}", LIMIT),
+    "loops for a long text": ("{% if messages[0].content|length > 999 %}" + nested(3, "") + "{% endif %}", LIMIT),
     "doubling": (
         "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
         LIMIT,

@@ -152,7 +152,7 @@ def test_request_has_deadline_and_hides_the_key(server: StandIn, monkeypatch: py
         ({"url": "http://j/v1"}, "the reward judge has no model"),
         ({"url": "ftp://j", "model": "m"}, "URL must be http"),
         ({"url": "http://j", "model": "m", "lowest": 5.0, "highest": 5.0}, r"judge.lowest \(5\) must be below"),
-        ({"url": "http://j", "model": "m", "api_key_variable": "HOME"}, "must end in _KEY or _TOKEN"),
+        ({"url": "http://j", "model": "m", "api_key_variable": "UNSET_NAME"}, "UNSET_NAME is not set"),
     ],
 )
 def test_missing_judge_settings_are_reported_before_requests(

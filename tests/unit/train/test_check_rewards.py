@@ -18,7 +18,7 @@ from dsreason.train.grpo.check_rewards import (
     check_answer,
     check_format,
     check_functions,
-    try_own_functions,
+    try_user_functions,
 )
 
 OPTIONS = {"A": "left", "B": "to the right"}
@@ -173,7 +173,7 @@ def try_functions(tmp_path: Path, *names: str, **reward: Any) -> None:
     ]
     own = [f"{tmp_path / 'mine.py'}:{name}" for name in names]
     only = {f"{tmp_path / 'mine.py'}:{name}": fields for name, fields in reward.pop("only", {}).items()}
-    try_own_functions(config(*own, "exact_match", only=only, **reward), rows, lambda text: [len(text)])
+    try_user_functions(config(*own, "exact_match", only=only, **reward), rows, lambda text: [len(text)])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_own_function_without_rows_is_reported(tmp_path, caplog):
 def test_servers_are_not_tried(tmp_path, monkeypatch):
     monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # nobody listens
     settings = config("judge", "remote:quality", "exact_match")
-    try_own_functions(settings, [("rows.jsonl, row 1", asks("q"))], lambda text: [])
+    try_user_functions(settings, [("rows.jsonl, row 1", asks("q"))], lambda text: [])
 
 
 @pytest.mark.parametrize(

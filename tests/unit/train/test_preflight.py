@@ -16,7 +16,7 @@ from dsreason.data.order import StepOrder, WeightedRows
 from dsreason.errors import ConfigError, DataError, RewardError
 from dsreason.rewards.text import REQUEST
 from dsreason.train.common import preflight
-from dsreason.train.common.global_batches import list_step_notes
+from dsreason.train.common.global_batches import list_step_warnings
 from dsreason.train.common.preflight import check_deepspeed, check_upload
 from dsreason.train.grpo.preflight import check as check_grpo
 from dsreason.train.sft.preflight import check as check_sft
@@ -77,7 +77,7 @@ def test_grpo_warmup_of_whole_run_is_reported(tmp_path, tiny_qwen3_vl, caplog, w
 def test_sft_warmup_of_whole_run_is_reported(warmup, told):
     """Use 6 rows, 2 per step: 3 steps."""
     settings = SFTConfig(optim=OptimConfig(warmup=warmup))
-    notes = list_step_notes(
+    notes = list_step_warnings(
         StepOrder([WeightedRows(np.arange(6))], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings
     )
     assert any("longer than the run (3 steps) and is clipped to it" in note for note in notes) == told

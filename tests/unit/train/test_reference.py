@@ -10,14 +10,14 @@ import pytest
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import CheckpointError
-from dsreason.train.grpo.reference import delete_unneeded, load_reference, reset_step
+from dsreason.train.grpo.reference import delete_unneeded, find_reference_step, load_reference
 
 
 @pytest.mark.parametrize(
     ("step", "every", "expected"), [(99, 100, 0), (100, 100, 100), (250, 100, 200), (300, 100, 300), (250, 0, 0)]
 )
 def test_reference_is_policy_of_last_reset(step: int, every: int, expected: int) -> None:
-    assert reset_step(step, every) == expected
+    assert find_reference_step(step, every) == expected
 
 
 def test_references_still_in_use_are_kept(tmp_path: Path) -> None:

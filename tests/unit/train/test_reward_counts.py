@@ -105,7 +105,7 @@ def test_healthy_groups_have_no_problem() -> None:
         ([1, 1, 1, 1], "every completion scored 1: use harder rows if this is the best score"),
         (
             [0, 0, 1, 1],
-            "the scores (0 to 1) differ only between prompts: use rows that the model sometimes answers right",
+            "the scores (0 to 1) differ only between prompts: use rows that the model sometimes answers correctly",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def rollout(prompt: list[int], completion: tuple[int, ...]) -> Any:
 
 def test_server_gets_prompt_followed_by_completion(server: StandIn) -> None:
     server.respond = lambda path, body: said(body["prompt"])
-    assert client(server).ask(rollout([5, 6], (20, 30, 40))) == [-2.0, -3.0, -4.0]
+    assert client(server).request_logprobs(rollout([5, 6], (20, 30, 40))) == [-2.0, -3.0, -4.0]
     requested = {"model": "big", "prompt": [5, 6, 20, 30, 40], "max_tokens": 1, "prompt_logprobs": 0}
     assert server.requests == [requested]
 
@@ -148,7 +148,7 @@ def test_inserted_tokens_are_sent_but_not_scored(server: StandIn) -> None:
     segments = (CompletionSegment((20,), (-1.0,)), CompletionSegment((30, 40), None), CompletionSegment((50,), (-1.0,)))
     requested = rollout([5, 6], ())
     requested.completion = Completion(segments, "", "stop", 0)
-    assert client(server).ask(requested) == [-2.0, -5.0]
+    assert client(server).request_logprobs(requested) == [-2.0, -5.0]
     assert server.requests[0]["prompt"] == [5, 6, 20, 30, 40, 50]
 
 
@@ -164,18 +164,18 @@ def test_micro_batches_get_their_logprobs_in_order(server: StandIn, monkeypatch:
         SimpleNamespace(rollouts=[]),
         SimpleNamespace(rollouts=[rollout([3], (40,))]),
     ]
-    assert [logprob.tolist() for logprob in teacher.logprobs(batches)] == [[-1.0, -2.0, -3.0], [], [-4.0]]
+    assert [logprob.tolist() for logprob in teacher.compute_logprobs(batches)] == [[-1.0, -2.0, -3.0], [], [-4.0]]
 
 
 def test_busy_server_is_retried_and_then_named(server: StandIn) -> None:
     answers = iter([(503, {}), (429, {})])
     server.respond = lambda path, body: next(answers, said(body["prompt"]))
-    assert client(server).ask(rollout([5], (20,))) == [-2.0]
+    assert client(server).request_logprobs(rollout([5], (20,))) == [-2.0]
     server.respond = lambda path, body: (503, {})
     with pytest.raises(
         DsReasonError, match=r"distill.teacher \(http.*/v1/completions\), sample '7': status 503 .*3 att"
     ):
-        client(server).ask(rollout([5], (20,)))
+        client(server).request_logprobs(rollout([5], (20,)))
     assert len(server.requests) == 6
 
 
@@ -199,7 +199,7 @@ def test_busy_server_is_retried_and_then_named(server: StandIn) -> None:
 def test_invalid_response_is_reported_with_sample(server: StandIn, response: tuple[Any, ...], problem: str) -> None:
     server.respond = lambda path, body: response
     with pytest.raises(DsReasonError, match=f"sample '7': .*({problem})"):
-        client(server).ask(rollout([5], (20,)))
+        client(server).request_logprobs(rollout([5], (20,)))
     assert len(server.requests) == 1
 
 
@@ -207,7 +207,7 @@ def test_api_key_from_environment_is_hidden(server: StandIn, monkeypatch: pytest
     monkeypatch.setenv("TEACHER_API_KEY", "very-secret")
     server.respond = lambda path, body: (400, "no such model for very-secret")
     with pytest.raises(DsReasonError) as error:
-        client(server).ask(rollout([5], (20,)))
+        client(server).request_logprobs(rollout([5], (20,)))
     assert "no such model for ***" in str(error.value)
     assert server.headers[0]["authorization"] == "Bearer very-secret"
 

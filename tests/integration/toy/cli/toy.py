@@ -1,4 +1,4 @@
-"""`dsreason toy`: the command."""
+"""`dsreason toy`: the command of the toy trainer."""
 
 from __future__ import annotations
 

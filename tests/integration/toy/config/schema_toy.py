@@ -1,4 +1,4 @@
-"""A custom section, and the parts that the run requires of every schema."""
+"""The toy trainer's configuration: a custom section, and the properties that every schema must have."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dsreason.config.section import Section
 
 class ToySection(Section):
     batch_size: int = Field(2, ge=1)
-    """Rows of a step, over all ranks."""
+    """Number of rows per step, over all ranks."""
     scale: float = Field(1.0, gt=0)
-    """Factor of the loss."""
+    """Factor by which the loss is multiplied."""
 
 
 class ToyConfig(RunConfig):
-    """Everything of one `dsreason toy` run."""
+    """Configuration of a `dsreason toy` run."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = (*RunConfig.deciding_sections, "toy")
 

@@ -17,13 +17,13 @@ from dsreason.data.chat import SampleTooLong
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DataError
 from dsreason.train.common.preflight import build_encoder
-from dsreason.train.dpo.pairs import Pair, PairEncoder, check_differ, cut_pairs
+from dsreason.train.dpo.pairs import Pair, PairEncoder, check_answers_differ, cut_pairs
 from dsreason.train.dpo.preflight import (
     build_pair_encoder,
+    build_row_encoder,
     check_reference_logprobs,
     encode_row,
     open_reference_file,
-    row_encoder,
 )
 from tests.unit.media.videos import write_video
 
@@ -122,7 +122,7 @@ def test_invalid_preference_is_rejected(encoder: PairEncoder, sample: Sample, er
 
 def test_answers_equal_after_templating_are_rejected() -> None:
     with pytest.raises(DataError, match="sample '7': fields 'chosen' and 'rejected' contain the same answer"):
-        check_differ(preference(LEFT, rejected=[RIGHT]), [1, 2], [1, 2])
+        check_answers_differ(preference(LEFT, rejected=[RIGHT]), [1, 2], [1, 2])
 
 
 def test_pair_length_counts_prompt_and_answers(encoder: PairEncoder) -> None:
@@ -158,9 +158,9 @@ def test_mismatched_reference_file_is_found_before_training(encoder: PairEncoder
     line = {"id": "7", "chosen": -1.0, "rejected": -2.0, "fingerprint": encoder.encode_pair(sample).fingerprint}
     config = DPOConfig.model_validate({"dpo": {"reference": "precomputed", "reference_file": str(file)}})
     file.write_text(json.dumps(line))
-    row_encoder(config, encoder)(sample)
+    build_row_encoder(config, encoder)(sample)
     with pytest.raises(DataError, match=r"sample '7': the row has changed since dpo\.reference_file"):
-        row_encoder(config, encoder)(preference(LEFT, rejected=[says("assistant", "up")]))
+        build_row_encoder(config, encoder)(preference(LEFT, rejected=[says("assistant", "up")]))
     with pytest.raises(DataError, match=r"sample '8': dpo\.reference_file \(.*\) has no line with this id; add it"):
         check_reference_logprobs(config, open_reference_file(config), replace(sample, id="8"))
 

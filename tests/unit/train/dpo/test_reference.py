@@ -38,15 +38,15 @@ def run(tmp_path: Path) -> Path:
 
 def test_measurements_are_found_by_part_and_row(run: Path) -> None:
     stored = open_stored(run, None, "model-1")
-    assert stored.of(facts(), "training") == (-10.5, -9.25)
-    assert stored.of(facts(fingerprint="cd"), "validation") == (-1.0, -2.0)
-    assert stored.missing("training", [5, 3, 4, 5]) == [4, 5]
+    assert stored.get_logprobs(facts(), "training") == (-10.5, -9.25)
+    assert stored.get_logprobs(facts(fingerprint="cd"), "validation") == (-1.0, -2.0)
+    assert stored.list_missing("training", [5, 3, 4, 5]) == [4, 5]
 
 
 @pytest.mark.parametrize("pair", [facts(fingerprint="xx"), facts(row=4)])
 def test_changed_row_is_rejected(run: Path, pair: PairFacts) -> None:
     with pytest.raises(DataError, match=rf"{pair.where} \(sample '7'\): the row has changed since .*reference\.jsonl"):
-        open_stored(run, None, "model-1").of(pair, "training")
+        open_stored(run, None, "model-1").get_logprobs(pair, "training")
 
 
 def test_changed_model_is_remeasured_or_rejected(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,16 +85,16 @@ def test_unfinished_line_is_measured_again(run: Path) -> None:
 def test_configured_reference_file_is_matched_by_id(run: Path, tmp_path: Path) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
     assert value.by_id == {"7": ReferenceLine(-10.5, -9.25, "ab"), "8": ReferenceLine(-1.0, -2.0, "cd")}
-    assert value.of(facts()) == (-10.5, -9.25)
+    assert value.get_logprobs(facts()) == (-10.5, -9.25)
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"id": 7, "chosen": -1, "rejected": -2.5}\n\n{"id": 8, "chosen": -3, "rejected": 0}')
     value = read_reference_file(str(plain))
-    assert value.of(facts()) == (-1.0, -2.5)
-    assert value.of(facts(name="8")) == (-3.0, 0.0)
+    assert value.get_logprobs(facts()) == (-1.0, -2.5)
+    assert value.get_logprobs(facts(name="8")) == (-3.0, 0.0)
     with pytest.raises(
         DataError, match=r"row 4 \(sample '9'\): dpo.reference_file \(.*\) has no line with this id; add it"
     ):
-        value.of(facts(name="9"))
+        value.get_logprobs(facts(name="9"))
 
 
 def test_changed_answers_in_configured_file_are_rejected(run: Path) -> None:
@@ -102,14 +102,14 @@ def test_changed_answers_in_configured_file_are_rejected(run: Path) -> None:
     with pytest.raises(
         DataError, match=r"row 4 \(sample '7'\): the row has changed.*\(its fingerprint is xx, but the file has ab\)"
     ):
-        value.of(facts(fingerprint="xx"))
+        value.get_logprobs(facts(fingerprint="xx"))
 
 
 def test_configured_file_of_another_model_warns(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
-    value.warn_of_other_model("model-1")
+    value.warn_if_model_differs("model-1")
     assert not caplog.records
-    value.warn_of_other_model("model-2")
+    value.warn_if_model_differs("model-2")
     assert "a model with fingerprint model-1, but training starts with model-2" in caplog.text
 
 

@@ -54,7 +54,7 @@ def test_without_an_average_the_weights_are_exported(tmp_path: Path, saved: Any)
 
 
 def test_results_dir_is_rejected_for_world_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "is_of_world_model", lambda checkpoint: True)
+    monkeypatch.setattr(command, "is_world_checkpoint", lambda checkpoint: True)
     options = ["--checkpoint", str(tmp_path), "--output", str(tmp_path / "out"), "--results-dir", str(tmp_path)]
     ended = CliRunner().invoke(app, ["export", *options])
     assert ended.exit_code == 2

@@ -1,4 +1,4 @@
-"""Checks before any rank starts, and the encoding of a row."""
+"""Checks that run before any rank starts, and the encoding of a row."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def check(config: ToyConfig) -> None:
         check_dataset(name, dataset, encoder, config)
 
 
-def row_encoder(config: ToyConfig, encoder: Encoder) -> Callable[[Sample], object]:
+def build_row_encoder(config: ToyConfig, encoder: Encoder) -> Callable[[Sample], object]:
     return encoder.encode
