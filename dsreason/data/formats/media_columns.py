@@ -8,6 +8,7 @@ from typing import Any
 
 from dsreason.data.formats.cameras import add_names, find_label
 from dsreason.data.formats.media_items import (
+    FILE_KEYS,
     VIDEO_SUFFIXES,
     find_file_key,
     has_frames,
@@ -105,7 +106,7 @@ def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
     """Split a column into its media items and the names of their cameras."""
     if is_blank(value):
         return [], []
-    if isinstance(value, dict) and find_file_key(value, kind) is None and not value.keys() <= {"bytes", "path"}:
+    if isinstance(value, dict) and find_file_key(value, kind) is None and not value.keys() & {*FILE_KEYS}:
         cameras = {name: item for name, item in value.items() if not is_blank(item)}
         return list(cameras.values()), list(cameras)
     if not isinstance(value, list):
