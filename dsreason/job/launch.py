@@ -66,6 +66,8 @@ NUMBERS = (
 )
 """Integer-valued environment variables that launchers set."""
 PR_SET_PDEATHSIG = 1
+NEVER = 10**8
+"""Seconds between two events of which the second must not happen."""
 
 
 def is_rank() -> bool:
@@ -304,23 +306,27 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",  # the host's name may not resolve
-        max_restarts=0,  # start_ranks restarts ranks itself, because it knows when a restart may help
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGQUIT",  # forward_signals sends the other signals to the ranks, which save before they end
-    )
     with (
         make_temporary_folder() as error_dir,
         set_variables(_build_rank_environment(ranks, log_dir, error_dir)),
         forward_signals() as received,
     ):
+        launch = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(error_dir) / "rendezvous"),
+            rdzv_configs={
+                "store_type": "file",
+                "keep_alive_interval": NEVER,
+            },  # each heartbeat would make the file longer
+            local_addr="127.0.0.1",  # the host's name may not resolve
+            max_restarts=0,  # start_ranks restarts ranks itself, because it knows when a restart may help
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+            signals_to_handle="SIGQUIT",  # forward_signals sends the other signals to the ranks, which save before they end
+        )
         logging.disable(logging.CRITICAL)  # the agent also logs failures, but less clearly than the parent reports them
         try:
             elastic_launch(launch, sys.executable)(*arguments)
@@ -360,6 +366,7 @@ def _build_rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[s
         ERROR_DIR: error_dir,
         LOG_DIR: str(log_dir.absolute()),
         LAUNCHER_PID: str(os.getpid()),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the ranks meet at a file (`network.open_store`), not at a port of the agent
     }
 
 

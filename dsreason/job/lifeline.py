@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsreason.errors import DsReasonError
-from dsreason.job import hosts, launch
+from dsreason.job import hosts, launch, network
 from dsreason.job.failures import PEER_EXIT_CODE, Failure, build_failure, build_peer_error, read_last_line, read_rank
 from dsreason.stopping import request_stop
 
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 ADDRESS = "dsreason_lifeline/address"
 """Key of rank 0's address in the job's store."""
-LOOPBACK = ("127.0.0.1", "localhost")
 IDLE, INTERVAL, PROBES = 10, 5, 4
 """Seconds without traffic before the kernel probes the peer, seconds between two probes, and number of probes."""
 CONNECT_TIME = 20.0
@@ -214,7 +213,7 @@ def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
         RankError: another rank's failure, if it caused the error of this rank.
     """
     global _started
-    if not hosts.has_several_hosts():
+    if not network.has_several_hosts():
         yield
         return
     is_failing = threading.Event()
@@ -249,13 +248,12 @@ def get_lifeline(rank: int, size: int, store: dist.Store) -> Lifeline:
 
 def start_server(store: dist.Store, size: int) -> None:
     """Start rank 0's server for all lifelines, and publish its address in the job's store."""
-    host = os.environ["MASTER_ADDR"] if os.environ["MASTER_ADDR"] in LOOPBACK else ""
-    dual = not host and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
+    here = network.is_on_one_machine()
+    host = network.LOOPBACK if here else network.find_local_address(os.environ["MASTER_ADDR"]) or ""
+    listener = network.listen(host, backlog=size)
     token = secrets.token_hex(16)
     address = {
-        "host": hosts.find_local_address(os.environ["MASTER_ADDR"]) or "",  # if empty, the ranks use MASTER_ADDR
+        "host": host,  # if empty, the ranks use MASTER_ADDR
         "port": listener.getsockname()[1],
         "token": token,
         "hostname": socket.gethostname(),

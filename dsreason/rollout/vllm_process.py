@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dsreason.job.leftovers import build_prefix, get_socket_folder
+from dsreason.job.leftovers import build_prefix, get_socket_folder, get_user_folder
 from dsreason.job.ranks import World, broadcast_object
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nob
 def set_environment(world: World) -> None:
     """Set the variables that vLLM reads on import; keep values that the user has set unless the engine cannot work with them."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher requires the engine core in this process
-    if folder := get_socket_folder():
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", get_socket_folder() or str(get_user_folder()))  # otherwise /tmp
     for name, value in (DEFAULTS if world.device.type == "cuda" else DEFAULTS | CPU_DEFAULTS).items():
         os.environ.setdefault(name, value)
 
