@@ -21,21 +21,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import (
-    MARKER,
     SAVING,
-    STATE_FILE,
     Parameter,
     SavedRun,
     TrainerState,
-    check_content,
-    check_sizes,
     check_written,
-    choose_checkpoint,
     convert_to_save_error,
     delete_folder,
-    find_complete_checkpoints,
     get_rng_file,
     read_checkpoint,
+)
+from dsreason.checkpoints.digests import compute_digest
+from dsreason.checkpoints.marker import (
+    MARKER,
+    STATE_FILE,
+    check_content,
+    check_sizes,
     read_json,
     write_json,
     write_marker,
@@ -45,10 +46,9 @@ from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file
 from dsreason.engine.average import get_average_file
 from dsreason.engine.engine import get_full_shape
 from dsreason.errors import CheckpointError
-from dsreason.files.atomic import open_draft
-from dsreason.files.disk import hash_end
-from dsreason.files.step_names import PREFIX, format_step, parse_step
-from dsreason.job.ranks import World, gather_objects, run_on_rank_zero, run_once_per_folder, share_errors
+from dsreason.files.atomic import flush, open_draft
+from dsreason.files.step_names import format_step
+from dsreason.job.ranks import World, run_on_rank_zero, run_once_per_folder, share_errors
 from dsreason.problems import join_first
 
 UNIVERSAL = "universal"
@@ -62,6 +62,7 @@ def make_partial_folder(folder: Path, step: int, world: World) -> Path:
         with convert_to_save_error(partial):
             delete_folder(partial)
             partial.mkdir(parents=True)
+            flush(folder.parent)
 
     run_once_per_folder(world, make)
     return partial
@@ -73,8 +74,8 @@ def build_state_writer(
     state: TrainerState,
     world: World,
     averages: Mapping[str, Mapping[str, Tensor]],
-) -> Callable[[], None]:
-    """Return a function that writes the files of a checkpoint that DeepSpeed does not write.
+) -> Callable[[], list[Path]]:
+    """Return a function that writes the files of a checkpoint that DeepSpeed does not write, and returns their paths.
 
     The function writes the trainer's state and the random-number states as of this call, and the local shards in `averages`,
     which must not change before it is called. Call the function once DeepSpeed's files are on disk, because the random-number
@@ -92,14 +93,19 @@ def build_state_writer(
     )
     described = asdict(saved)  # converted now because training continues to change the state
 
-    def write() -> None:
+    def write() -> list[Path]:
+        files = []
         if world.is_first_of_folder:
-            write_json(partial / STATE_FILE, described)
+            files.append(partial / STATE_FILE)
+            write_json(files[-1], described)
         for label, shares in averages.items():
-            with open_draft(partial / get_average_file(label, world.rank), durable=True) as draft:
+            files.append(partial / get_average_file(label, world.rank))
+            with open_draft(files[-1], durable=True) as draft:
                 save_file(dict(shares), draft)
-        with open_draft(partial / get_rng_file(world.rank), durable=True) as draft:
+        files.append(partial / get_rng_file(world.rank))
+        with open_draft(files[-1], durable=True) as draft:
             write_rng_state(draft)
+        return files
 
     return write
 
@@ -112,7 +118,7 @@ def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Parameter]:
 
 
 def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_frozen: bool = True) -> TrainerState:
-    """Load weights, optimizer state and random-number states from `path`. Collective.
+    """Load weights, optimizer state and random-number states from `path`, whose content `check_together` has checked. Collective.
 
     If the number of ranks is the same as when the checkpoint was saved, the run continues bit for bit. Otherwise, DeepSpeed's
     universal format is used, which is created once inside the checkpoint; frozen parameters then keep the values of the
@@ -156,9 +162,9 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
 
 
 def check_files(path: Path, world: World) -> None:
-    """Check that all files belong to the checkpoint, that no host's files are missing, and that this rank can read its files."""
+    """Check that all files have their sizes, that no host's files are missing, and that this rank can read its files."""
     with share_errors():
-        (check_content if world.is_first_of_folder else check_sizes)(path)
+        check_sizes(path)
         saved = read_checkpoint(path)
         check_parts(path, saved.world_size, world)
         if saved.world_size == world.size:
@@ -210,7 +216,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
 
     An existing folder is reused if it was created from this version of the checkpoint and all its files are intact.
     """
-    made_of = hash_end(path / MARKER)
+    made_of = compute_digest(path / MARKER)
     with contextlib.suppress(CheckpointError):
         check_content(path / UNIVERSAL)
         if read_json(path / UNIVERSAL / MARKER).get("made_of") == made_of:
@@ -250,29 +256,3 @@ def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
     # DeepSpeed gives all flat groups the same step tensor, which AdamW would increment once per group.
     for parameter, state in engine.optimizer.optimizer.state.items():
         state["step"] = state["step"].to(parameter.device, copy=True)
-
-
-def choose_common(folder: Path, resume: str | None, world: World) -> Path | None:
-    """Return the checkpoint that `--resume` selects; if hosts have separate folders, it is complete on all hosts. Collective.
-
-    If the selected checkpoint is incomplete on some host, the newest one that is complete on all hosts is returned instead,
-    unless `resume` names a single checkpoint.
-
-    Raises:
-        CheckpointError: some hosts have checkpoints, but none is complete on all hosts.
-    """
-    checkpoint = run_on_rank_zero(lambda: choose_checkpoint(folder, resume))
-    if not world.folder_ranks or resume is None:
-        return checkpoint
-    checkpoints = folder if checkpoint is None else checkpoint.parent
-    complete = gather_objects([path.name for path in find_complete_checkpoints(checkpoints)])
-    common = set(complete[0]).intersection(*complete)
-    if not any(complete) or (checkpoint is not None and checkpoint.name in common):
-        return checkpoint
-    if not common or Path(resume).name.startswith(PREFIX):
-        complete_steps = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(complete))
-        raise CheckpointError(
-            f"--resume {resume}: each host has its own {checkpoints}, and no checkpoint to resume from is complete on all of "
-            f"them ({complete_steps}); start on the hosts that wrote the checkpoints, or choose another --output-dir"
-        )
-    return max((checkpoints / name for name in common), key=parse_step)

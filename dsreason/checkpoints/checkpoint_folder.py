@@ -1,35 +1,35 @@
 """Functions that find, complete, rename and delete checkpoint folders. This module does not need torch.
 
 <folder>/step_N/            DeepSpeed's files, trainer_state.json, and rng_rank_R.safetensors, the last file that rank R writes
-<folder>/step_N/COMPLETE    marker, written last: size of every file and digest of its end; without it, a folder is never used
+<folder>/step_N/COMPLETE    marker, written last: size and digest of every file; without it, a folder is never used
 <folder>/.saving_step_N/    checkpoint that is being written, or that a killed run has left; see `finish_interrupted`
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
+from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_content, write_marker
 from dsreason.checkpoints.trained_vision import TrainedVision
 from dsreason.errors import CheckpointError, SaveError
-from dsreason.files.atomic import flush, write_file
-from dsreason.files.disk import hash_end, read_small, remove, to_os_error
+from dsreason.files.atomic import flush
+from dsreason.files.disk import read_small, remove, to_os_error
 from dsreason.files.step_names import PREFIX, format_step, is_step_name, parse_step
 from dsreason.problems import describe_first_problem, join_first
 
-MARKER = "COMPLETE"
-STATE_FILE = "trainer_state.json"
 CARD, STEPS = "README.md", "optimizer steps"
 """File name of an export's model card, and label of its row that contains the step of the weights."""
 SAVING, DELETING = ".saving_", ".deleting_"
+DAMAGED = "damaged_"
+"""Prefix of the names of checkpoints that were found to be damaged."""
 MAX_RANKS = 100_000
 """Maximum number of ranks in a checkpoint. A larger number must be an error, and checking every rank's files would take long."""
 
@@ -206,59 +206,10 @@ def read_state(folder: Path) -> SavedRun:
     return saved
 
 
-def check_sizes(path: Path) -> dict[str, int]:
-    """Check that all files listed in the marker exist with the listed sizes, and return the sizes in bytes by name."""
-    files = read_json(path / MARKER).get("files")
-    if not isinstance(files, dict):
-        raise CheckpointError(f"{path / MARKER}: does not list the checkpoint's files; choose another checkpoint")
-    for name, size in files.items():
-        if not (parts := Path(name).parts) or parts[0] == "/" or ".." in parts:
-            raise CheckpointError(
-                f"{path / MARKER}: lists {name!r:.300}, which is outside the checkpoint folder; choose another checkpoint"
-            )
-        file = path / name
-        if not os.path.isfile(file):  # unlike Path.is_file, this returns False for a name that is too long
-            raise CheckpointError(f"{path}/{name:.300}: is missing; choose another checkpoint")
-        if type(size) is not int or file.stat().st_size != size:
-            raise CheckpointError(
-                f"{file}: has {file.stat().st_size} bytes, but {MARKER} lists {size!r:.100}; choose another checkpoint"
-            )
-    if STATE_FILE not in files:
-        raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}; choose another checkpoint")
-    return files
-
-
-def check_content(path: Path) -> dict[str, int]:
-    """Check sizes with `check_sizes` and then the digests, because the files of another step or run have the same sizes.
-
-    This reads the end of every file, so do not call it on every rank of a large run.
-    """
-    files = check_sizes(path)
-    ends = read_json(path / MARKER).get("ends", {})  # missing in older checkpoints
-    if not (isinstance(ends, dict) and (not ends or ends.keys() == files.keys())):
-        raise CheckpointError(f"{path / MARKER}: lists digests and sizes of different files; choose another checkpoint")
-    for name, digest in ends.items():
-        if hash_end(path / name) != digest:
-            raise CheckpointError(
-                f"{path / name}: does not match its digest in {MARKER}: it is damaged or belongs to another checkpoint; restore "
-                "the original file, or choose another checkpoint"
-            )
-    return files
-
-
-def write_marker(folder: Path, **facts: str) -> None:
-    """Write the marker that lists all files of a folder and so declares it complete; also store `facts` in it."""
-    files = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and path.name != MARKER]
-    names = {path.relative_to(folder).as_posix(): path for path in files}
-    sizes = {name: path.stat().st_size for name, path in names.items()}
-    ends = {name: hash_end(path) for name, path in names.items()}
-    write_json(folder / MARKER, {**facts, "files": sizes, "ends": ends})
-
-
-def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
+def finish(partial: Path, final: Path, ranks: Iterable[int], digests: Mapping[str, str] | None = None) -> None:
     """Write the marker and rename `partial` to `final`, which completes the checkpoint. Replace an existing one of that name.
 
-    Call this on one rank per folder, after `ranks` have written their files to it.
+    Call this on one rank per folder, after `ranks` have written their files to it, whose `digests` are computed here if unknown.
     """
     missing = find_unwritten(partial, ranks)
     if missing:
@@ -266,7 +217,7 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
             f"{partial}: does not contain {', '.join(missing)}, which the ranks of this folder should have written"
         )
     with convert_to_save_error(final):
-        write_marker(partial)
+        write_marker(partial, digests)
         # This is safe now: the new checkpoint has its marker, so `finish_interrupted` can recover it.
         replaced = mark_deleted(final)
         partial.rename(final)
@@ -328,6 +279,24 @@ def set_aside_newer(folder: Path, path: Path) -> list[Path]:
     return renamed
 
 
+def set_aside_damaged(path: Path) -> Path:
+    """Rename a damaged checkpoint to `damaged_step_N`, so that it no longer counts as complete, and return the new path."""
+    aside = path.with_name(f"{DAMAGED}{path.name}")
+    with convert_to_save_error(path):
+        delete_folder(aside)
+        path.rename(aside)
+        flush(path.parent)
+    return aside
+
+
+def find_unmarked(folder: Path) -> list[Path]:
+    """Return the folders with a checkpoint's name that have lost their marker: a checkpoint gets its name after its marker."""
+    paths = folder.glob(f"{PREFIX}*") if folder.is_dir() else ()
+    return [
+        path for path in sorted(paths) if is_step_name(path.name) and path.is_dir() and not (path / MARKER).exists()
+    ]
+
+
 def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
     """Delete complete checkpoints except the `keep` newest (-1 keeps all) and those in `spared`. Call this once per folder."""
     prune(find_complete_checkpoints(folder), keep, spared)
@@ -379,17 +348,3 @@ def convert_to_save_error(path: Path) -> Iterator[None]:
         if (cause := to_os_error(error)) is None:
             raise
         raise SaveError(f"{path}: cannot be written: {cause}; older checkpoints are unchanged") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_file(path, json.dumps(value, indent=1) + "\n", durable=True)
-
-
-def read_json(path: Path, advice: str = "choose another checkpoint") -> dict[str, Any]:
-    try:
-        document = json.loads(read_small(path))
-    except (OSError, ValueError, RecursionError) as cause:
-        raise CheckpointError(f"{path}: cannot be read ({cause}); {advice}") from cause
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: must be a JSON object; got a {type(document).__name__}; {advice}")
-    return document

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dsreason.checkpoints.checkpoint import build_state_writer, make_partial_folder
 from dsreason.checkpoints.checkpoint_folder import TrainerState, delete_folder, finish, prune_checkpoints
+from dsreason.checkpoints.digests import compute_digest
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
@@ -122,12 +123,13 @@ class SnapshotEngine(TorchCheckpointEngine):
         """Total size in bytes of the tensors to write."""
         return sum(tensor.nbytes for _, content in self.files for tensor in iter_tensors(content))
 
-    def write(self) -> None:
-        """Write the files with DeepSpeed's checkpoint engine, and flush them to disk."""
+    def write(self) -> list[Path]:
+        """Write the files with DeepSpeed's checkpoint engine, flush them to disk, and return their paths."""
         files, self.files = self.files, []
         for path, content in files:
             self.writer.save(content, str(path))
             flush(path)
+        return [path for path, _ in files]
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
@@ -145,7 +147,8 @@ class Writing:
 
     final: Path
     partial: Path
-    future: Future[None]
+    future: Future[dict[str, str]]
+    """The digests of the files that this rank writes, by their names."""
     started: float
     stall: float
     """Seconds during which training waited."""
@@ -212,9 +215,9 @@ class CheckpointWriter:
         size = sum(sizes[rank] for rank in self.world.ranks_here)
         run_once_per_folder(self.world, lambda: self._check_room(partial, size))
 
-        def write() -> None:
-            self.snapshot.write()
-            write_state()
+        def write() -> dict[str, str]:
+            files = self.snapshot.write() + write_state()
+            return {file.relative_to(partial).as_posix(): compute_digest(file) for file in files}
 
         future = self.thread.submit(write)
         if not self.snapshot.copied:
@@ -226,10 +229,14 @@ class CheckpointWriter:
         if self.writing is None:
             return None
         outcomes = gather_objects(get_outcome(self.writing.future))
-        failures = [(rank, text) for rank, text in enumerate(outcomes) if text]
+        failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, str)]
         if failures:
             self._give_up(self.writing, *failures[0])
-        return None if None in outcomes else self._finish(self.writing)
+        if None in outcomes:
+            return None
+        here = [outcomes[rank] for rank in self.world.ranks_here]
+        digests = {name: digest for outcome in here if isinstance(outcome, dict) for name, digest in outcome.items()}
+        return self._finish(self.writing, digests)
 
     def wait(self) -> Path | None:
         """Wait until all ranks have written the current checkpoint, complete it and return its path; None without one."""
@@ -278,10 +285,10 @@ class CheckpointWriter:
             "--resume auto"
         )
 
-    def _finish(self, writing: Writing) -> Path:
+    def _finish(self, writing: Writing, digests: Mapping[str, str]) -> Path:
         self.writing = None
         started = time.perf_counter()
-        run_once_per_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
+        run_once_per_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here, digests))
         now = time.perf_counter()
         self.completing = now - started
         log.info(
@@ -315,12 +322,12 @@ def wait_for_all_ranks(world: World) -> bool:
     return arrived
 
 
-def get_outcome(future: Future[None]) -> str | None:
-    """Return None while the future is running, "" if it has succeeded, and its error message if it has failed."""
+def get_outcome(future: Future[dict[str, str]]) -> dict[str, str] | str | None:
+    """Return None while the future is running, its result if it has succeeded, and its error message if it has failed."""
     if not future.done():
         return None
     error = future.exception()
-    return "" if error is None else f"{type(error).__name__}: {error}".strip()
+    return future.result() if error is None else f"{type(error).__name__}: {error}".strip()
 
 
 def give_up(partial: Path) -> None:

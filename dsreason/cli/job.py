@@ -253,7 +253,8 @@ def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
 
 def _list_checkpoints(output_dir: Path) -> dict[str, str]:
     """List the complete checkpoints of a run, each with a value that identifies its current version."""
-    from dsreason.checkpoints.checkpoint_folder import MARKER, find_complete_checkpoints
+    from dsreason.checkpoints.checkpoint_folder import find_complete_checkpoints
+    from dsreason.checkpoints.marker import MARKER
 
     markers = {path.name: (path / MARKER).stat() for path in find_complete_checkpoints(output_dir / "checkpoints")}
     return {name: f"{marker.st_ino} {marker.st_mtime_ns}" for name, marker in markers.items()}

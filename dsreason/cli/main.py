@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push, score
+from dsreason.cli import checkpoint, demo, doctor, eval, export, import_, infer, plan, push, score
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import find_trainers
@@ -23,6 +23,7 @@ from dsreason.job import launch, signals
 from dsreason.job.failures import format_crash
 from dsreason.screen import print_message, wrap_terminal, write
 from dsreason.secrets import HidingFormatter, VisibleRecord
+from dsreason.stopping import get_stop_signal
 
 app = typer.Typer(
     help="Train reasoning vision-language models with DeepSpeed ZeRO-3.",
@@ -41,6 +42,7 @@ data.app.command()(unpickle.unpickle)
 app.add_typer(data.app, name="data")
 app.command()(plan.plan)
 app.command()(push.push)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.command("import")(import_.import_)
@@ -84,7 +86,7 @@ def main() -> None:
         print_message(f"stopped by {stop}", err=True)
         sys.exit(Stopped.exit_code)
     except Exception as error:  # noqa: BLE001 (an excepthook would be replaced by Typer's own)
-        if signals.STOPPED_BY:
-            print_message(f"stopped by {signals.STOPPED_BY[0]}", err=True)
+        if (name := get_stop_signal()) and not launch.is_rank():  # the error of a rank says what is saved
+            print_message(f"stopped by {name}", err=True)
             sys.exit(Stopped.exit_code)
         sys.exit(launch.report(error))

@@ -7,15 +7,18 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from dsreason.checkpoints.digests import compute_bytes_digest
 from dsreason.errors import DataError, StorageError
 from dsreason.files.atomic import write_file
 from dsreason.files.cache import convert_cache_errors
@@ -27,7 +30,12 @@ log = logging.getLogger(__name__)
 
 VERSION = 2
 """Version of the keys; increment it whenever the same models and inputs give different values."""
-TENSOR, DIGEST = "values", "sha256"
+TENSOR = "values"
+"""Name of an entry's only tensor."""
+DIGEST, CHECKSUM = "sha256", "xxh3_128"
+"""Keys of two hashes of its values: the first is compared between prompts; the second, which is computed eight times as fast,
+reveals damage and is missing in older entries."""
+DELETE = "delete it, and the next run recreates it"
 SAMPLE_BYTES = 4096
 MOST_ALIKE = 0.01
 """Maximum share of prompts whose embedding may equal that of another prompt."""
@@ -134,8 +142,7 @@ class TextCache:
         # Prompts that differ only in white space count as equal.
         different = {self.family.clean(prompt): prompt for prompt in prompts}
         for prompt in different.values():
-            with _open(self._locate(prompt)) as file:
-                digest = file.metadata()[DIGEST]
+            digest = _read_digests(self._locate(prompt))[DIGEST]
             if digest in prompt_of_digest:
                 alike.append(f"{prompt_of_digest[digest]!r:.80} and {prompt!r:.80}")
             prompt_of_digest.setdefault(digest, prompt)
@@ -181,8 +188,12 @@ class LatentCache:
         pixels = clip.cpu().contiguous()
         content = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
         file = self.folder / f"{make_key(tuple(pixels.shape), content)}.safetensors"
-        if not file.is_file():
-            _write(file, self.codec.encode(clip.float() / 127.5 - 1))
+        if file.is_file():
+            try:
+                return _read(file)
+            except StorageError as error:
+                log.warning("%s; it is now encoded again", error)
+        _write(file, self.codec.encode(clip.float() / 127.5 - 1))
         return _read(file)
 
 
@@ -221,23 +232,48 @@ def _read_samples(file: Path) -> bytes:
 
 def _write(file: Path, tensor: Tensor) -> None:
     values = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+    content = _get_bytes(values)
+    digests = {DIGEST: hashlib.sha256(content).hexdigest(), CHECKSUM: compute_bytes_digest(content)}
     with convert_cache_errors(file, "DSREASON_CACHE"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, save({TENSOR: values}, metadata={DIGEST: digest}))
+        write_file(file, save({TENSOR: values}, metadata=digests))
 
 
 def _read(file: Path) -> Tensor:
+    """Read the values of an entry; raise StorageError if they do not match their digest."""
     with _open(file) as tensors:
-        return tensors.get_tensor(TENSOR)  # type: ignore[no-any-return]
+        digests: Mapping[str, str] = tensors.metadata() or {}
+        values: Tensor = tensors.get_tensor(TENSOR)
+    content = _get_bytes(values)
+    if CHECKSUM in digests:
+        is_sound = digests[CHECKSUM] == compute_bytes_digest(content)
+    else:  # an entry of an older version
+        is_sound = digests.get(DIGEST) == hashlib.sha256(content).hexdigest()
+    if not is_sound:
+        raise StorageError(f"{file}: is damaged: its values do not match their digest; {DELETE}")
+    return values
 
 
-def _open(file: Path) -> safe_open:
+def _read_digests(file: Path) -> Mapping[str, str]:
+    with _open(file) as tensors:
+        digests: Mapping[str, str] = tensors.metadata() or {}
+    if DIGEST not in digests:
+        raise StorageError(f"{file}: is damaged: it has no digest of its values; {DELETE}")
+    return digests
+
+
+def _get_bytes(values: Tensor) -> memoryview:
+    return values.reshape(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
     try:
-        return safe_open(file, framework="pt")
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
     except FileNotFoundError:
         raise StorageError(
             f"{file}: is missing because the cache was cleared during the run; restart the run"
         ) from None
     except (SafetensorError, OSError) as error:
-        raise StorageError(f"{file}: cannot be read ({error}); delete it, and the next run recreates it") from error
+        raise StorageError(f"{file}: cannot be read ({error}); {DELETE}") from error

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dsreason.errors import CheckpointError
 from dsreason.world.types import ClipSize
 
 
@@ -119,7 +121,12 @@ class LinearCodec:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> LinearCodec:
-        return cls(**load_file(folder / "linear_codec.safetensors", device=str(device)))
+        """Load the codec; raise CheckpointError if its file is missing or cannot be read."""
+        file = folder / "linear_codec.safetensors"
+        try:
+            return cls(**load_file(file, device=str(device)))
+        except (SafetensorError, OSError, TypeError) as error:  # TypeError if the file has other tensors
+            raise CheckpointError(f"{file}: cannot be read ({error}); restore the model folder") from error
 
 
 def _split_into_patches(pixels: Tensor) -> Tensor:

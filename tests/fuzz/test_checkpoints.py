@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint, read_state
+from dsreason.checkpoints.checkpoint_folder import read_checkpoint, read_state
+from dsreason.checkpoints.marker import check_sizes
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, iter_checkpoint_tensors
 from dsreason.errors import CheckpointError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsreason.checkpoints.checkpoint_folder import write_marker
+from dsreason.checkpoints.marker import write_marker
 from dsreason.errors import CheckpointError
 from tests.distributed import run_on_ranks
 from tests.integration.test_engine import (
@@ -144,6 +144,7 @@ def damage_run(folder: str) -> dict[str, str]:
     """Return the error message for each way in which a checkpoint can be unusable."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.checkpoints.checkpoint_folder import TrainerState
+    from dsreason.checkpoints.selection import check_together
     from tests.engines import save_checkpoint
 
     engine, world = build("zero3")
@@ -153,6 +154,7 @@ def damage_run(folder: str) -> dict[str, str]:
     def failure(path: Path, **other: Any) -> str:
         fresh, _ = build(other.pop("stage", "zero3"), **other)
         with pytest.raises(CheckpointError) as caught:
+            check_together(path, world)
             load_checkpoint(fresh, path, world)
         return str(caught.value)
 

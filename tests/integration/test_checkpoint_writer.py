@@ -141,13 +141,9 @@ def test_failed_write_is_reported_on_every_rank(tmp_path: Path) -> None:
 def leave_with_an_error(folder: str) -> list[str]:
     """Start a checkpoint, then leave with an error on all ranks, or on only one; return the complete checkpoints of both
     cases."""
-    from dsreason.checkpoints.checkpoint_folder import (
-        TrainerState,
-        check_sizes,
-        find_complete_checkpoints,
-        finish_interrupted,
-    )
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, find_complete_checkpoints, finish_interrupted
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
+    from dsreason.checkpoints.marker import check_sizes
     from dsreason.job.ranks import wait_for_ranks
 
     engine, world = build("zero3")
@@ -213,8 +209,9 @@ def make_base(folder: Path) -> None:
 
 def save_on_a_bad_disk(folder: str) -> list[str]:
     """Return the errors when a disk reports too little space, fills up during the write, and rejects all writes."""
-    from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, find_complete_checkpoints
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, find_complete_checkpoints
     from dsreason.checkpoints.export import export_engine
+    from dsreason.checkpoints.marker import check_sizes
     from dsreason.errors import SaveError
     from dsreason.job.ranks import run_on_rank_zero, wait_for_ranks
     from tests.engines import save_checkpoint

@@ -83,8 +83,10 @@ def test_hosts_store_their_parts_and_resume_exactly(tmp_path: Path) -> None:
 
 def resume_with_parts(folder: str) -> list[str]:
     """Return what `--resume` finds or reports if hosts have complete checkpoints of different steps."""
-    from dsreason.checkpoints.checkpoint import check_parts, choose_common
-    from dsreason.checkpoints.checkpoint_folder import MARKER, get_rng_file
+    from dsreason.checkpoints.checkpoint import check_parts
+    from dsreason.checkpoints.checkpoint_folder import get_rng_file
+    from dsreason.checkpoints.marker import MARKER
+    from dsreason.checkpoints.selection import choose_common
     from dsreason.job.ranks import wait_for_ranks
 
     world, result = own_host(folder), []

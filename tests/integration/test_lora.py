@@ -278,8 +278,8 @@ def test_peft_adapter_matches_merged_export(found: Any, folder: Path) -> None:
 
 
 def test_export_is_rejected_when_base_files_changed(found: Any, folder: Path, tmp_path: Path) -> None:
-    from dsreason.checkpoints.checkpoint_folder import write_marker
     from dsreason.checkpoints.export import export_checkpoint
+    from dsreason.checkpoints.marker import write_marker
     from dsreason.models.tiny import build_tiny
 
     checkpoint = shutil.copytree(folder / "zero3" / f"step_{STEPS}", tmp_path / f"step_{STEPS}")

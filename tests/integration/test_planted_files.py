@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsreason.checkpoints.checkpoint_folder import write_marker
+from dsreason.checkpoints.marker import write_marker
 from tests.integration.command import dsreason
 from tests.integration.rows import write_mixed_rows
 
@@ -52,6 +52,7 @@ RESUME = (
     "--resume",
     "auto",
 )
+RESUME_STEP_2 = tuple("run/checkpoints/step_2" if argument == "auto" else argument for argument in RESUME)
 MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -138,8 +139,8 @@ def test_code_in_exported_weights_is_not_run(folder: Path, command: tuple[object
     ("name", "command"),
     [
         (OPTIMIZER, EXPORT),
-        pytest.param(MODEL, RESUME, marks=pytest.mark.nightly),
-        ("trainer_state.json", (*RESUME, "--dry-run")),
+        pytest.param(MODEL, RESUME_STEP_2, marks=pytest.mark.nightly),
+        ("trainer_state.json", (*RESUME_STEP_2, "--dry-run")),
     ],
     ids=["optimizer", "model", "state"],
 )

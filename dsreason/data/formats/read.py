@@ -35,8 +35,6 @@ REFUSED = {
     "completion_mask": 'masks are not supported; mark replies with "loss": false',
     "train_on_turn": 'masks are not supported; mark replies with "loss": false',
     "mask_history": 'masks are not supported; mark replies with "loss": false',
-    "rejected_images": "both replies of a preference must have the same images",
-    "rejected_videos": "both replies of a preference must have the same videos",
 }
 """Columns that change the meaning of a row for other tools and that no format reads, with the reason."""
 
@@ -129,6 +127,7 @@ def check_refused(row: Row) -> None:
         value = row.get(column)
         if value not in (None, "", [], {}) and not (column == "mask_history" and not value):
             raise DataError(f"field {column!r}: {reason}")
+    media_columns.check_rejected(row)
 
 
 def check_row_weights(row: Row, form: Format) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, find_checkpoint, find_newer_checkpoint
+from dsreason.checkpoints.checkpoint_folder import find_checkpoint, find_newer_checkpoint
 from dsreason.checkpoints.export import export_checkpoint
+from dsreason.checkpoints.marker import MARKER
 from dsreason.config.output import CHECKPOINTS, find_run_record
 from dsreason.errors import CheckpointError
 
@@ -90,6 +91,6 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
             own_folder = own_folder.rename(
                 parent / own_folder.name.replace(MAKING, EXPORT)
             )  # the folder is renamed only after it is locked, because other processes look for this name
-            yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype)
+            yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype, durable=False)
     finally:
         shutil.rmtree(own_folder, ignore_errors=True)

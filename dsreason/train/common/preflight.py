@@ -14,7 +14,10 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from dsreason.checkpoints.checkpoint import check_stage
-from dsreason.checkpoints.checkpoint_folder import check_content, choose_checkpoint, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import choose_checkpoint, find_complete_checkpoints, read_checkpoint
+from dsreason.checkpoints.export_digests import check_digests
+from dsreason.checkpoints.export_folder import check_base_links
+from dsreason.checkpoints.marker import check_sizes
 from dsreason.config.deepspeed import build_trial_settings, format_json, read_zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
@@ -24,7 +27,7 @@ from dsreason.data.loader import find_fatal_error, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError, DataError
+from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
 from dsreason.models.freeze import check_freeze
@@ -52,6 +55,9 @@ def check_model(config: RunConfig) -> Encoder:
     if config.data.video_decoder == "torchcodec":
         check_torchcodec()
     model_path = find_model(config)
+    check_digests(model_path)
+    if config.checkpoint.export != "none":
+        check_base_links(model_path)
     check_freeze(read_parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
         check_adapters(config, model_path)
@@ -116,15 +122,28 @@ def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = F
 def check_resume(config: JobConfig, resume: str | None) -> Path | None:
     """Return the checkpoint to continue from, after checking without a model that it is complete and has the same ZeRO stage.
 
+    Only sizes are checked here; the ranks read the files. With `auto`, a checkpoint that lacks files is passed over.
+
     Raises:
         CheckpointError: the run cannot be resumed from the checkpoint.
     """
-    checkpoint = choose_checkpoint(Path(str(config.output_dir)) / "checkpoints", resume)
-    if checkpoint is not None:
-        saved = read_checkpoint(checkpoint)
-        check_content(checkpoint)
+    folder = Path(str(config.output_dir)) / "checkpoints"
+    if resume == "auto":
+        candidates = find_complete_checkpoints(folder)[::-1]
+    else:
+        checkpoint = choose_checkpoint(folder, resume)
+        candidates = [] if checkpoint is None else [checkpoint]
+    for checkpoint in candidates:
+        try:
+            saved = read_checkpoint(checkpoint)
+            check_sizes(checkpoint)
+        except CheckpointError:
+            if resume != "auto":
+                raise
+            continue
         check_stage(checkpoint, saved, read_zero_section(config.deepspeed)["stage"])
-    return checkpoint
+        return checkpoint
+    return None
 
 
 def check_deepspeed(config: JobConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.checkpoints.checkpoint import choose_common, load_checkpoint
+from dsreason.checkpoints.checkpoint import load_checkpoint
 from dsreason.checkpoints.checkpoint_folder import (
     SavedAdapter,
     TrainerState,
@@ -21,6 +21,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     read_checkpoint,
     set_aside_newer,
 )
+from dsreason.checkpoints.selection import choose_sound
 from dsreason.config.output import check_output_dir, find_run_record
 from dsreason.config.schema import JobConfig
 from dsreason.errors import CheckpointError, ConfigError
@@ -71,7 +72,7 @@ def open_output_dir(
             f'because {output_dir} is a separate folder on each host; remove "checkpoint", or use an output folder that all '
             "hosts share"
         )
-    checkpoint = choose_common(checkpoints, resume, world)
+    checkpoint = choose_sound(checkpoints, resume, world)
     if checkpoint is None and resume is not None and world.is_main:
         log.warning("--resume auto: %s has no complete checkpoint; starting a new run", checkpoints)
     return world, checkpoint

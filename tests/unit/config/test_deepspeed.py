@@ -348,7 +348,7 @@ def test_unreadable_json_is_reported_with_line(text: str, message: str) -> None:
 
 def test_deepspeed_file_must_be_json() -> None:
     Path("ds.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"ds\.toml: is not a \.json file"):
+    with pytest.raises(ConfigError, match=r"ds\.toml is not a \.json file"):
         resolve_deepspeed("ds.toml", SFTConfig(), device="cpu", world_size=1)
 
 

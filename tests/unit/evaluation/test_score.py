@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from dsreason.evaluation.report.calculate_accuracy import calculate_accuracy
-from dsreason.evaluation.report.score import Mean, Proportion, compute_clustered_interval, judge_result, score, share
+from dsreason.evaluation.report.score import (
+    Mean,
+    Proportion,
+    compute_clustered_interval,
+    compute_proportion,
+    judge_result,
+    score,
+)
 from tests.unit.evaluation.made_results import made
 
 WRONG, UNPARSED = {"answer": "B"}, {"answer": ""}
@@ -25,15 +32,15 @@ def several(*changes: dict[str, Any]) -> list[Any]:
 
 
 def test_interval_follows_wilson() -> None:
-    result = share(7, 10)
+    result = compute_proportion(7, 10)
     assert (result.count, result.total, result.share) == (7, 10, 0.7)
     assert result.interval == pytest.approx(
         (0.3967781, 0.8922087), abs=1e-6
     )  # (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
 
 
-def test_share_of_zero_results_is_undefined() -> None:
-    assert share(0, 0) == Proportion(0, 0, None, None)
+def test_proportion_of_zero_results_is_undefined() -> None:
+    assert compute_proportion(0, 0) == Proportion(0, 0, None, None)
 
 
 def test_unanswered_counts_as_wrong_only_over_all() -> None:

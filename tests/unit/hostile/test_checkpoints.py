@@ -19,16 +19,15 @@ import torch
 from dsreason.checkpoints.checkpoint import make_universal
 from dsreason.checkpoints.checkpoint_folder import (
     TrainerState,
-    check_content,
-    check_sizes,
     choose_checkpoint,
     delete_folder,
     finish_interrupted,
     read_checkpoint,
     read_state,
-    write_marker,
 )
+from dsreason.checkpoints.digests import ALGORITHM
 from dsreason.checkpoints.export import export_checkpoint
+from dsreason.checkpoints.marker import check_content, check_sizes, write_marker
 from dsreason.checkpoints.rng import load_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, assemble, check_names, iter_checkpoint_tensors
 from dsreason.errors import CheckpointError
@@ -452,10 +451,11 @@ def test_two_files_of_one_rank_are_rejected(two: tuple[Path, Path]) -> None:
         tensors(two[1])
 
 
-@pytest.mark.parametrize("ends", [[], {"trainer_state.json": "x"}, "all"])
-def test_malformed_digests_are_rejected(two: tuple[Path, Path], ends: Any) -> None:
+@pytest.mark.parametrize("key", ["ends", ALGORITHM])
+@pytest.mark.parametrize("digests", [[], {}, {"trainer_state.json": "x"}, "all"])
+def test_malformed_digests_are_rejected(two: tuple[Path, Path], key: str, digests: Any) -> None:
     marker = two[1] / "COMPLETE"
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"ends": ends or [1]}))
+    marker.write_text(json.dumps({"files": json.loads(marker.read_text())["files"], key: digests}))
     with pytest.raises(CheckpointError, match=f"{marker}: lists digests and sizes of different files"):
         check_content(two[1])
 

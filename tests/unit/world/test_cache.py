@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dsreason.errors import DataError, StorageError
 from dsreason.world.cache import LatentCache, TextCache, compute_fingerprint
 from dsreason.world.families import FAMILIES, WorldFamily
 from dsreason.world.models import load_vae
+from tests.damage import cut, empty, flip_bit
 
 PROMPTS = ["a red square moves left", "a blue square moves left", "a red square moves right"]
 
@@ -140,6 +143,53 @@ def test_latents_are_encoded_once(tiny_worlds: dict[str, Path], tmp_path: Path) 
     torch.testing.assert_close(latents, codec.encode(clips.float() / 127.5 - 1))
     assert len(list(cache.folder.iterdir())) == 2
     assert torch.equal(LatentCache(None, cache.folder).encode(clips.flip(0)), latents.flip(0))  # type: ignore[arg-type]
+
+
+def test_flipped_bit_in_an_embedding_is_noticed(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
+    cache.encode(PROMPTS[:1])
+    expected, file = cache.read(PROMPTS[:1]), next(cache.folder.iterdir())
+    content = file.read_bytes()
+    for number in range(8 * 8, 8 * len(content), 307):  # behind the header's length, one bit in each 38 bytes
+        file.write_bytes(content)
+        flip_bit(file, number // 8, number % 8)
+        try:
+            cache.check_different(PROMPTS[:1])
+            assert torch.equal(cache.read(PROMPTS[:1]), expected)  # a digest that is not compared was hit
+            assert number // 8 < len(content) - expected.nbytes
+        except StorageError as error:
+            assert f"{file}: " in str(error)  # noqa: PT017 (harmless damage is no error)
+
+
+def test_damage_to_older_entry_is_noticed(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    """Older entries have only a SHA-256."""
+    cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
+    cache.encode(PROMPTS[:1])
+    expected, file = cache.read(PROMPTS[:1]), next(cache.folder.iterdir())
+    with safe_open(file, "pt") as tensors:
+        digest = tensors.metadata()["sha256"]
+    save_file(load_file(file), file, metadata={"sha256": digest})
+    assert torch.equal(cache.read(PROMPTS[:1]), expected)
+    flip_bit(file, -100)
+    with pytest.raises(StorageError, match=r"\.safetensors: is damaged: its values do not match .*; delete it"):
+        cache.read(PROMPTS[:1])
+
+
+@pytest.mark.parametrize("damage", [flip_bit, cut, empty])
+def test_damaged_latents_are_encoded_again(
+    tiny_worlds: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    folder = tiny_worlds["wan"]
+    cache = LatentCache.open(load_vae(folder, "cpu", torch.float32), folder, torch.float32, tmp_path)
+    clips = torch.randint(256, (1, 3, 5, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    latents, file = cache.encode(clips), next(cache.folder.iterdir())
+    damage(file)
+    assert torch.equal(cache.encode(clips), latents)
+    assert f"{file}: " in caplog.text
+    assert "encoded again" in caplog.text
+    caplog.clear()
+    assert torch.equal(cache.encode(clips), latents)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""Digests that show whether a file is still as it was written.
+
+They are XXH3 hashes of 128 bits: one core computes 6 GB/s of them, reading included, but only 1.1 GB/s of SHA-256. They reveal
+accidents, but not forgery, because anyone who can write a file can also write its digest.
+"""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import xxhash
+
+ALGORITHM = "xxh3_128_of_64mib"
+"""Name of the digests of `compute_digest`, under which files list them."""
+PIECE_BYTES = 64 * 1024**2
+"""Size in bytes of the pieces that are hashed at the same time. It is part of the algorithm."""
+CHUNK_BYTES = 256 * 1024
+"""Number of bytes that are read at a time; few enough that they are still in the processor's cache when they are hashed."""
+THREADS = 4
+
+
+def compute_digest(file: Path) -> str:
+    """Compute the digest of a whole file, as hexadecimal digits: that of the digests of its pieces, which threads compute."""
+    with file.open("rb", buffering=0) as content:
+        descriptor = content.fileno()
+        starts = range(0, os.fstat(descriptor).st_size, PIECE_BYTES)
+        if len(starts) <= 1:
+            pieces = [_hash_piece(descriptor, start) for start in starts]
+        else:
+            with ThreadPool(min(THREADS, len(starts))) as threads:
+                pieces = threads.map(lambda start: _hash_piece(descriptor, start), starts, chunksize=1)
+    return compute_bytes_digest(b"".join(pieces))
+
+
+def _hash_piece(descriptor: int, start: int) -> bytes:
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
+    position, end = start, start + PIECE_BYTES
+    while position < end and (size := os.preadv(descriptor, [chunk[: end - position]], position)):
+        digest.update(chunk[:size])
+        position += size
+    return digest.digest()
+
+
+def compute_bytes_digest(content: bytes | memoryview) -> str:
+    """Compute the XXH3 hash of a buffer, as hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(content)

@@ -1,0 +1,136 @@
+"""The marker of a complete folder, which lists the size and the digest of each of its files. This module does not need torch.
+
+COMPLETE    {"files": {"trainer_state.json": 214, …}, "xxh3_128_of_64mib": {"trainer_state.json": "9f0c…", …}}
+
+Older markers have the SHA-256 of the last 64 KiB of each file under "ends" instead, or only sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsreason.checkpoints.digests import ALGORITHM, compute_digest
+from dsreason.errors import CheckpointError
+from dsreason.files.atomic import flush, write_file
+from dsreason.files.disk import hash_end, read_small
+
+MARKER = "COMPLETE"
+STATE_FILE = "trainer_state.json"
+ENDS = "ends"
+KEYS = {"files", "made_of", ALGORITHM, ENDS}
+"""All keys of a marker. Any other key may be one of these with a damaged bit, whose absence would disable a check."""
+HASHES: Mapping[str, Callable[[Path], str]] = {ALGORITHM: compute_digest, ENDS: hash_end}
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The content of a marker."""
+
+    sizes: dict[str, int]
+    """Size in bytes of each file, by its path in the folder."""
+    digests: dict[str, str]
+    """Digest of each file; empty if the marker has none."""
+    kind: str
+    """Kind of the digests, a key of `HASHES`; "" if the marker has none."""
+
+    @property
+    def gaps(self) -> str:
+        """Description of what the check of an older checkpoint does not cover; "" if it covers everything."""
+        if self.kind == ALGORITHM:
+            return ""
+        checked = "its size and its last 64 KiB" if self.kind == ENDS else "its size"
+        return f"an older version wrote it, so only {checked} can be verified of each file"
+
+
+def write_marker(folder: Path, digests: Mapping[str, str] | None = None, **facts: str) -> None:
+    """Write the marker that lists all files of a folder and so declares it complete; also store `facts` in it.
+
+    Args:
+        digests: digests of files that have already been flushed to disk; other files are flushed and hashed here.
+    """
+    digests = digests or {}
+    files = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and path.name != MARKER]
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    for path in {*(path for name, path in names.items() if name not in digests), *(path.parent for path in files)}:
+        flush(path)
+    sizes = {name: path.stat().st_size for name, path in names.items()}
+    digests = {name: digests.get(name) or compute_digest(path) for name, path in names.items()}
+    write_json(folder / MARKER, {**facts, "files": sizes, ALGORITHM: digests})
+
+
+def read_marker(folder: Path) -> Marker:
+    """Read the marker of a folder; raise CheckpointError if it is damaged."""
+    file = folder / MARKER
+    document = read_json(file)
+    if unknown := sorted(document.keys() - KEYS):
+        raise CheckpointError(
+            f"{file}: has the unknown key {unknown[0]!r:.100}, so it is damaged or from a newer version of dsreason; choose "
+            "another checkpoint"
+        )
+    files = document.get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{file}: does not list the checkpoint's files; choose another checkpoint")
+    for name in files:
+        if not (parts := Path(name).parts) or parts[0] == "/" or ".." in parts:
+            raise CheckpointError(
+                f"{file}: lists {name!r:.300}, which is outside the checkpoint folder; choose another checkpoint"
+            )
+    kind = next((kind for kind in HASHES if kind in document), "")
+    digests = document.get(kind, {})
+    if not isinstance(digests, dict) or (kind and digests.keys() != files.keys()):
+        raise CheckpointError(f"{file}: lists digests and sizes of different files; choose another checkpoint")
+    return Marker(files, digests, kind)
+
+
+def check_sizes(folder: Path) -> dict[str, int]:
+    """Check that all files listed in the marker exist with the listed sizes, and return the sizes in bytes by name."""
+    marker = read_marker(folder)
+    for name, size in marker.sizes.items():
+        file = folder / name
+        if not os.path.isfile(file):  # unlike Path.is_file, this returns False for a name that is too long
+            raise CheckpointError(f"{folder}/{name:.300}: is missing; choose another checkpoint")
+        if type(size) is not int or file.stat().st_size != size:
+            raise CheckpointError(
+                f"{file}: has {file.stat().st_size} bytes, but {MARKER} lists {size!r:.100}; choose another checkpoint"
+            )
+    if STATE_FILE not in marker.sizes and (folder / STATE_FILE).exists():
+        raise CheckpointError(f"{folder / MARKER}: does not list {STATE_FILE}; choose another checkpoint")
+    return marker.sizes
+
+
+def check_content(folder: Path, names: Collection[str] | None = None) -> dict[str, int]:
+    """Check sizes with `check_sizes` and then the digests of the files `names` (None: of all), which are read completely."""
+    sizes, marker = check_sizes(folder), read_marker(folder)
+    for name, digest in marker.digests.items():
+        if (names is None or name in names) and hash_file(folder / name, marker.kind) != digest:
+            raise CheckpointError(
+                f"{folder / name}: does not match its digest in {MARKER}: it is damaged or belongs to another checkpoint; "
+                "restore the original file, or choose another checkpoint"
+            )
+    return sizes
+
+
+def hash_file(file: Path, kind: str) -> str:
+    try:
+        return HASHES[kind](file)
+    except OSError as cause:
+        raise CheckpointError(f"{file}: cannot be read ({cause}); choose another checkpoint") from cause
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_file(path, json.dumps(value, indent=1) + "\n", durable=True)
+
+
+def read_json(path: Path, advice: str = "choose another checkpoint") -> dict[str, Any]:
+    try:
+        document = json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError) as cause:
+        raise CheckpointError(f"{path}: cannot be read ({cause}); {advice}") from cause
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: must be a JSON object; got a {type(document).__name__}; {advice}")
+    return document
