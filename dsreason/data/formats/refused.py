@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dsreason.errors import DataError
@@ -59,8 +59,8 @@ SWITCHES = (
     *("train_on_input", "train_on_inputs"),
 )
 """Refused columns and keys that have no effect if they are false."""
-WEIGHTS = ("weight", "weights", "scale")
-"""Ends of refused columns and keys that have no effect if they are 1."""
+WEIGHTS = ("weight", "weights", "scale", "loss", "loss_mask", "train", "trained", "training", "trainable")
+"""Ends of refused columns and keys that have no effect if they are 1 or true."""
 
 
 def check_columns(row: Mapping[str, Any]) -> None:
@@ -101,16 +101,22 @@ def check_loss_keys(items: Mapping[str, Any], location: str, known: Collection[s
             )
 
 
-def check_case(row: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise DataError if a column equals a known one except for its case."""
-    names = set(known)
-    for column in row:
-        name = str(column).lower()
-        if column not in names and name in names and name not in row and not is_blank(row[column]):
-            raise DataError(
-                f"the column {column!r} is unknown; did you mean {name!r}? Rename it, or set data.columns = "
-                f'{{{name} = "{column}"}}'
-            )
+def check_case(row: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise DataError if columns equal known ones except for their case."""
+    names = {
+        str(column).lower(): column
+        for column, value in row.items()
+        if column not in known
+        and str(column).lower() in known
+        and str(column).lower() not in row
+        and not is_blank(value)
+    }
+    if names:
+        mapping = ", ".join(f'{name} = "{column}"' for name, column in names.items())
+        raise DataError(
+            f"the columns {', '.join(names.values())} are unknown; did you mean {', '.join(names)}? Rename them, or set "
+            f"data.columns = {{{mapping}}}"
+        )
 
 
 def is_blank(value: Any) -> bool:

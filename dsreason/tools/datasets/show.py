@@ -56,7 +56,7 @@ def describe_untrained(sample: Sample) -> str:
     """Say why a sample has no trained reply."""
     if any(message["role"] == "assistant" for message in sample.messages):
         return 'every reply is in the prompt or has "loss": false'
-    unread = f"; the row's unread columns are {', '.join(sample.meta)}" if sample.meta else ""
+    unread = f"; the row's other columns are {', '.join(sample.meta)}" if sample.meta else ""
     return (
         "the row has no reply, because columns such as answer, completion, response and output are missing or empty"
         + unread
