@@ -33,12 +33,12 @@ REMEDY = "write the letter or the text of the right option (whether a number cou
 def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
     """Return the accepted answers of a row, and the column that has them.
 
-    A solution or ground truth that is an object or a list of numbers is not read, because no text can equal it; rewards find it
+    A solution or ground truth that is an object or coordinates is not read, because no text can equal it; rewards find it
     in `sample.meta`.
     """
     model = parse_json_text(row.get("reward_model"))
     ground_truth = model.get("ground_truth") if isinstance(model, dict) else None
-    if not is_object(ground_truth) and not is_number_list(ground_truth) and (answers := to_answers(ground_truth)):
+    if not is_object(ground_truth) and not is_coordinates(ground_truth) and (answers := to_answers(ground_truth)):
         return answers, "reward_model"
     for column in COLUMNS:
         value = row.get(column)
@@ -46,19 +46,21 @@ def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
             value = parse_json_text(value)
         if isinstance(value, dict) and isinstance(value.get("text"), list):
             value = value["text"]  # SQuAD
-        if column == "answer" and is_number_list(value):
+        if column == "answer" and is_coordinates(value):
             raise DataError(
                 f"field 'answer' is a list of numbers, {value!r:.100}; write a box or a span as a text, such as "
                 f"\"{value!r:.50}\", or accepted answers to the column 'answers'"
             )
         if column == "answers" and (votes := read_votes(value)):
             return votes, column
-        if (is_object(value) and column != "answer") or (is_number_list(value) and column != "answers"):
+        if (is_object(value) and column != "answer") or (is_coordinates(value) and column != "answers"):
             continue
         if answers := to_answers(value):
             return answers, column
-    column = next((column for column in TEXT_COLUMNS if isinstance(row.get(column), str) and row[column].strip()), None)
-    return ([], None) if column is None else ([row[column]], column)
+    for column in TEXT_COLUMNS:
+        if isinstance(row.get(column), str) and row[column].strip():
+            return [row[column]], column
+    return [], None
 
 
 def read_votes(value: Any) -> list[str]:
@@ -84,9 +86,11 @@ def is_object(value: Any) -> bool:
     return any(isinstance(item, dict | list) for item in items)
 
 
-def is_number_list(value: Any) -> bool:
-    """Return whether a value is a list of two or more numbers, such as a box, a span or a point."""
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(item, int | float) for item in value)
+def is_coordinates(value: Any) -> bool:
+    """Return whether a value is a list of numbers that may be a box or a span; two integers are accepted answers."""
+    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(item, int | float) for item in value):
+        return False
+    return len(value) > 2 or any(isinstance(item, float) for item in value)
 
 
 def to_answers(value: Any) -> list[str]:
