@@ -19,8 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from dsreason.config.schema import SourceConfig
 from dsreason.data.formats.read import get_last_reply
 from dsreason.data.formats.turns import read_messages
@@ -30,7 +28,7 @@ from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.files.archives import unpack
-from dsreason.files.hub import convert_dataset_errors
+from dsreason.files.hub import convert_dataset_errors, fetch_snapshot
 from dsreason.files.own_files import is_inside
 
 SUFFIXES = {"video": (".mp4", ".mov", ".mkv", ".webm", ".avi"), "image": (".jpg", ".jpeg", ".png", ".webp")}
@@ -117,4 +115,4 @@ def group_by_name(files: Iterable[Path], subset: str) -> dict[tuple[str, str], l
 def download(path: str, subset: str, revision: str | None) -> Path:
     patterns = [f"{subset}/clips*", f"{subset}/clips/*"]
     with convert_dataset_errors(path, revision):
-        return Path(snapshot_download(path, repo_type="dataset", revision=revision, allow_patterns=patterns))
+        return fetch_snapshot(path, repo_type="dataset", revision=revision, allow_patterns=patterns)

@@ -30,10 +30,12 @@ class WriterStandIn:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.states: list[TrainerState] = []
         self.pruned: list[tuple[int, set[str]]] = []
 
     def start(self, step: int, state: TrainerState) -> None:
         self.steps.append(step)
+        self.states.append(state)
 
     def wait(self) -> None:
         """No checkpoint is ever complete."""
@@ -96,7 +98,7 @@ def make_run(
     )
     return TrainingRun(
         job=job,
-        engine=None,  # type: ignore[arg-type]
+        engine=SimpleNamespace(global_steps=state.step),  # type: ignore[arg-type]
         metrics=metrics,
         progress=progress,
         memory=MemoryLedger(job.world.device),

@@ -27,7 +27,7 @@ from dsreason.builtin_task import scenes
 from dsreason.builtin_task.scenes import COLOURS, COUNTS, DIRECTIONS, Frames
 from dsreason.errors import DataError
 from dsreason.files.atomic import build_once
-from dsreason.files.cache import convert_cache_errors, get_cache_dir
+from dsreason.files.cache import build_copy, convert_cache_errors, get_cache_dir
 from dsreason.files.disk import read_json_object
 
 VERSION = 2
@@ -121,7 +121,7 @@ def get_builtin_folder() -> Path:
     """Return the cache folder of the task in its default size; generate the task if it is missing."""
     folder = get_cache_dir() / f"builtin-{VERSION}"
     with convert_cache_errors(folder, "DSREASON_CACHE"):
-        return write_builtin(folder)
+        return build_copy(folder, write_builtin)
 
 
 def draw_task(folder: Path, facts: dict[str, int]) -> None:

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoProcessor
 
 from dsreason.checkpoints.adapter import Merge, iter_weights_with_adapters, write_adapter
 from dsreason.checkpoints.checkpoint_folder import CARD, STATE_FILE, SavedAdapter, check_content, read_checkpoint
+from dsreason.checkpoints.export_folder import check_target, copy_base_files, write_folder_atomically
 from dsreason.checkpoints.model_card import CardScore, build_model_card
 from dsreason.checkpoints.processor_limits import ProcessorLimits, compute_limits, write_limits
 from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors
-from dsreason.checkpoints.trained_vision import VISION_FILE, TrainedVision, read_run_vision
+from dsreason.checkpoints.trained_vision import TrainedVision, read_run_vision
+from dsreason.config.output import find_run_record
 from dsreason.engine.merged import iter_unmerged_parameters
-from dsreason.errors import CheckpointError, ConfigError, SaveError
+from dsreason.errors import CheckpointError, ConfigError
 from dsreason.families import get_family
-from dsreason.files.disk import remove
 from dsreason.job.ranks import World, run_on_rank_zero, share_errors
 from dsreason.models.generation import add_turn_end
 from dsreason.models.load import read_model_config
 
-WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 HEADER_BYTES = 160
 """Maximum size in bytes of a tensor's entry in a safetensors header, not counting its name."""
@@ -56,6 +53,8 @@ def write_model_folder(
     merge: Merge | None = None,
     card: Callable[[], str] | None = None,
     limits: ProcessorLimits | None = None,
+    trust_remote_code: bool = False,
+    durable: bool = True,
 ) -> Path:
     """Write `tensors` as safetensors files, and copy the config, tokenizer and processor files of `source`.
 
@@ -68,15 +67,19 @@ def write_model_folder(
         merge: the merge that yields `tensors`, if the model has adapters, which are then also written separately.
         card: function that returns the text of the model card; called after all other files have been written.
         limits: limits of training for the processor's files; None copies them unchanged.
+        trust_remote_code: whether to copy the Python files of `source`, too.
+        durable: whether to write digests and sync the files to disk; False for a folder that is deleted after use.
 
     Raises:
-        CheckpointError: `output` is not empty, or `source` is not a model folder.
+        CheckpointError: `output` is not empty, `source` is not a model folder, or a file of it is a link that leaves it.
+        ConfigError: another process is writing `output`.
         SaveError: the folder cannot be written; it has been removed.
     """
     max_bytes = parse_size(max_shard_size)
     check_target(source, output)
-    with write_folder_atomically(output) as partial:
-        copy_small_files(source, partial, dtype)
+    with write_folder_atomically(output, durable=durable) as partial:
+        copy_base_files(source, partial, with_code=trust_remote_code)
+        set_config_dtype(partial / "config.json", dtype)
         add_turn_end(partial, read_model_config(source))
         if limits is not None:
             limits.trained.write(partial)
@@ -98,51 +101,12 @@ def rename_for_export(tensors: Iterable[tuple[str, Tensor]], source: Path) -> It
         yield family.to_exported_name(name), tensor
 
 
-@contextmanager
-def write_folder_atomically(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `output` once the block has succeeded.
-
-    Raises:
-        SaveError: the folder cannot be written; it has been removed.
-    """
-    if output.is_symlink() or output.is_dir():
-        output = Path(os.path.realpath(output))  # replace the target, so that a link to another disk remains a link
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        remove(partial)
-        partial.mkdir(parents=True)
-        yield partial
-        if output.exists():
-            output.rmdir()
-        partial.rename(output)
-    except (OSError, SafetensorError) as error:
-        raise SaveError(f"{output}: cannot be written ({error}); free disk space, or choose another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_target(source: Path, output: Path) -> None:
-    check_target_empty(output)
-    if not (source / "config.json").is_file():
-        raise CheckpointError(
-            f"{source}: config.json is missing from this folder, which the model was loaded from; restore the base model"
-        )
-
-
-def check_target_empty(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: exists and is not empty; remove it, or choose another output folder")
-
-
-def copy_small_files(source: Path, output: Path, dtype: str) -> None:
-    """Copy all files but weights, model card and vision settings, such as the tokenizer, and set the dtype in config.json."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not WEIGHTS.fullmatch(path.name) and path.name != VISION_FILE:
-            shutil.copyfile(path, output / path.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+def set_config_dtype(file: Path, dtype: str) -> None:
+    """Set the dtype of the weights in a copied config.json."""
+    config = json.loads(file.read_text(encoding="utf-8"))
     config.setdefault("dtype", None)
     config = set_dtype(config, str(DTYPES[dtype]).removeprefix("torch."))
-    (output / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def set_dtype(config: Any, dtype: str) -> Any:
@@ -209,6 +173,7 @@ def export_engine(
     step: int = 0,
     adapter: SavedAdapter | None = None,
     vision: TrainedVision | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Export the policy that is being trained. Collective; rank 0 writes the files.
 
@@ -219,6 +184,7 @@ def export_engine(
         step: step of the weights, for the model card.
         adapter: description of the adapter, which is then also written separately; None if the model has no adapter.
         vision: vision settings of training, for the processor's files; None copies them unchanged.
+        trust_remote_code: whether to copy the Python files of `source`, too.
     """
     weights = iter_unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
     run_on_rank_zero(lambda: check_target(source, output))
@@ -239,6 +205,7 @@ def export_engine(
                         run, step, dtype=dtype, adapter=merge.summary, vision=limits.describe() if limits else {}
                     ),
                     limits=limits,
+                    trust_remote_code=trust_remote_code,
                 )
         finally:
             # All ranks must take part in gathering every tensor; on rank 0 tensors remain only if writing has failed.
@@ -254,12 +221,14 @@ def export_checkpoint(
     dtype: str = "auto",
     max_shard_size: str = "4GB",
     scores: Sequence[CardScore] = (),
+    durable: bool = True,
 ) -> Path:
     """Export the model of a saved checkpoint in a single process, without loading the model or starting ranks.
 
     Args:
         dtype: precision of the weights: "bf16", "fp32", or "auto" for the precision of the run.
         scores: evaluation scores for the model card.
+        durable: whether to write digests and sync the files to disk; False for a folder that is deleted after use.
     """
     saved = read_checkpoint(checkpoint)
     check_content(checkpoint)
@@ -285,7 +254,16 @@ def export_checkpoint(
             run, step, dtype=dtype, scores=scores, adapter=merge.summary, vision=limits.describe() if limits else {}
         ),
         limits=limits,
+        trust_remote_code=trusts_remote_code(run),
+        durable=durable,
     )
+
+
+def trusts_remote_code(run: Path) -> bool:
+    """Return whether the run was started with `model.trust_remote_code`; False if its folder has no record of that."""
+    record = find_run_record(run)
+    model = record["config"].get("model") if record else None
+    return isinstance(model, dict) and model.get("trust_remote_code") is True
 
 
 def find_limits(source: Path, trained: TrainedVision | None, run: Path | None) -> ProcessorLimits | None:
@@ -300,4 +278,5 @@ def find_limits(source: Path, trained: TrainedVision | None, run: Path | None) -
         trained = read_run_vision(run)
     if trained is None:
         return None
+    # Never run code here: a checkpoint from somebody else names the folder.
     return compute_limits(AutoProcessor.from_pretrained(source, trust_remote_code=False), trained, family)

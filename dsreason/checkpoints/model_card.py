@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -92,7 +93,7 @@ def build_model_card(
 def read_run_record(run: Path) -> dict[str, Any]:
     """Read `config.json` of a run; return {} if the file is missing or invalid."""
     file = run / CONFIG_FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
     try:
         return read_record(run)
@@ -134,7 +135,12 @@ def to_strings(value: Any) -> list[str]:
 
 def read_validation_metrics(file: Path, step: int) -> dict[str, float]:
     """Return the `val/…` metrics of the last validation at or before `step`."""
-    for line in reversed(read_lines(file, last_step=step)):
+    try:
+        lines = read_lines(file, last_step=step)
+    except OSError as error:  # export the weights even if the card is incomplete
+        log.warning("%s: cannot be read (%s); the model card omits the metrics", file, error.strerror)
+        return {}
+    for line in reversed(lines):
         if values := {name: value for name, value in line.items() if name.startswith("val/") and value is not None}:
             return values
     return {}

@@ -13,7 +13,7 @@ from dsreason.checkpoints.checkpoint_folder import find_newer_checkpoint
 from dsreason.cli.job import ConfigOption, NprocOption, SetOption
 from dsreason.config.keys import split_unknown
 from dsreason.config.load import load_config, read_config, read_values, to_toml
-from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, find_run_record
+from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, read_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.files.disk import check_writable
@@ -153,10 +153,26 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
         )  # the file is a run's config.json
         return WorldSource(values, str(config), [f"--config={config}"]) if is_world(values) else None
     for folder in list_possible_runs(Path(model).expanduser()) if model else ():
-        values = (find_run_record(folder) or {}).get("config", {})
+        values = read_recorded_values(folder)
         if "world" in values:
             return WorldSource(values, str(folder / CONFIG_FILE), [])
     return None
+
+
+def read_recorded_values(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the run in `folder`; {} if it has no `config.json`, or that of a model.
+
+    Raises:
+        ConfigError: the file of a run is damaged.
+    """
+    try:
+        return dict(read_record(folder)["config"])
+    except (OSError, ValueError, RecursionError) as error:
+        if (folder / CHECKPOINTS).is_dir() and os.path.lexists(folder / CONFIG_FILE):
+            raise ConfigError(
+                f"{folder / CONFIG_FILE}: is not a valid run configuration ({error}); restore it, or pass --config"
+            ) from None
+        return {}
 
 
 def list_possible_runs(path: Path) -> list[Path]:

@@ -11,6 +11,8 @@ import typer
 from dsreason.config.output import find_run_record
 from dsreason.errors import CheckpointError
 from dsreason.files.disk import check_writable
+from dsreason.files.lock import check_not_in_use
+from dsreason.files.step_names import is_step_name
 from dsreason.imports import make_imports_fast
 from dsreason.job import launch
 from dsreason.screen import print_message
@@ -30,6 +32,7 @@ def export(
 ) -> None:
     """Export a checkpoint to a Hugging Face folder for transformers and vLLM, or for diffusers if it is a world model."""
     check_writable(Path(os.path.realpath(output)).parent, "--output")  # if --output is a link, this checks its target
+    check_run_does_not_write(output)
     launch.prepare_environment()  # must precede the imports below, which load torch and DeepSpeed
     with make_imports_fast():
         from dsreason.checkpoints.export import export_checkpoint
@@ -55,6 +58,13 @@ def export(
         scores = read_accuracies(results_dir) if results_dir else ()
         export_checkpoint(checkpoint_folder, output, dtype=dtype, max_shard_size=max_shard_size, scores=scores)
     print_message(f"exported to {output}", err=True)
+
+
+def check_run_does_not_write(output: Path) -> None:
+    """Raise ConfigError if a run that is in progress writes, replaces or deletes this export itself."""
+    exports = output.absolute().parent
+    if exports.name == "export" and (output.name == "final" or is_step_name(output.name)):
+        check_not_in_use(exports.parent)
 
 
 def is_world_checkpoint(checkpoint: Path) -> bool:

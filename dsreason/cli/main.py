@@ -23,6 +23,7 @@ from dsreason.job import launch, signals
 from dsreason.job.failures import format_crash
 from dsreason.screen import print_message, wrap_terminal, write
 from dsreason.secrets import HidingFormatter, VisibleRecord
+from dsreason.stopping import get_stop_signal
 
 app = typer.Typer(
     help="Train reasoning vision-language models with DeepSpeed ZeRO-3.",
@@ -84,7 +85,7 @@ def main() -> None:
         print_message(f"stopped by {stop}", err=True)
         sys.exit(Stopped.exit_code)
     except Exception as error:  # noqa: BLE001 (an excepthook would be replaced by Typer's own)
-        if signals.STOPPED_BY:
-            print_message(f"stopped by {signals.STOPPED_BY[0]}", err=True)
+        if (name := get_stop_signal()) and not launch.is_rank():  # the error of a rank says what is saved
+            print_message(f"stopped by {name}", err=True)
             sys.exit(Stopped.exit_code)
         sys.exit(launch.report(error))

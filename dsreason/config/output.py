@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, StrictStr, ValidationError
 
 from dsreason.config.load import dump_config
 from dsreason.config.schema import JobConfig
@@ -16,11 +17,12 @@ from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import check_writable, read_small
 from dsreason.files.lock import check_not_in_use
+from dsreason.problems import describe_first_problem, is_nested_deeper
 from dsreason.secrets import hide_in_json
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
-FOLDERS = (CHECKPOINTS, "export", "logs", "profile", "tensorboard", "validation")
+FOLDERS = (CHECKPOINTS, "export", "logs", "nonfinite", "profile", "rollouts", "tensorboard", "validation", "wandb")
 
 OF_ONE_COMMAND = ("grpo", "dpo", "world")
 """Configuration sections that exist only for the command of the same name; SFT has none of them."""
@@ -38,6 +40,33 @@ MAY_DIFFER = frozenset(
     }
 )
 """Keys that a resumed run may change, because they affect speed or memory use, but not the result."""
+
+
+class Source(BaseModel):
+    """What is read of a section that names a model or data."""
+
+    path: StrictStr = ""
+
+
+class DataRecord(Source):
+    """What is read of the section `data`."""
+
+    sources: list[Source] = []
+
+
+class ConfigRecord(BaseModel):
+    """What is read of the configuration in a run's record."""
+
+    model: Source = Source()
+    data: DataRecord = DataRecord()
+
+
+class RunRecord(BaseModel):
+    """What is read of a run's record; those of older versions have fewer fields."""
+
+    config: ConfigRecord
+    command: list[StrictStr] = []
+    versions: dict[str, StrictStr] = {}
 
 
 def build_default_output_dir(command: str) -> Path:
@@ -107,21 +136,34 @@ def read_record(folder: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError, RecursionError: the file cannot be read, or does not describe a run.
     """
-    record = json.loads(read_small(folder / CONFIG_FILE))
+    record = json.loads(read_small(folder / CONFIG_FILE), parse_constant=_refuse_constant)
     if not (isinstance(record, dict) and isinstance(record.get("config"), dict)):
         raise ValueError('it has no "config" object')
-    return record
+    if is_nested_deeper(record):
+        raise ValueError("it is nested too deeply")
+    try:
+        RunRecord.model_validate(record)
+    except ValidationError as error:
+        raise ValueError(describe_first_problem(error)) from None
+    return dict(record)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it contains {name}")
 
 
 def read_run_config(folder: Path) -> dict[str, Any] | None:
     """Return the configuration of the run in `folder`; None if the folder has no `config.json`."""
     file = folder / CONFIG_FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
     try:
         return dict(read_record(folder)["config"])
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: is not a valid run configuration ({error}); choose another --output-dir") from None
+        raise ConfigError(
+            f"{file}: is not a valid run configuration ({error}); restore it, remove it to continue without comparing "
+            "settings, or choose another --output-dir"
+        ) from None
 
 
 def _find_run(checkpoint: Path) -> Path:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from dsreason.config.schema import RunConfig
 from dsreason.config.schema_data import DataConfig
@@ -28,14 +29,17 @@ from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.micro_batches import Exchange, align_batches, compute_work, cut_samples, make_batch
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
-from dsreason.errors import DataError, DsReasonError
+from dsreason.errors import DataError, DsReasonError, Stopped
 from dsreason.job.failures import convert_dead_worker_error
 from dsreason.job.part_of import PartOf
 from dsreason.monitor.flops import Work
 from dsreason.screen import print_message
+from dsreason.stopping import POLL_S, check_stop
 
 T = TypeVar("T")
 
+TIMED_OUT = "DataLoader timed out"
+"""Beginning of torch's error if a worker has no item in time; the loader can then be asked again for the same item."""
 START_SECONDS = 120.0
 """Maximum number of seconds that a data worker may take to start; normally it takes milliseconds."""
 
@@ -111,12 +115,19 @@ class StepLoader:
     """Token count of every row measured so far, by row index; equal on all ranks."""
     exchange_seconds: float = field(default=0.0, init=False)
     """Number of seconds spent in collectives during the current step."""
+    has_failed: bool = field(default=False, init=False)
+    """Whether an exchange has failed, so that every rank raises its error."""
 
     def __iter__(self) -> Iterator[StepBatches]:
         shares = decode_ahead(self._encode_share(), self._assign_rows(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
             started, self.exchange_seconds = time.perf_counter(), 0.0
-            share = next(shares)
+            try:
+                share = next(shares)
+            except DsReasonError as error:
+                if not self.has_failed:  # the other ranks do not know the error yet
+                    self._exchange(error)
+                raise
             waited = time.perf_counter() - started - self.exchange_seconds
             yield self._step_batches(step, share, waited)
 
@@ -126,9 +137,9 @@ class StepLoader:
 
     def _exchange(self, value: Any) -> list[Any]:
         """Exchange a value, and time this separately: a collective waits for other ranks, not for this rank's data."""
-        started = time.perf_counter()
-        values = self.exchange(value)
-        self.exchange_seconds += time.perf_counter() - started
+        started, self.has_failed = time.perf_counter(), True
+        values = exchange_or_raise(self.exchange, value)
+        self.exchange_seconds, self.has_failed = self.exchange_seconds + time.perf_counter() - started, False
         return values
 
     def _assign_rows(self) -> Iterator[list[int]]:
@@ -243,6 +254,15 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, ro
     )
 
 
+def exchange_or_raise(exchange: Exchange, value: T | DsReasonError) -> list[T]:
+    """Return the values of all ranks, or raise on every rank the error of the first rank that passes one. Collective."""
+    values = exchange(value)
+    for rank_value in values:
+        if isinstance(rank_value, DsReasonError):
+            raise rank_value
+    return values
+
+
 def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[list[int]]:
     """Assign samples to ranks, longest first, each to the rank with the smallest total length; return the indices per rank.
 
@@ -280,6 +300,7 @@ def run_in_workers(
 
     Raises:
         DsReasonError: `work` raised it, or a worker died.
+        Stopped: this process was asked to stop while it waited for a worker.
     """
     started = RawArray("b", workers) if workers else ()
     loader = DataLoader(
@@ -290,13 +311,14 @@ def run_in_workers(
         collate_fn=lambda item: item,
         generator=torch.Generator(),  # the default would draw from the trainer's generator
         prefetch_factor=ahead,
+        timeout=POLL_S if workers else 0,
         worker_init_fn=partial(start_worker, started) if workers else None,
     )
     try:
         items = iter(loader)
         if workers:
             wait_for_start(items._workers, started)  # type: ignore[attr-defined]  # exists because workers > 0
-        for item in items:
+        for item in wait_for_items(items):
             if isinstance(item, DsReasonError):
                 raise item
             yield item
@@ -304,6 +326,33 @@ def run_in_workers(
         if (readable_error := convert_dead_worker_error(error)) is error:
             raise
         raise readable_error from error
+
+
+def wait_for_items(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items of a loader with a timeout, however long they take; raise Stopped if this process is asked to stop."""
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if not str(error).startswith(TIMED_OUT):
+                raise
+            try:
+                check_stop()
+            except Stopped:
+                kill_workers(items)
+                raise
+            continue
+        yield item
+
+
+def kill_workers(loader: Any) -> None:
+    """Kill the workers of a loader, which may hang. torch would wait for each one for 5 s, and report its death as an error."""
+    signal_handling._remove_worker_pids(id(loader))
+    loader._worker_pids_set = False
+    for process in loader._workers:
+        process.kill()
 
 
 def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> None:

@@ -9,12 +9,12 @@ from functools import partial
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.loader import decode_ahead, find_fatal_error, read_rows, take_group_values
+from dsreason.data.loader import decode_ahead, exchange_or_raise, find_fatal_error, read_rows, take_group_values
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
-from dsreason.errors import DataError
+from dsreason.errors import DataError, DsReasonError
 from dsreason.job.part_of import PartOf
 
 Check = Callable[[Sample], None]
@@ -68,7 +68,12 @@ class PromptLoader:
         shares = (self.order.indices(batch)[self._places] for batch in itertools.count(self.start))
         batches = decode_ahead(read, shares, self.config.data)
         for batch in itertools.count(self.start):
-            yield self._build_prompts(batch, next(batches))
+            try:
+                items = next(batches)
+            except DsReasonError as error:
+                exchange_or_raise(self.exchange, error)
+                raise
+            yield self._build_prompts(batch, items)
 
     @property
     def _places(self) -> slice:
@@ -77,7 +82,8 @@ class PromptLoader:
 
     def _build_prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
         bad = [item for item in items if isinstance(item, DataError)]
-        ranks = self.exchange((find_fatal_error(bad, self.config), [str(error) for error in bad]))
+        fatal, texts = find_fatal_error(bad, self.config), [str(error) for error in bad]
+        ranks = exchange_or_raise(self.exchange, (fatal, texts))
         for error, _ in ranks:  # every rank raises, so that no rank keeps waiting
             if error is not None:
                 raise DataError(error)

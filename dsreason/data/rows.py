@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from dsreason.data.formats.data_files import (
 )
 from dsreason.data.formats.data_files import JSON_SUFFIXES as JSON_SUFFIXES
 from dsreason.data.formats.data_files import is_data_file as is_data_file
+from dsreason.data.formats.tables import load_intact_table
 from dsreason.data.options import format_options as format_options  # adapters import these names from here
 from dsreason.data.options import option_lines as option_lines
 from dsreason.data.options import options_field as options_field
@@ -372,9 +374,8 @@ def _load_table(
         if data_files is not None and kind in TEXT_BUILDERS:
             for file in dict.fromkeys(file for files in data_files.values() for file in files):
                 _check_text(Path(file))
-        table = datasets.load_dataset(
-            path, data.subset, data_files=data_files, split=data.split, revision=data.revision, **options
-        )
+        read = partial(datasets.load_dataset, path, data.subset, data_files=data_files, split=data.split)
+        table = load_intact_table(name, lambda mode: read(revision=data.revision, download_mode=mode, **options))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise DataError(

@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
+from dsreason.checkpoints.export_digests import check_digests
 from dsreason.checkpoints.shards import DTYPES
 from dsreason.checkpoints.trained_vision import read_trained_vision
 from dsreason.config.schema import ModelConfig
@@ -182,7 +183,9 @@ def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], N
         if own_weights is not None and is_checkpoint(own_weights):
             say(f"exporting {own_weights} …")
             return stack.enter_context(export_temporarily(own_weights, Path(tempfile.gettempdir()), settings.dtype))
-        return resolve_model(ModelConfig(path=str(own_weights or settings.model)), get_cache_dir() / "models")
+        folder = resolve_model(ModelConfig(path=str(own_weights or settings.model)), get_cache_dir() / "models")
+        check_digests(folder)
+        return folder
     except CheckpointError as error:
         raise CheckpointError(str(error).replace("model.path", "--model", 1)) from None
 

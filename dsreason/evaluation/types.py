@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pydantic import StrictBool
+from pydantic import FiniteFloat, StrictBool
 
 from dsreason.data.types import Sample
 from dsreason.text import QuestionKind
@@ -70,12 +70,12 @@ class Result:
     finish_reason: str
     """`stop`, `length`, or "" if there is no answer."""
     completion_tokens: int
-    seconds: float
+    seconds: FiniteFloat
     """Seconds from the last request for the question (or its batch) to the answer."""
     error: str | None = None
     """Reason why the answer is missing, such as an unreadable clip or a failed request; None if there is an answer. The next
     evaluation asks the question again."""
-    scores: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, FiniteFloat] = field(default_factory=dict)
     """Scores by name: `bleu`, `rougeL` and others for free texts, and the score of a user's scorer."""
     graded_by: str = KIND
     """Rule that determined `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""

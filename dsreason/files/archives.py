@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import logging
 import lzma
 import os
 import re
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from dsreason.errors import DISK_ERRORS, DataError, StorageError
-from dsreason.files.atomic import build_once, write_file
-from dsreason.files.cache import convert_cache_errors, get_cache_dir
+from dsreason.files.atomic import write_file
+from dsreason.files.cache import build_copy, convert_cache_errors, get_cache_dir
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
@@ -83,13 +86,19 @@ def write_embedded(content: bytes, suffix: str = "") -> Path:
 def write_cached(content: bytes, suffix: str) -> Path:
     """Write the content to a file in the media cache, named after its hash and `suffix`, and return the path.
 
-    Several processes may call this function at the same time. Raise StorageError if the cache cannot be written.
+    Several processes may call this function at the same time. A file with other content is damaged and is replaced.
+
+    Raises:
+        StorageError: the cache is not writable.
     """
     name = hashlib.sha256(content).hexdigest()
     file = get_media_cache() / "media" / name[:2] / f"{name}{suffix}"
-    if not file.is_file():
-        with convert_cache_errors(file, "COSMOS_CACHE"):
+    with convert_cache_errors(file, "COSMOS_CACHE"):
+        if not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, content)
+        elif file.stat().st_size != len(content) or file.read_bytes() != content:
+            log.warning("%s: was damaged after it was unpacked, so it is written again", file)
             write_file(file, content)
     return file
 
@@ -98,7 +107,7 @@ def unpack(archive: Path) -> Path:
     """Unpack an archive once into `$COSMOS_CACHE` or the cache folder, and return the folder of its members.
 
     Several processes may call this function at the same time. An archive whose size or modification time has changed is
-    unpacked again.
+    unpacked again, and so is one of whose members the copy was damaged.
 
     Raises:
         DataError: the archive is damaged, or a member would be written outside the folder.
@@ -113,7 +122,7 @@ def unpack(archive: Path) -> Path:
         extract(archive, partial)
 
     with convert_cache_errors(folder, "COSMOS_CACHE"):
-        return build_once(folder, extract_from_scratch)
+        return build_copy(folder, extract_from_scratch)
 
 
 def extract(archive: Path, folder: Path) -> None:
@@ -228,7 +237,7 @@ def unpack_file(file: Path) -> Path:
             raise
 
     with convert_cache_errors(folder, "COSMOS_CACHE"):
-        return build_once(folder, write_content) / file.stem
+        return build_copy(folder, write_content) / file.stem
 
 
 class Budget:

@@ -47,15 +47,22 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
     """Return `folder`; if it does not exist, create it with `build`, which fills a temporary folder that is then renamed.
 
     One process builds the folder while others wait. A `build` that fails leaves its temporary folder behind for the next one to
-    continue. All folders in a cache share 256 lock files, because one per folder would leave too many files behind.
+    continue.
     """
     if not folder.is_dir():
-        locks = folder.parent / ".locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        with (locks / folder.name[-2:]).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with hold_lock(folder):
             if not folder.is_dir():
                 partial = folder.with_name(f"{folder.name}.partial")
                 build(partial)
                 partial.rename(folder)
     return folder
+
+
+@contextmanager
+def hold_lock(folder: Path) -> Iterator[None]:
+    """Keep other processes from building this folder. All folders in a cache share 256 lock files."""
+    locks = folder.parent / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / folder.name[-2:]).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,14 +1,47 @@
-"""The cache folder for files that can be recreated: tiny models, the built-in task and unpacked archives."""
+"""The cache folder for files that can be recreated: tiny models, the built-in task and unpacked archives.
+
+Copies and unpacked files are compared with a record of their sizes, times and hashes when they are used, because a copy that has
+lost its end would be used forever.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from dsreason.errors import ConfigError, StorageError
-from dsreason.files.disk import to_os_error
+from dsreason.files.atomic import build_once, hold_lock, write_file
+from dsreason.files.disk import compute_sha256, read_small, remove, to_os_error
+
+log = logging.getLogger(__name__)
+
+RECORDS = ".records"
+"""Name of the folder with the records, which is next to the copies."""
+MOST_RECORD_BYTES = 2**30
+PARALLEL = 8
+"""Number of files that are read at the same time."""
+ROOT = Path("/")
+
+
+class FileRecord(NamedTuple):
+    """What is known of a file since it was written. Any later write changes its times; copying the cache changes them, too."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    sha256: str
+
+
+RECORD = TypeAdapter(dict[str, FileRecord])
 
 
 def get_cache_dir() -> Path:
@@ -36,3 +69,84 @@ def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
         raise StorageError(
             f"{path}: cannot be written: {cause}; free disk space, or set {variable} to another folder"
         ) from error
+
+
+def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
+    """Return `folder` as `build_once` does, but build it again, with a warning, if one of its files was damaged in the meantime.
+
+    The files are compared with a record that was written when the folder was built, see `find_damage`. A folder without a
+    record is built again.
+    """
+    record = folder.parent / RECORDS / f"{folder.name}.json"
+
+    def build_and_record(partial: Path) -> None:
+        build(partial)
+        write_record(record, record_folder(partial))
+
+    if folder.is_dir() and find_damage(record, folder):
+        with hold_lock(folder):
+            # another process may have built it while this one waited
+            if folder.is_dir() and (damage := find_damage(record, folder)):
+                log.warning("%s: %s, so this copy is made again", folder, damage)
+                remove(folder)
+    return build_once(folder, build_and_record)
+
+
+def record_folder(folder: Path) -> dict[str, FileRecord]:
+    """Read all regular files in a folder and return their records by relative path. Links are left out."""
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return record_files((str(file.relative_to(folder)) for file in files if stat.S_ISREG(file.lstat().st_mode)), folder)
+
+
+def record_files(names: Iterable[str], folder: Path = ROOT) -> dict[str, FileRecord]:
+    """Read the files, several at once, and return their records by name; `names` are relative to `folder`."""
+    listed = [*names]
+    if len(listed) < 2:
+        return {name: record_file(folder / name) for name in listed}
+    with ThreadPool(PARALLEL) as threads:
+        return dict(zip(listed, threads.imap(lambda name: record_file(folder / name), listed), strict=True))
+
+
+def record_file(file: Path) -> FileRecord:
+    status = file.stat()
+    return FileRecord(status.st_size, status.st_mtime_ns, status.st_ctime_ns, compute_sha256(file))
+
+
+def read_record(record: Path) -> dict[str, FileRecord] | None:
+    """Return the records in a file; None if it is missing or damaged."""
+    try:
+        return RECORD.validate_json(read_small(record, MOST_RECORD_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def write_record(record: Path, files: Mapping[str, FileRecord]) -> None:
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_file(record, json.dumps(files))
+
+
+def find_damage(record: Path, folder: Path = ROOT) -> str | None:
+    """Describe the first file that differs from its record, or return None. Files without a record are no damage.
+
+    Sizes and times are compared; content is read only if nothing but times differ.
+    """
+    recorded = read_record(record)
+    if recorded is None:
+        return "has no valid record of its files"
+    touched = []
+    for name, before in recorded.items():
+        try:
+            status = os.lstat(os.path.join(folder, name))
+        except OSError:
+            return f"{name} is missing"
+        if status.st_size != before.size or not stat.S_ISREG(status.st_mode):
+            return f"{name} has {status.st_size} bytes instead of {before.size}"
+        if (status.st_mtime_ns, status.st_ctime_ns) != (before.mtime_ns, before.ctime_ns):
+            touched.append(name)
+    current = record_files(touched, folder)
+    if changed := next((name for name in touched if current[name].sha256 != recorded[name].sha256), None):
+        return f"the content of {changed} has changed"
+    if touched:
+        with suppress(OSError):  # the cache may be read-only; then each process reads the content
+            write_record(record, recorded | current)
+    return None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -13,11 +15,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dsreason.errors import ConfigError
+from pydantic import TypeAdapter, ValidationError
+
+from dsreason.errors import CheckpointError, ConfigError
+from dsreason.files.atomic import write_file
+from dsreason.problems import describe_first_problem, describe_parse_error
+
+log = logging.getLogger(__name__)
 
 MOST_BYTES = 64 * 1024**2
 """Maximum size, in bytes, of a small file written by dsreason: a lock, a marker or a run's `config.json`."""
+MOST_REPORT_BYTES = 2**32
+"""Maximum size, in bytes, of a report that is read again, such as `metrics.jsonl`."""
 END_BYTES = 64 * 1024
+BLOCK_BYTES = 1024 * 1024
 
 
 def to_os_error(error: Exception) -> OSError | None:
@@ -58,16 +69,52 @@ def read_small(file: Path, max_bytes: int | None = None) -> bytes:
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as opened:
         check_regular(descriptor, file)
-        content = opened.read(max_bytes + 1)
+        content = bytearray()  # read in blocks, because `read` allocates what it is asked for
+        while len(content) <= max_bytes and (block := opened.read(min(BLOCK_BYTES, max_bytes + 1))):
+            content += block
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"is larger than the maximum of {max_bytes} bytes", str(file))
-    return content
+    return bytes(content)
 
 
 def check_regular(opened: int | Path, file: Path) -> None:
     """Raise OSError unless `opened`, an open file descriptor or a path, is a regular file."""
     if not stat.S_ISREG(os.stat(opened).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(file))
+
+
+def set_aside(path: Path, reason: str) -> None:
+    """Rename what is in the place of a report that is to be written, and log a warning with the reason."""
+    names = (path.with_name(f"{path.name}.{number}.unusable") for number in itertools.count(1))
+    place = next(name for name in names if not os.path.lexists(name))
+    path.rename(place)
+    log.warning("%s: %s, so it was renamed to %s; a new file is written", path, reason, place.name)
+
+
+def write_report(file: Path, content: str | bytes) -> None:
+    """Write a file like `write_file`; a folder in its place is renamed, because a report must not end a run."""
+    if file.is_dir() and not file.is_symlink():
+        set_aside(file, "is a folder")
+    write_file(file, content)
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a link in the folder leaves it, because the link's target may be private."""
+    for path in folder.rglob("*"):
+        check_link(path, folder)
+
+
+def check_link(path: Path, folder: Path) -> None:
+    """Raise CheckpointError if `path`, which is in `folder`, leads out of it, itself or through a linked folder on the way.
+
+    In the cache of the Hugging Face Hub, the files in `snapshots/<revision>/` are links to `blobs/` beside it; they are allowed.
+    """
+    target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    blobs = [place.parent.parent / "blobs" for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    if not (target.is_relative_to(root) or target.parent in blobs):
+        raise CheckpointError(
+            f"{path}: is a link to {target}, which is outside the folder; replace the link with the file itself"
+        )
 
 
 def remove(path: Path) -> None:
@@ -121,3 +168,27 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def read_valid_lines(file: Path, schema: TypeAdapter[Any]) -> tuple[list[dict[str, Any]], str]:
+    """Read the objects in a JSON Lines file that fit `schema`, and describe what is wrong with the other lines ("": nothing).
+
+    `splitlines` would also split at characters such as U+2028, which JSON does not escape.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
+    rows, problems = list[dict[str, Any]](), list[str]()
+    for number, line in enumerate(read_small(file, MOST_REPORT_BYTES).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            schema.validate_python(row, strict=True)
+            rows.append(row)
+        except ValidationError as error:
+            problems.append(f"line {number}: {describe_first_problem(error)}")
+        except (ValueError, RecursionError) as error:
+            problems.append(f"line {number}: {describe_parse_error(error)}")
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return rows, f"{problems[0]}{more}" if problems else ""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsreason.errors import ConfigError
 from dsreason.secrets import quiet_libraries
+from dsreason.stopping import wait_for_result
 
 if TYPE_CHECKING:
     import httpx2
@@ -128,11 +129,15 @@ def ask(
 
 
 def wait_for(request: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the shared event loop, from any thread, and return its result."""
+    """Run a coroutine on the shared event loop, from any thread, and return its result.
+
+    Raises:
+        Stopped: this process was asked to stop; the request is cancelled.
+    """
     future = asyncio.run_coroutine_threadsafe(request, get_loop(os.getpid()))
     try:
-        return future.result()
-    except BaseException:  # KeyboardInterrupt must cancel the request, too
+        return wait_for_result(future)
+    except BaseException:  # a stop request and KeyboardInterrupt must cancel the request, too
         future.cancel()
         raise
 

@@ -1,12 +1,17 @@
-"""Functions that convert errors of huggingface_hub to errors with advice for the user."""
+"""Downloads by huggingface_hub, which does not check what is in its cache, and its errors with advice for the user."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import get_token
+from huggingface_hub import get_token, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -19,7 +24,10 @@ from huggingface_hub.errors import (
 )
 
 from dsreason.errors import DataError, StorageError
+from dsreason.files.cache import get_cache_dir, read_record, record_files, write_record
 from dsreason.secrets import hide_secrets
+
+log = logging.getLogger(__name__)
 
 HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError)
 """Errors that huggingface_hub raises; HTTPError comes from httpx or httpx2, depending on the version of huggingface_hub. A
@@ -94,3 +102,58 @@ def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
         problem = convert_hub_error(error, repo, page=f"{get_hub_url()}/datasets/{repo}", revision=revision)
         advice = ", then run the same command again to continue" if problem.transient else ""
         raise DataError(f"{problem}{advice}") from error
+
+
+def fetch_snapshot(repo: str, **options: Any) -> Path:
+    """Call `snapshot_download`; files in its cache that were damaged after their download are downloaded again.
+
+    Raises:
+        StorageError: a file is still damaged then.
+    """
+    folder = Path(snapshot_download(repo, **options))
+    if damaged := find_damaged_files(folder):
+        log.warning("%s: was damaged in the cache (%d files), so it is downloaded again", damaged[0], len(damaged))
+        for file in damaged:
+            file.resolve().unlink()
+            file.unlink()
+        folder = Path(snapshot_download(repo, **options))
+        if damaged := find_damaged_files(folder):
+            raise StorageError(
+                f"{damaged[0]}: is damaged after a second download, too; check the disk and the connection"
+            )
+    return folder
+
+
+def find_damaged_files(snapshot: Path) -> list[Path]:
+    """Return the files of a snapshot whose content does not fit the name of their blob, which is a hash.
+
+    A file is read only if its size or times have changed since it was last read.
+    """
+    key = hashlib.sha256(str(snapshot.absolute()).encode()).hexdigest()[:24]
+    record = get_cache_dir() / "hub" / f"{key}.json"
+    blobs = {str(file.resolve()): file for file in snapshot.rglob("*") if file.is_symlink() and file.is_file()}
+    known = read_record(record) or {}
+    new = [blob for blob in blobs if blob not in known or known[blob][:3] != read_times(blob)]
+    read = record_files(new)
+    damaged = [blob for blob in new if not fits_name(Path(blob), read[blob].sha256)]
+    sound = {blob: entry for blob, entry in (known | read).items() if blob in blobs and blob not in damaged}
+    if new:
+        with suppress(OSError):  # without a record, the files are read again
+            write_record(record, sound)
+    return [blobs[blob] for blob in damaged]
+
+
+def read_times(file: str) -> tuple[int, int, int]:
+    """Return the size and the times of a file, as in `FileRecord`."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def fits_name(blob: Path, sha256: str) -> bool:
+    """Return whether a blob's name is its hash: SHA-256 for large files, and Git's SHA-1 for others."""
+    if re.fullmatch("[0-9a-f]{64}", blob.name):
+        return blob.name == sha256
+    if not re.fullmatch("[0-9a-f]{40}", blob.name):
+        return True  # a server other than the Hub may use any ETag
+    content = blob.read_bytes()
+    return blob.name == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -14,8 +14,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,6 +94,19 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         with suppress(OSError, ConfigError):
             if self.file is not None and read(self.file) == self.content:
                 self.file.unlink()
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes that call this from using the folder during the block; create the folder if it is missing.
+
+    Raises:
+        ConfigError: another process uses the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FolderLock(lambda error: log.error("%s", error)) as lock:
+        lock.take(folder)
+        yield
 
 
 def check_not_in_use(folder: Path) -> None:

@@ -2,23 +2,23 @@
 
 The path of a copy contains the bucket and a hash of the key, ETag, size and time, so an object that was replaced is fetched
 again. An interrupted fetch resumes where it stopped, even in a later run. Each process checks only once whether an
-object has changed.
+object has changed, or its copy was damaged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
 
 from dsreason.errors import DataError, StorageError
 from dsreason.files.address import S3Address, is_s3, parse_s3
-from dsreason.files.atomic import build_once
-from dsreason.files.cache import convert_cache_errors, get_cache_dir
+from dsreason.files.cache import build_copy, convert_cache_errors, get_cache_dir
 from dsreason.files.s3 import S3Object, find_object, list_objects, read_into
 from dsreason.secrets import mask_credentials
 
@@ -88,7 +88,7 @@ def _fetch_copy(text: str) -> Path:
     folder = _get_cache_folder(address, source.version)
     name = PurePosixPath(address.key).name
     with convert_cache_errors(folder, "DSREASON_CACHE"):
-        return build_once(folder, lambda partial: _fetch(source, partial / name)) / name
+        return build_copy(folder, lambda draft: _fetch(source, draft / name)) / name
 
 
 def fetch_folder(text: str, is_wanted: Callable[[str], bool]) -> Path:
@@ -113,7 +113,7 @@ def fetch_folder(text: str, is_wanted: Callable[[str], bool]) -> Path:
         address, "\n".join(f"{name} {source.version}" for name, source in chosen_objects.items())
     )
     with convert_cache_errors(folder, "DSREASON_CACHE"):
-        return build_once(folder, lambda partial: _fetch_all(address, chosen_objects, partial))
+        return build_copy(folder, lambda draft: _fetch_all(address, chosen_objects, draft))
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
@@ -143,12 +143,35 @@ def _get_cache_folder(address: S3Address, version: str) -> Path:
 
 
 def _fetch(source: S3Object, file: Path) -> None:
-    """Fetch the missing part of the file; a partial file left by an earlier process has the same version."""
+    """Fetch the missing part of the file. A partial file that an earlier process left has the same version.
+
+    If it continues such a file, the result is compared with the object's ETag if that is an MD5, and fetched again if they
+    differ.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    remaining = source.size - (file.stat().st_size if file.exists() else 0)
+    start = file.stat().st_size if file.exists() else 0
+    if start > source.size:
+        file.unlink()
+        start = 0
+    remaining = source.size - start
     free = shutil.disk_usage(file.parent).free
     if remaining > free:
         raise OSError(f"{source.address} needs {remaining} bytes, but only {free} are free")
     if source.size >= SHOWN_BYTES:
         log.info("fetching %s (%.1f GB)", source.address, source.size / 1e9)
     read_into(source, file)
+    if start and has_other_md5(source, file):
+        log.warning(
+            "%s: the part that an earlier process had fetched was damaged; fetching the file again", source.address
+        )
+        file.unlink()
+        read_into(source, file)
+
+
+def has_other_md5(source: S3Object, file: Path) -> bool:
+    """Return whether the object's ETag is an MD5 other than the file's. ETags of uploads in several parts are no MD5."""
+    etag = source.etag.strip('"')
+    if not re.fullmatch("[0-9a-f]{32}", etag):
+        return False
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, partial(hashlib.md5, usedforsecurity=False)).hexdigest() != etag

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import ipaddress
 import json
 import os
 import re
@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 import dsreason
 from dsreason.config.deepspeed import resolve_deepspeed
@@ -27,11 +26,12 @@ from dsreason.config.output import flatten_keys
 from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.files.disk import compute_sha256
-from dsreason.job import launch
+from dsreason.job import launch, network
 from dsreason.job.launchers import PDSH, find_launchers
 from dsreason.job.record import read_versions
 from dsreason.problems import join_first
 from dsreason.screen import print_message
+from dsreason.secrets import VARIABLES, hide_in_json, hide_secrets, is_secret_variable
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """Time limit for all ranks to reach the store, and again for connecting to each other; later collectives may take longer."""
@@ -51,6 +51,8 @@ CREDENTIALS = (
     {"PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"},
 )
 """Groups of variables that belong together: a host that sets one variable of a group takes none from another host."""
+SHARE_CREDENTIALS = "DSREASON_SHARE_CREDENTIALS"
+"""Environment variable of the first host that, if it is 1, allows sending credentials to the other hosts, unencrypted."""
 
 SHOWN = 5
 """Maximum number of differences between hosts that an error lists."""
@@ -58,24 +60,14 @@ SHOWN = 5
 _store: dist.Store | None = None
 
 
-def has_several_hosts() -> bool:
-    return count_local_ranks() < int(os.environ["WORLD_SIZE"])
-
-
-def count_local_ranks() -> int:
-    """Return the number of ranks on this host; 1 outside a job. torchrun sets LOCAL_WORLD_SIZE, `deepspeed` LOCAL_SIZE."""
-    sizes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
-    return int(next(filter(None, sizes), "1"))
-
-
 def join() -> dist.Store:
-    """Connect to the job's store at MASTER_ADDR:MASTER_PORT, wait for all ranks, and share variables between the hosts."""
+    """Open the job's store, choose the interfaces on which this rank listens, and share variables between the hosts."""
     global _store
     if _store is None:
         try:
             with end_after(JOIN_TIMEOUT + GRACE, build_rendezvous_error("the listening process does not respond")):
-                store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
-        except dist.DistError as error:
+                store = network.open_store(JOIN_TIMEOUT)
+        except (OSError, dist.DistError) as error:
             raise build_rendezvous_error(str(error)) from error
         # torchrun keeps its store across restarts; without the prefix, torch would read the previous attempt's addresses.
         _store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -84,14 +76,16 @@ def join() -> dist.Store:
             raise ConfigError(
                 f"{describe_rank()}: another process of this job also has RANK={rank}; set a different RANK for each"
             )
-        if has_several_hosts():
+        if network.is_on_one_machine():
+            network.use_loopback()
+        elif network.has_several_hosts():
             share_environment()
-            use_interface(exchange("address", find_local_address(os.environ["MASTER_ADDR"])))
+            network.use_interface(exchange("address", network.find_local_address(os.environ["MASTER_ADDR"])))
     return _store
 
 
 def build_rendezvous_error(cause: str) -> DsReasonError:
-    if "EADDRINUSE" in cause:
+    if "EADDRINUSE" in cause or os.strerror(errno.EADDRINUSE) in cause:
         return DsReasonError(
             f"{describe_rank()}: port {os.environ['MASTER_PORT']} is used by another process on this host, perhaps of another "
             "job; choose another MASTER_PORT for all ranks (torchrun --master-port, deepspeed --master_port)"
@@ -130,16 +124,16 @@ def exchange(name: str, value: Any) -> list[Any]:
     try:
         store.wait(keys, JOIN_TIMEOUT)
         return [json.loads(text) for text in store.multi_get(keys)]
-    except dist.DistStoreError as error:
+    except dist.DistNetworkError as error:
+        raise DsReasonError(
+            f"{describe_rank()}: lost the connection to {get_master_address()} ({error}); check the output of rank 0"
+        ) from error
+    except RuntimeError as error:  # a store in a file raises no subclass of it
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
             f"{describe_rank()}: rank {missing} did not connect to {get_master_address()} within "
             f"{format_join_timeout()}; check the output "
             "on their hosts, and that no firewall blocks that port"
-        ) from error
-    except dist.DistError as error:
-        raise DsReasonError(
-            f"{describe_rank()}: lost the connection to {get_master_address()} ({error}); check the output of rank 0"
         ) from error
 
 
@@ -182,20 +176,9 @@ def format_join_timeout() -> str:
 
 def describe_rank() -> str:
     """Describe this rank as `rank 3 on node-1 (10.0.0.2)`, where the IP address is the one used to reach the first host."""
-    address = find_local_address(os.environ["MASTER_ADDR"])
+    address = network.find_local_address(os.environ["MASTER_ADDR"])
     host = socket.gethostname() + (f" ({address})" if address else "")
     return f"rank {os.environ['RANK']} on {host}"
-
-
-def find_local_address(peer: str) -> str | None:
-    """Return the local IP address used to reach `peer`; None for the loopback or an unreachable peer. Nothing is sent."""
-    with suppress(OSError, UnicodeError):  # the name is unknown or invalid, or the host is unreachable
-        family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            own_ip = str(probe.getsockname()[0])
-            return None if ipaddress.ip_address(own_ip.partition("%")[0]).is_loopback else own_ip
-    return None
 
 
 def can_resolve(name: str) -> bool:
@@ -205,42 +188,56 @@ def can_resolve(name: str) -> bool:
         return False
 
 
-def find_interface(address: str) -> str | None:
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return str(name)
-    return None
-
-
 # Sharing of environment variables
 
 
 def share_environment() -> None:
     """Copy variables that only the first host has to the other hosts, and print their names, but not their values. Collective.
 
+    Credentials are copied only if the first host allows it; otherwise, rank 0 prints a warning with those that a host lacks.
+
     Under `deepspeed`, the variables come from the shell in which `deepspeed` was called, because pdsh starts the ranks without
-    them, even on the host of that shell.
+    them, even on the host of that shell. Ranks on that host read them from a process, not from the store.
     """
-    caller_values = select_shared_variables(read_caller_environment())
+    rank, host = int(os.environ["RANK"]), socket.gethostname()
+    caller = read_caller_environment()
+    caller_values = select_shared_variables(caller)
     own_values = caller_values | select_shared_variables(os.environ)
-    offers = exchange("names", [bool(caller_values), sorted(own_values)])
-    source = next((rank for rank, (is_caller, _) in enumerate(offers) if is_caller), 0)
-    requested_names = exchange("wanted", sorted(find_missing_variables(offers[source][1], os.environ)))
-    if not any(requested_names):
-        return
-    rank = int(os.environ["RANK"])
-    values = exchange(
-        "values", {name: own_values[name] for name in set().union(*requested_names)} if rank == source else None
-    )[source]
-    os.environ.update({name: values[name] for name in requested_names[rank]})
-    if requested_names[rank] and os.environ["LOCAL_RANK"] == "0":
+    copied_names = find_missing_variables(caller_values, os.environ)
+    os.environ.update({name: caller_values[name] for name in copied_names})
+    may_share = (caller or os.environ).get(SHARE_CREDENTIALS) == "1"
+    kept_names = [] if may_share else [name for name, value in own_values.items() if is_credential(name, value)]
+    offers = exchange("names", [bool(caller_values), host, sorted(own_values), kept_names])
+    source = next((rank for rank, (is_caller, *_) in enumerate(offers) if is_caller), 0)
+    _, source_host, offered_names, kept_names = offers[source]
+    missing_names = find_missing_variables(offered_names, os.environ)
+    is_first_here = os.environ["LOCAL_RANK"] == "0"
+    lacking = f"{host} has no {', '.join(names)}" if (names := sorted(missing_names.intersection(kept_names))) else ""
+    requests = exchange("wanted", [sorted(missing_names.difference(kept_names)), lacking if is_first_here else ""])
+    if rank == 0 and (lines := [line for _, line in requests if line]):
         print_message(
-            f"{describe_rank()}: these variables were copied from where the job was started: {', '.join(requested_names[rank])}",
+            f"warning: {source_host} has credentials that other hosts lack: {'; '.join(lines)}; set them there if the run needs "
+            f"them, or set {SHARE_CREDENTIALS}=1 on {source_host} to send them to the other hosts unencrypted",
             err=True,
         )
-    exchange("taken", None)
-    if rank == source:
-        join().delete_key(f"values/{rank}")
+    requested_names = [names for names, _ in requests]
+    if any(requested_names):
+        offer = {name: own_values[name] for name in set().union(*requested_names)} if rank == source else None
+        values = exchange("values", offer)[source]
+        os.environ.update({name: values[name] for name in requested_names[rank]})
+        exchange("taken", None)
+        if rank == source:
+            join().delete_key(f"values/{rank}")
+    if is_first_here and (names := sorted(copied_names.union(requested_names[rank]))):
+        print_message(
+            f"{describe_rank()}: these variables were copied from where the job was started: {', '.join(names)}",
+            err=True,
+        )
+
+
+def is_credential(name: str, value: str) -> bool:
+    """Return whether a variable's name or value shows that it is secret; the proxy `http://user:password@host` is, too."""
+    return name in VARIABLES or is_secret_variable(name) or hide_secrets(value) != value
 
 
 def read_caller_environment() -> dict[str, str]:
@@ -262,17 +259,6 @@ def find_missing_variables(names: Collection[str], environment: Mapping[str, str
     return set(names) - environment.keys() - own_credentials
 
 
-def use_interface(addresses: Sequence[str | None]) -> None:
-    """Make gloo use the network interface that leads to the other hosts.
-
-    By default, gloo uses the address to which this host's name resolves; often, that is 127.0.1.1, which no other host can reach.
-    """
-    peer = next((address for address in addresses if address and find_interface(address) is None), None)
-    interface = find_interface(find_local_address(peer) or "") if peer else None
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
 # Comparison of code and configuration
 
 
@@ -285,12 +271,13 @@ def check_hosts_match(config: JobConfig, options: Mapping[str, str | None]) -> N
     Raises:
         ConfigError: a host differs from the first host; raised on every rank.
     """
-    if not has_several_hosts():
+    if not network.has_several_hosts():
         return
     device = launch.get_device_kind(launch.count_gpus())
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(os.environ["WORLD_SIZE"]))
     settings = flatten_keys({**dump_config(config), "deepspeed": deepspeed})
-    compare({**read_versions(), "device": device, **hash_code(config), **options, **settings})
+    # Masked, because the facts travel through the store.
+    compare(hide_in_json({**read_versions(), "device": device, **hash_code(config), **options, **settings}))
 
 
 def compare(facts: Mapping[str, Any]) -> None:

@@ -13,9 +13,7 @@ import json
 import logging
 import os
 import signal
-import stat
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +23,6 @@ from typing import Literal
 
 from dsreason.errors import ConfigError, DsReasonError, Stopped
 from dsreason.files.atomic import write_file
-from dsreason.files.lock import read_start_time
 from dsreason.imports import make_imports_fast
 from dsreason.job.failures import (
     CRASH_LOG,
@@ -41,6 +38,13 @@ from dsreason.job.failures import (
 )
 from dsreason.job.gpu import find_cuda_fault
 from dsreason.job.launchers import end_with_launchers
+from dsreason.job.leftovers import (
+    build_prefix,
+    get_user_folder,
+    keep_sockets_together,
+    make_temporary_folder,
+    remove_leftovers,
+)
 from dsreason.job.signals import LAUNCHER_PID, forward_signals
 from dsreason.screen import print_message, write
 from dsreason.secrets import hide_secrets
@@ -62,6 +66,8 @@ NUMBERS = (
 )
 """Integer-valued environment variables that launchers set."""
 PR_SET_PDEATHSIG = 1
+NEVER = 10**8
+"""Seconds between two events of which the second must not happen."""
 
 
 def is_rank() -> bool:
@@ -125,6 +131,9 @@ def enter_rank() -> None:
             os.kill(os.getpid(), signal.SIGKILL)  # the launcher ended before end_with_parent was called
         exit_if_failed_before()
         end_with_launchers()
+    if not is_started_by_us() and os.environ.get("LOCAL_RANK") == "0":
+        remove_leftovers()
+    keep_sockets_together()
     if is_started_by_us() and not is_first_rank():
         send_output_to_file(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
     prepare_environment()
@@ -233,18 +242,10 @@ def share_value(word: str, value: str) -> str:
 def get_shared_path(word: str) -> Path:
     """Return the path of a file shared by all ranks of this host, including ranks that the same launcher starts later.
 
-    Its name is derived from the process id and the start time of their parent. Other users cannot write to its folder.
+    Its name begins with the process id and the start time of their parent. Other users cannot write to its folder.
     """
     parent = os.getppid()
-    key = hashlib.sha256(f"{parent} {read_start_time(parent)} {word}".encode()).hexdigest()[:32]
-    folder = Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    if (status := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder}: must be a folder that you own and only you can access; remove it, or set TMPDIR to a folder that you own"
-        )
-    return folder / key
+    return get_user_folder() / (build_prefix(parent) + hashlib.sha256(word.encode()).hexdigest()[:32])
 
 
 # Functions for the parent
@@ -285,6 +286,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
         RankError: the rank that failed first raised a `DsReasonError`.
         SystemExit: the rank that failed first raised any other error, or was killed; its traceback has been printed.
     """
+    remove_leftovers()
     attempt = 0
     while failure := _run_once(arguments(attempt), ranks, log_dir):
         text = f"rank {failure.rank} failed; its log: {log_dir / f'rank_{failure.rank}.log'}"
@@ -304,23 +306,27 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",  # the host's name may not resolve
-        max_restarts=0,  # start_ranks restarts ranks itself, because it knows when a restart may help
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGQUIT",  # forward_signals sends the other signals to the ranks, which save before they end
-    )
     with (
-        tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
+        make_temporary_folder() as error_dir,
         set_variables(_build_rank_environment(ranks, log_dir, error_dir)),
         forward_signals() as received,
     ):
+        launch = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(error_dir) / "rendezvous"),
+            rdzv_configs={
+                "store_type": "file",
+                "keep_alive_interval": NEVER,
+            },  # each heartbeat would make the file longer
+            local_addr="127.0.0.1",  # the host's name may not resolve
+            max_restarts=0,  # start_ranks restarts ranks itself, because it knows when a restart may help
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+            signals_to_handle="SIGQUIT",  # forward_signals sends the other signals to the ranks, which save before they end
+        )
         logging.disable(logging.CRITICAL)  # the agent also logs failures, but less clearly than the parent reports them
         try:
             elastic_launch(launch, sys.executable)(*arguments)
@@ -360,6 +366,7 @@ def _build_rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[s
         ERROR_DIR: error_dir,
         LOG_DIR: str(log_dir.absolute()),
         LAUNCHER_PID: str(os.getpid()),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the ranks meet at a file (`network.open_store`), not at a port of the agent
     }
 
 

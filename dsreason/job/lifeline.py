@@ -2,9 +2,9 @@
 
 The kernel closes the connections of a process that dies, and TCP keepalive detects within half a minute that a host is gone.
 Neither depends on a thread of the rank, whereas heartbeats would: native code may hold the interpreter lock for minutes, and
-missing heartbeats would then cause false alarms. A rank uses the connection to report its activity and its failure, and to say
-goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks. If rank 0 dies, each rank
-detects that itself.
+missing heartbeats would then cause false alarms. A rank uses the connection to report its activity, its failure and stop
+signals, and to say goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks, as it does
+with stop signals. If rank 0 dies, each rank detects that itself.
 
 On a single host, the launcher detects deaths until the watchdog opens the lifeline. On several hosts, the ranks open it as
 soon as they have joined the job.
@@ -29,14 +29,14 @@ from typing import Any
 import torch.distributed as dist
 
 from dsreason.errors import DsReasonError
-from dsreason.job import hosts, launch
+from dsreason.job import hosts, launch, network
 from dsreason.job.failures import PEER_EXIT_CODE, Failure, build_failure, build_peer_error, read_last_line, read_rank
+from dsreason.stopping import request_stop
 
 log = logging.getLogger(__name__)
 
 ADDRESS = "dsreason_lifeline/address"
 """Key of rank 0's address in the job's store."""
-LOOPBACK = ("127.0.0.1", "localhost")
 IDLE, INTERVAL, PROBES = 10, 5, 4
 """Seconds without traffic before the kernel probes the peer, seconds between two probes, and number of probes."""
 CONNECT_TIME = 20.0
@@ -152,6 +152,10 @@ class Lifeline:
     def report_activity(self, activity: str) -> None:
         self._send({"activity": activity})
 
+    def report_stop(self, name: str) -> None:
+        """Report that this rank has received the stop signal `name`, to all ranks."""
+        self._send({"stop": name})
+
     def send_goodbye(self) -> None:
         self._send({"goodbye": True})
 
@@ -176,6 +180,8 @@ class Lifeline:
             for message in messages:
                 zero.update(message)
                 zero.has_ended |= "goodbye" in message
+                if "stop" in message:
+                    request_stop(message["stop"])
                 if "first" in message:
                     self._decide(Failure(**message["first"]))
         if not zero.has_ended:
@@ -207,7 +213,7 @@ def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
         RankError: another rank's failure, if it caused the error of this rank.
     """
     global _started
-    if not hosts.has_several_hosts():
+    if not network.has_several_hosts():
         yield
         return
     is_failing = threading.Event()
@@ -242,13 +248,12 @@ def get_lifeline(rank: int, size: int, store: dist.Store) -> Lifeline:
 
 def start_server(store: dist.Store, size: int) -> None:
     """Start rank 0's server for all lifelines, and publish its address in the job's store."""
-    host = os.environ["MASTER_ADDR"] if os.environ["MASTER_ADDR"] in LOOPBACK else ""
-    dual = not host and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
+    here = network.is_on_one_machine()
+    host = network.LOOPBACK if here else network.find_local_address(os.environ["MASTER_ADDR"]) or ""
+    listener = network.listen(host, backlog=size)
     token = secrets.token_hex(16)
     address = {
-        "host": hosts.find_local_address(os.environ["MASTER_ADDR"]) or "",  # if empty, the ranks use MASTER_ADDR
+        "host": host,  # if empty, the ranks use MASTER_ADDR
         "port": listener.getsockname()[1],
         "token": token,
         "hostname": socket.gethostname(),
@@ -345,7 +350,7 @@ class LifelineServer:
         elif "goodbye" in message:
             peer.has_ended = True
             self._is_over = peer.rank == 0
-        if peer.rank == 0 and "failure" not in message:
+        if "stop" in message or (peer.rank == 0 and "failure" not in message):
             self._broadcast(message)
 
     def _add_failure(self, failure: Failure) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dsreason.errors import ConfigError, DsReasonError
-from dsreason.job import hosts
+from dsreason.job import hosts, network
 from dsreason.job.gpu import choose_device, translate_gpu_errors
 from dsreason.job.launch import is_started_by_us
 from dsreason.job.part_of import PartOf
@@ -83,7 +83,7 @@ def init_world() -> World:
     device = choose_device(local_rank)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    set_threads(hosts.count_local_ranks())
+    set_threads(network.count_local_ranks())
     if not dist.is_initialized():
         import deepspeed  # noqa: F401 (not earlier: importing it chooses the accelerator from DS_ACCELERATOR)
 
@@ -127,11 +127,11 @@ def build_row_groups(world: World, ranks_per_row: int) -> World:
     if ranks_per_row == 1:
         return world
     with share_errors():
-        if hosts.count_local_ranks() % ranks_per_row:
+        if network.count_local_ranks() % ranks_per_row:
             raise ConfigError(
                 f"train.sequence_parallel_size ({ranks_per_row}) does not divide the number of ranks on {socket.gethostname()} "
-                f"({hosts.count_local_ranks()}), and ranks that compute a packed row together must be on one host; lower it, or "
-                "start a different number of ranks there"
+                f"({network.count_local_ranks()}), and ranks that compute a packed row together must be on one host; lower it, "
+                "or start a different number of ranks there"
             )
     starts = range(0, world.size, ranks_per_row)
     groups = [dist.new_group(list(range(first, first + ranks_per_row)), timeout=COLLECTIVE_TIMEOUT) for first in starts]

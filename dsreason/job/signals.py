@@ -14,6 +14,7 @@ import psutil
 
 from dsreason.errors import Stopped
 from dsreason.job.failures import RankError
+from dsreason.stopping import request_stop
 
 LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
 """Environment variable in which dsreason's launcher passes its process id to its ranks."""
@@ -24,9 +25,6 @@ ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Stop signals, sent by: a Slurm warning, a scheduler that reclaims the machine, Ctrl-C, a closed terminal (in this order)."""
 
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
-
-STOPPED_BY: list[str] = []
-"""Name of the signal that ended this command, if any. It is recorded because a library may replace `Interrupted`."""
 
 
 class Interrupted(BaseException):
@@ -65,7 +63,7 @@ def end_at_signals() -> None:
         name = signal.Signals(number).name
         if not request_times:
             request_times.append(time.monotonic())
-            STOPPED_BY.append(name)
+            request_stop(name)  # for waits in threads, and because a library may replace `Interrupted`
             raise Interrupted(name)
         if should_end_at_once(number, request_times[0]):
             with suppress(OSError):

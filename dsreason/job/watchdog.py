@@ -44,7 +44,7 @@ CLOSING_TIME = 20.0
 
 log = logging.getLogger(__name__)
 
-WATCHERS = ("watchdog", "lifeline", "lifeline-server", "launchers")
+WATCHERS = ("watchdog", "lifeline", "lifeline-server", "launchers", "stop signals")
 """Names of monitoring threads, whose stacks are omitted because a rank never hangs in them."""
 
 ASKED = "dsreason_watchdog/asked"
@@ -81,7 +81,7 @@ class Watchdog:
         self._store = connect_to_store()
         self._store_lost = False
         self._outputs = get_output_descriptors()
-        self._lifeline = lifeline.get_lifeline(world.rank, world.size, self._store)
+        self.lifeline = lifeline.get_lifeline(world.rank, world.size, self._store)
         self._over = threading.Event()
         self._is_closing = self._is_late = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -89,8 +89,8 @@ class Watchdog:
     def __enter__(self) -> Self:
         # A child forked while the timer runs would wait at exit for the timer's thread, which does not exist in the child.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
-        self._lifeline.open(self._end_with)
-        self._lifeline.report_log(get_log_file())
+        self.lifeline.open(self._end_with)
+        self.lifeline.report_log(get_log_file())
         self._end_in(self.time_limit + GRACE)
         self._thread.start()
         return self
@@ -103,7 +103,7 @@ class Watchdog:
         finally:
             self._over.set()
             if error is None:
-                self._lifeline.send_goodbye()
+                self.lifeline.send_goodbye()
             if not isinstance(error, Exception):
                 self._thread.join(timeout=2 * TICK)
                 faulthandler.cancel_dump_traceback_later()
@@ -120,7 +120,7 @@ class Watchdog:
             return
         self._is_closing = True
         failure = build_failure(error)
-        first = self._lifeline.fail(failure)
+        first = self.lifeline.fail(failure)
         followed = first.rank != self.world.rank and not isinstance(error, DsReasonError)
         record_failure(first if followed else failure)
         reason = build_peer_error(first) if followed else error
@@ -165,7 +165,7 @@ class Watchdog:
         activity = f'in phase "{self._phases[-1].name if self._phases else "other"}"'
         if RankFormatter.step is not None:
             activity += f" after step {RankFormatter.step}"
-        self._lifeline.report_activity(activity)
+        self.lifeline.report_activity(activity)
         record_activity(activity)
 
     def _watch(self) -> None:
@@ -193,7 +193,7 @@ class Watchdog:
             return int(self._store.get(ASKED)) if self._store.check([ASKED]) else None
         except dist.DistError as error:
             self._store_lost = True
-            if not self._over.wait(TICK) and not self._lifeline.rank_0_has_ended:
+            if not self._over.wait(TICK) and not self.lifeline.rank_0_has_ended:
                 log.warning(
                     "lost the connection to the job's store (%s), so ranks can no longer report an exceeded time limit",
                     error,
@@ -204,7 +204,7 @@ class Watchdog:
         """Write the stacks of this rank, request those of the other ranks, and end the process."""
         self._end_in(3 * ANSWER_TIME)
         self._is_late = True
-        self._lifeline.send_goodbye()  # otherwise, the other ranks would take this for a death and not write their stacks
+        self.lifeline.send_goodbye()  # otherwise, the other ranks would take this for a death and not write their stacks
         try:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
             *other_stacks, main = format_stacks(self.world.rank)

@@ -19,8 +19,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from dsreason.errors import DataError, StorageError
-from dsreason.files.atomic import build_once
-from dsreason.files.cache import convert_cache_errors, get_cache_dir
+from dsreason.files.cache import build_copy, convert_cache_errors, get_cache_dir
 from dsreason.files.http import BadAnswer, HttpResponse, NoAnswer, send_request, wait_for
 from dsreason.files.retries import run_with_retries
 from dsreason.secrets import mask_credentials
@@ -85,7 +84,7 @@ def decode_data_uri(uri: str) -> tuple[bytes, str]:
 
 
 def fetch_url(url: str, *, allow_private: bool) -> Path:
-    """Return the cached copy of an image or a video at a URL, fetching it if it is missing; a copy is never fetched again.
+    """Return the cached copy of an image or a video at a URL, fetching it if it is missing or was damaged.
 
     Several processes may call this function at the same time.
 
@@ -100,10 +99,8 @@ def fetch_url(url: str, *, allow_private: bool) -> Path:
     key = hashlib.sha256(url.encode()).hexdigest()[:24]
     folder = get_cache_dir() / "urls" / f"{re.sub(r'[^a-z0-9.-]', '_', host)[:100]}-{key}"
     name = re.sub(r"[^\w.-]", "_", unquote(PurePosixPath(urlsplit(url).path).name))[-100:].lstrip(".") or "file"
-    if not (folder / name).is_file():
-        with convert_cache_errors(folder, "DSREASON_CACHE"):
-            build_once(folder, lambda partial: _fetch(url, allow_private, partial / name))
-    return folder / name
+    with convert_cache_errors(folder, "DSREASON_CACHE"):
+        return build_copy(folder, lambda partial: _fetch(url, allow_private, partial / name)) / name
 
 
 def split_url(url: str) -> tuple[str, int]:

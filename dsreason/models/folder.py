@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from dsreason.errors import CheckpointError, DataError
 from dsreason.files.address import is_s3
-from dsreason.files.atomic import build_once
-from dsreason.files.cache import convert_cache_errors
+from dsreason.files.cache import build_copy, convert_cache_errors
 from dsreason.files.disk import check_regular
-from dsreason.files.hub import HUB_ERRORS, convert_hub_error, get_hub_url
+from dsreason.files.hub import HUB_ERRORS, convert_hub_error, fetch_snapshot, get_hub_url
 from dsreason.files.remote import fetch_folder
 from dsreason.secrets import mask_credentials
 
@@ -97,7 +94,7 @@ def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]
         raise CheckpointError(f"model.path {TINY}{name}: the tiny model must be one of {choices}")
     folder = cache / f"tiny-{name}-{version}"
     with convert_cache_errors(folder, "DSREASON_CACHE"):
-        return build_once(folder, builders[name])
+        return build_copy(folder, builders[name])
 
 
 def fetch_model_folder(path: str, is_wanted: Callable[[str], bool], kind: str) -> Path:
@@ -110,7 +107,7 @@ def fetch_model_folder(path: str, is_wanted: Callable[[str], bool], kind: str) -
 
 def download_folder(path: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
+        return fetch_snapshot(path, revision=revision, allow_patterns=list(patterns))
     except HUB_ERRORS as error:
         where, page = f"model.path {path}: is not a local folder", f"{get_hub_url()}/{path}"
         raise CheckpointError(str(convert_hub_error(error, where, page=page, revision=revision))) from error

@@ -15,7 +15,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 
 from dsreason.families import Family, get_family
-from dsreason.job.hosts import count_local_ranks
+from dsreason.job.network import count_local_ranks
 from dsreason.models.generation import read_generation_config
 from dsreason.models.load import build_checked_model, fill_buffers, load_weights, map_parameters
 from dsreason.models.media_features import patch_vision

@@ -20,13 +20,14 @@ import psutil
 
 from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards import worker as messages
+from dsreason.stopping import check_stop
 
 log = logging.getLogger(__name__)
 
 GRACE = 1.0
 """Seconds between the time limit of an async call, which normally the worker enforces, and the killing of its worker."""
 TICK = 0.5
-"""Maximum number of seconds between two checks of the workers; a worker may die without closing its pipe."""
+"""Maximum number of seconds between two checks of the workers, which may die without closing their pipe, and for a stop."""
 
 WITHOUT_RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Environment of a worker outside of training ranks, such as that of `dsreason reward try`; functions may read it."""
@@ -166,7 +167,10 @@ class Pool:
         return (self._workers[0].traits or []) if self._workers else []
 
     def run(self, calls: Sequence[RewardCall]) -> list[messages.ScoredCall]:
-        """Return the results in the order of the calls. Any failure kills the workers and raises RewardError."""
+        """Return the results in the order of the calls. Any failure kills the workers and raises RewardError.
+
+        So does a request to stop, which raises Stopped.
+        """
         results: dict[int, messages.ScoredCall] = {}
         jobs = self._group_calls(calls)
         try:
@@ -205,7 +209,12 @@ class Pool:
     def _listen(
         self, calls: Sequence[RewardCall], results: dict[int, messages.ScoredCall], jobs: deque[list[int]]
     ) -> None:
-        """Wait for messages and process them, then handle workers that exceed their time limit."""
+        """Wait for messages and process them, then handle workers that exceed their time limit.
+
+        Raises:
+            Stopped: this process was asked to stop.
+        """
+        check_stop()
         busy = [worker for worker in self._workers if not worker.idle]
         remaining = min((self._compute_deadline(worker) - time.monotonic() for worker in busy), default=TICK)
         wait([worker.connection for worker in busy], timeout=min(max(remaining, 0.0), TICK))

@@ -27,6 +27,7 @@ from dsreason.media.frames import expand_part
 from dsreason.problems import describe_first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer, read_variable
 from dsreason.rewards.worker import LARGEST
+from dsreason.stopping import pause
 
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 """Name of a score, which becomes the name of a metric."""
@@ -111,7 +112,7 @@ class RemoteReward:
             except Retry as error:
                 if attempt == self.config.retries:
                     self._fail(ids, f"{error} ({attempt + 1} attempts)", cause=error)
-                if stop.wait(error.pause(self.pause, attempt)):
+                if pause(error.pause(self.pause, attempt), stop):
                     self._fail(ids, "cancelled because another request failed", cause=error)
         raise AssertionError("unreachable")
 

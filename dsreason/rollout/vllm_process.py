@@ -6,15 +6,17 @@ import gc
 import glob
 import os
 import random
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import shared_memory
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from dsreason.job.leftovers import build_prefix, get_socket_folder, get_user_folder
 from dsreason.job.ranks import World, broadcast_object
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nob
 def set_environment(world: World) -> None:
     """Set the variables that vLLM reads on import; keep values that the user has set unless the engine cannot work with them."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher requires the engine core in this process
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", get_socket_folder() or str(get_user_folder()))  # otherwise /tmp
     for name, value in (DEFAULTS if world.device.type == "cuda" else DEFAULTS | CPU_DEFAULTS).items():
         os.environ.setdefault(name, value)
 
@@ -61,21 +64,29 @@ def preserve_process_state(world: World) -> Iterator[None]:
 
 @contextmanager
 def rename_shared_memory(world: World) -> Iterator[None]:
-    """Give vLLM's shared-memory files names that are unique to this job, and delete the files once all ranks have opened them.
+    """Give vLLM's shared-memory files names with an owner, by which a later start recognises what a killed job left behind.
 
-    Ranks on a CPU exchange tensors through these files. vLLM uses the same names in every job and does not delete the files,
-    so a second job on the machine would fail at startup.
+    On a CPU, ranks exchange tensors through files that have the same names in every job and are never deleted, so a second
+    job on the machine would fail at startup. They are deleted once all ranks have opened them.
     """
-    if world.device.type == "cuda":
-        yield
-        return
+    original = shared_memory._make_filename  # type: ignore[attr-defined]
+    shared_memory._make_filename = lambda: f"/{build_prefix()}{token_hex(8)}"  # type: ignore[attr-defined]
+    try:
+        with nullcontext() if world.device.type == "cuda" else rename_tensor_files():
+            yield
+    finally:
+        shared_memory._make_filename = original  # type: ignore[attr-defined]
+
+
+@contextmanager
+def rename_tensor_files() -> Iterator[None]:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    job, original = broadcast_object(uuid.uuid4().hex), _CPUSHMDistributed.make_group_name
+    job, original = broadcast_object(f"{build_prefix()}{token_hex(16)}"), _CPUSHMDistributed.make_group_name
     names: list[str] = []
 
     def make_group_name(communicator: Any) -> str:
-        names.append(f"dsreason-{job}-" + original(communicator).strip("/"))
+        names.append(f"{job}-" + original(communicator).strip("/"))
         return names[-1]
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)

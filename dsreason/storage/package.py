@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -20,13 +21,21 @@ from dsreason.checkpoints.checkpoint_folder import (
     find_complete_checkpoints,
     read_json,
 )
+from dsreason.checkpoints.export_digests import DIGESTS_FILE, check_digests
 from dsreason.config.schema_checkpoint import UploadKind
-from dsreason.errors import CheckpointError, ConfigError
+from dsreason.errors import CheckpointError, ConfigError, StorageError
+from dsreason.files.disk import check_link, check_links
 from dsreason.files.step_names import PREFIX, is_step_name, parse_step
+from dsreason.job.leftovers import make_temporary_folder
+from dsreason.problems import join_first
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "UPLOADED.json"
 """Marker of a complete upload other than a checkpoint. The file exists only in the storage, not locally."""
 CHECKPOINTS, EXPORTS, LOGS = "checkpoints", "export", "logs"
+HIDDEN = re.compile(r"(^|/)\.")
+"""Pattern of relative paths of hidden files and of files in hidden folders, which may hold credentials: `.env`, `.git/config`."""
 BESIDE_LOGS = ("config.json", "metrics.jsonl", "tensorboard")
 """Files and folders of a run that are uploaded together with its logs."""
 
@@ -46,6 +55,8 @@ class Package:
     folder: Path
     files: Mapping[str, int]
     marker: str
+    stamps: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Inode and modification time of each file when the package was opened."""
 
     @property
     def name(self) -> str:
@@ -56,11 +67,26 @@ class Package:
         return sum(self.files.values())
 
     def build_marker(self, sums: Mapping[str, str]) -> bytes:
-        """Build the marker's content: that of the checkpoint's marker, or a manifest with the size and SHA-256 of each file."""
+        """Build the marker's content: that of the checkpoint's marker, or a manifest with the size and SHA-256 of each file.
+
+        Raises:
+            StorageError: a file has been replaced since the package was opened, so what was uploaded may be a mixture.
+        """
+        if changed := [name for name, stamp in self.stamps.items() if read_stamp(self.folder / name) != stamp]:
+            raise StorageError(f"{self.folder / changed[0]}: was changed during the upload; upload the folder again")
         if self.marker == MARKER:
             return (self.folder / self.marker).read_bytes()
         files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
         return (json.dumps({"files": files}, indent=1) + "\n").encode()
+
+
+def make_package(folder: Path, files: Mapping[str, int], marker: str) -> Package:
+    return Package(folder, files, marker, {name: read_stamp(folder / name) for name in files})
+
+
+def read_stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def get_folder_kind(folder: Path) -> UploadKind:
@@ -87,7 +113,7 @@ def open_package_or_logs(folder: Path) -> Iterator[Package]:
     if not is_logs(folder):
         yield open_package(folder)
         return
-    with tempfile.TemporaryDirectory(prefix="dsreason-") as temporary:
+    with make_temporary_folder() as temporary:
         yield open_export(copy_logs(folder, Path(temporary)))
 
 
@@ -104,17 +130,22 @@ def copy_logs(folder: Path, place: Path) -> Path:
     """
     copy = place / LOGS
     check_links(folder)
-    shutil.copytree(folder, copy, symlinks=True)
+    shutil.copytree(folder, copy, symlinks=True, ignore=list_special_files)
     for name in BESIDE_LOGS:
         beside = folder.parent / name
         if beside.is_file():
             check_link(beside, folder.parent)
         if beside.is_dir():
             check_links(beside)
-            shutil.copytree(beside, copy / name, symlinks=True)
+            shutil.copytree(beside, copy / name, symlinks=True, ignore=list_special_files)
         elif beside.is_file():
             shutil.copyfile(beside, copy / name)
     return copy
+
+
+def list_special_files(folder: str, names: list[str]) -> list[str]:
+    """Return the names of neither files nor folders, such as FIFOs, which cannot be copied."""
+    return [name for name in names if not (os.path.isfile(f"{folder}/{name}") or os.path.isdir(f"{folder}/{name}"))]
 
 
 def open_package(folder: Path) -> Package:
@@ -131,8 +162,9 @@ def open_package(folder: Path) -> Package:
         check_links(folder)
         check_complete(folder)
         # The marker does not list what was added later (`universal/`), which can be recreated.
-        return Package(folder, check_content(folder), MARKER)
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        return make_package(folder, check_content(folder), MARKER)
+    has_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    if not (has_model or (folder / DIGESTS_FILE).is_file()):
         raise ConfigError(
             f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
             f"({CHECKPOINTS}/ or {EXPORTS}/); choose one of these"
@@ -141,9 +173,13 @@ def open_package(folder: Path) -> Package:
 
 
 def open_export(folder: Path) -> Package:
-    """Open an export; raise CheckpointError if a shard is missing or truncated."""
+    """Open an export; raise CheckpointError if a file is missing or damaged."""
     check_links(folder)
+    check_digests(folder)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    if hidden := [name for name in files if HIDDEN.search(name)]:
+        log.warning("%s: hidden files are not uploaded: %s", folder, join_first(hidden, 5, separator=", "))
+        files = {name: path for name, path in files.items() if name not in hidden}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_json(index, "export the model again").get("weight_map")
@@ -158,7 +194,8 @@ def open_export(folder: Path) -> Package:
     for name, path in files.items():
         if name.endswith(".safetensors"):
             check_not_truncated(path)
-    return Package(folder, {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}, MANIFEST)
+    sizes = {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}
+    return make_package(folder, sizes, MANIFEST)
 
 
 def check_not_truncated(weights: Path) -> None:
@@ -170,20 +207,6 @@ def check_not_truncated(weights: Path) -> None:
         raise CheckpointError(
             f"{weights} is truncated, damaged or a Git LFS pointer ({error}); download or export the model again"
         ) from error
-
-
-def check_links(folder: Path) -> None:
-    """Raise CheckpointError if a link points outside the folder, because its target may not be meant for upload."""
-    for path in folder.rglob("*"):
-        check_link(path, folder)
-
-
-def check_link(path: Path, folder: Path) -> None:
-    target = Path(os.path.realpath(path))
-    if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
-        raise CheckpointError(
-            f"{path}: is a link to {target}, which is outside the folder; replace the link with the file itself"
-        )
 
 
 def get_write_time(folder: Path) -> int:
@@ -198,7 +221,7 @@ def is_run(folder: Path) -> bool:
 
 def list_finished(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run followed by its exports, each sorted by step."""
-    exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
+    exports = {file.parent for name in ("config.json", DIGESTS_FILE) for file in run.glob(f"{EXPORTS}/[!.]*/{name}")}
     return find_complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_get_step_key)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -48,6 +48,7 @@ class S3Storage:
             request("delete_object", marker, Key=marker.key)
         for name in missing:
             self._send(package.folder / name, name, sums[name], advance)
+        self._check_not_replaced(sums)
         content = package.build_marker(sums)
         request(
             "put_object",
@@ -61,6 +62,15 @@ class S3Storage:
     def _has(self, name: str, size: int, sha256: str) -> bool:
         head = self._get_head(name)
         return head is not None and head["ContentLength"] == size and head["Metadata"].get(SHA256) == sha256
+
+    def _check_not_replaced(self, sums: Mapping[str, str]) -> None:
+        """Raise StorageError if an upload of other content to the same target has replaced a file, so that they are mixed."""
+        for name, sha256 in sums.items():
+            head = self._get_head(name)
+            if head is not None and head["Metadata"].get(SHA256, sha256) != sha256:
+                raise StorageError(
+                    f"{self.address / name}: was replaced by another upload to the same target; upload again once that has ended"
+                )
 
     def _get_head(self, name: str) -> Answer | None:
         address = self.address / name

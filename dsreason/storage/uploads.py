@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
+from typing import Any
 
 from huggingface_hub.utils import disable_progress_bars
 from rich.filesize import decimal
@@ -265,7 +266,7 @@ class Uploader:
         """Return whether the current content of a folder has been uploaded; always return False for logs, because they grow."""
         if get_folder_kind(folder) == "logs":
             return False
-        record = read_json_object(find_run_of_folder(folder) / RECORD).get(str(self.target), {})
+        record = select_target(read_json_object(find_run_of_folder(folder) / RECORD), str(self.target))
         return bool(self._uploaded.get(folder, record.get(get_folder_name(folder))) == get_write_time(folder))
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
@@ -280,7 +281,7 @@ class Uploader:
         run, target = find_run_of_folder(folder), str(self.target)
         with RECORDING:
             record = read_json_object(run / RECORD)
-            present = {name: at for name, at in record.get(target, {}).items() if (run / name).is_dir()}
+            present = {name: at for name, at in select_target(record, target).items() if (run / name).is_dir()}
             record[target] = present | {get_folder_name(folder): when}
             try:
                 write_file(run / RECORD, json.dumps(record, indent=1) + "\n")
@@ -318,3 +319,9 @@ class Uploader:
             folder,
             reason,
         )
+
+
+def select_target(record: dict[str, Any], target: str) -> dict[str, Any]:
+    """Return what `UPLOADED.json` says of a target: name of a folder → time of its upload. A damaged entry counts as none."""
+    entry = record.get(target)
+    return entry if isinstance(entry, dict) else {}

@@ -17,17 +17,21 @@ from dsreason.world.schema import WorldModelConfig
 FILE = "base_model.json"
 """File in an export that names the base model: `{"path": "nvidia/Cosmos-Predict2.5-2B", "revision": "…"}`."""
 
+JOINED = "export-"
+"""Prefix of the folders in the cache that link to an export and its base model."""
+
 
 def describe_base(model: Mapping[str, Any], source: Path) -> str:
     """Return the content of an export's `base_model.json`, which names the model that the run started from.
 
     Args:
         model: `path` and `revision` of the run's configuration; empty if they are unknown.
-        source: local folder of that model. If it is itself an export, its `base_model.json` is returned unchanged, so an
-            export never refers to another export.
+        source: local folder of that model. If it is itself an export, the result names the same base model as its
+            `base_model.json`, so an export never refers to another export.
     """
     if (source / FILE).is_file():
-        return (source / FILE).read_text(encoding="utf-8")
+        note = read_json(source / FILE)
+        return json.dumps({"path": note.get("path"), "revision": note.get("revision")}, indent=2) + "\n"
     path = model.get("path", str(source))
     if (local := Path(path).expanduser()).is_dir():
         path = str(local.absolute())
@@ -88,4 +92,10 @@ def join_folders(folder: Path, base: Path, cache: Path) -> Path:
             (target / part).unlink(missing_ok=True)
             (target / part).symlink_to(part_folder)
 
-    return build_once(cache / f"export-{key}", link)
+    return build_once(cache / f"{JOINED}{key}", link)
+
+
+def find_component_folder(folder: Path, part: str, cache: Path) -> Path:
+    """Return the folder that contains the file or component `part` of a model: the one that a joined folder links to, if any."""
+    joined = folder.parent == cache and folder.name.startswith(JOINED)
+    return Path(os.readlink(folder / part)).parent if joined else folder

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from dsreason.errors import CheckpointError
 from tests.distributed import run_on_ranks
+from tests.integration.command import dsreason
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_gradient_invariance import first_step, run_config
 from tests.integration.test_positions_vllm import VIDEOS, ask_vllm, encode, generate
@@ -130,6 +133,25 @@ def test_checkpoint_export_matches_engine_export(
     for name, tensor in saved.items():
         assert torch.equal(tensor, live[name]), name
     assert {path.name for path in tiny.iterdir() if path.suffix != ".safetensors"} <= {p.name for p in output.iterdir()}
+
+
+def test_two_exports_into_a_folder_do_not_mix(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    from dsreason.checkpoints.export_digests import check_digests
+
+    stages = dict(zip(STAGES, ("1.2MB", "2MB"), strict=True))  # two models with other shards
+    options = [
+        ["--checkpoint", trained[0] / stage / "step_3", "--max-shard-size", size] for stage, size in stages.items()
+    ]
+    with ThreadPool(2) as threads:
+        ended = threads.map(lambda o: dsreason("export", *o, "--output", tmp_path / "out", cwd=tmp_path), options)
+    assert sorted(process.returncode for process in ended) == [0, 2], [process.stderr for process in ended]
+    refused = max(ended, key=lambda process: process.returncode)
+    assert re.search(r"out: (cannot be written now: .* in use by process|exists and is not empty)", refused.stderr)
+    winner = STAGES[[process.returncode for process in ended].index(0)]
+    check_digests(tmp_path / "out")
+    live = all_tensors(trained[0] / f"{winner}_engine")
+    assert all(torch.equal(tensor, live[name].bfloat16()) for name, tensor in all_tensors(tmp_path / "out").items())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_exported_shards_respect_size_limit(trained: tuple[Path, dict[str, Any]]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,11 +65,31 @@ every = 2
 keep = -1
 """
 REWARDS = """
+import os, signal, sys, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
 def vowels(completion, sample, *, pwd="", headers=None, url=""):
+    if list(HERE.glob("ending/rollouts/step_0.jsonl")):  # in the second rollout
+        end()
     return sum(letter in 'aeiou' for letter in completion), {'seen': 1}
 
 def same(completion, sample):
     return 0
+
+def end():
+    if os.environ["RANK"] == "0":
+        (HERE / "rank_0").write_text(str(os.getppid()))
+    elif (HERE / "fails").exists():
+        raise ValueError("the scores are lost")
+    else:  # hang, and stop the other rank, which then waits in a collective for this one
+        while not (HERE / "rank_0").exists():
+            time.sleep(0.1)
+        time.sleep(2)
+        (HERE / "signal").touch()
+        os.kill(int((HERE / "rank_0").read_text()), signal.SIGTERM)
+        time.sleep(600)
 """
 
 
@@ -117,8 +139,9 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_resumed_run_matches_uninterrupted_run(folder: Path) -> None:
-    resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2", *WITH_SECRETS)
+@pytest.mark.parametrize("checkpoint", ["whole/checkpoints/step_2", "stopped/checkpoints/step_2"])
+def test_resumed_run_matches_uninterrupted_run(folder: Path, stopped: float, checkpoint: str) -> None:
+    resumed = train(folder, f"resumed_{checkpoint[:5]}", "--resume", checkpoint, *WITH_SECRETS)
     assert rollouts(resumed, 2) == rollouts(folder / "whole", 2)
     names = ("train/loss", "train/grad_norm", "reward/mean", "mismatch/kl", "policy/clip_fraction", "policy/kl")
     before, after = (
@@ -128,6 +151,43 @@ def test_resumed_run_matches_uninterrupted_run(folder: Path) -> None:
     assert before == after
     expected, result = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
     assert all(expected[name].equal(result[name]) for name in expected)
+
+
+def run_as_rank(folder: str) -> None:
+    """Run `dsreason grpo` as one of its ranks does, without regular checkpoints."""
+    from dsreason.cli.job import TrainingCommand, find_trainers, load_job
+
+    os.chdir(folder)
+    trainer = find_trainers()["grpo"]
+    command = TrainingCommand(trainer, Path("run.toml"), overrides=("checkpoint.every=0", "reward.time_limit=300"))
+    trainer.run(load_job(command), Path("ending"), None)
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path) -> float:
+    """Stop a run while the reward function of rank 1 hangs in the second rollout; return the seconds until its end."""
+    with pytest.raises(AssertionError, match="Stopped: stopped by SIGTERM after step 2, which is saved; continue with"):
+        run_on_ranks(run_as_rank, 2, str(folder), timeout=280)
+    seconds = time.time() - (folder / "signal").stat().st_mtime
+    (folder / "ending").rename(folder / "stopped")
+    return seconds
+
+
+@pytest.mark.long
+def test_stop_during_reward_saves_last_step(folder: Path, stopped: float) -> None:
+    assert stopped < 10  # including the end of the processes, on a busy machine
+    assert [file.parent.name for file in folder.glob("stopped/checkpoints/*/COMPLETE")] == ["step_2"]
+
+
+@pytest.mark.long
+def test_last_step_is_saved_before_reward_error(folder: Path) -> None:
+    (folder / "fails").touch()
+    with pytest.raises(AssertionError, match="RewardError") as caught:
+        run_on_ranks(run_as_rank, 2, str(folder), timeout=280)
+    (folder / "ending").rename(folder / "failed")
+    assert "the scores are lost" in str(caught.value)
+    assert "The last finished step, 2, is saved; continue with --resume auto" in str(caught.value)
+    assert [file.parent.name for file in folder.glob("failed/checkpoints/*/COMPLETE")] == ["step_2"]
 
 
 def test_engine_and_trainer_logprobs_agree(folder: Path) -> None:

@@ -80,13 +80,27 @@ def run_hosts(
 
 def test_host_inherits_missing_variables_without_revealing_values(script: str, tmp_path: Path) -> None:
     first = {"HF_TOKEN": "hf_secret", "HF_HOME": "/of/first", "CUDA_VISIBLE_DEVICES": "3"}
-    ended = run_hosts(dict.fromkeys((0, 1), [script, "meet"]), {0: first, 1: {"HF_HOME": "/of/second"}}, tmp_path)
+    shared = first | {"DSREASON_SHARE_CREDENTIALS": "1"}
+    ended = run_hosts(dict.fromkeys((0, 1), [script, "meet"]), {0: shared, 1: {"HF_HOME": "/of/second"}}, tmp_path)
     assert [ended[rank].returncode for rank in (0, 1)] == [0, 0], ended
     assert ended[0].stdout == f"{first}\n"
     assert ended[1].stdout == f"{first | {'HF_HOME': '/of/second', 'CUDA_VISIBLE_DEVICES': None}}\n"
     assert ended[0].stderr == ""
     assert ended[1].stderr.endswith(": these variables were copied from where the job was started: HF_TOKEN\n")
     assert "hf_secret" not in ended[1].stderr
+
+
+def test_missing_credentials_are_named_and_not_sent(script: str, tmp_path: Path) -> None:
+    first = {"HF_TOKEN": "hf_secret", "HF_HOME": "/of/first", "HTTPS_PROXY": "http://me:password@proxy"}
+    ended = run_hosts(dict.fromkeys((0, 1), [script, "meet"]), {0: first}, tmp_path)
+    assert [ended[rank].returncode for rank in (0, 1)] == [0, 0], ended
+    assert ended[1].stdout == f"{ {'HF_TOKEN': None, 'HF_HOME': '/of/first', 'CUDA_VISIBLE_DEVICES': None} }\n"
+    host = socket.gethostname()
+    assert (
+        f"warning: {host} has credentials that other hosts lack: {host} has no HF_TOKEN, HTTPS_PROXY; "
+        in ended[0].stderr
+    )
+    assert ended[1].stderr.endswith(": these variables were copied from where the job was started: HF_HOME\n")
 
 
 def test_hosts_with_different_code_or_config_are_rejected(tmp_path: Path) -> None:

@@ -223,7 +223,9 @@ def test_killed_rank_stops_both_hosts(
         assert second.returncode != 0
         stdout = first.stdout
     else:
-        ended = deepspeed(hosts, folder, ranks, how, environment={"HF_TOKEN": "hf_secret"})
+        ended = deepspeed(
+            hosts, folder, ranks, how, environment={"HF_TOKEN": "hf_secret", "DSREASON_SHARE_CREDENTIALS": "1"}
+        )
         assert ended.returncode != 0
         stdout = ended.stderr
         # The shell's variables reached the ranks that pdsh started, but did not appear on a command line, which

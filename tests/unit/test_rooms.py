@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS = [
     {"dsreason", "errors", "imports", "screen", "secret_names"},  # `dsreason` itself holds only the version
-    {"problems", "secrets", "text", "families", "phases"},
+    {"problems", "secrets", "text", "families", "phases", "stopping"},
     {"user_code"},
     {"files"},
     {"config", "media"},

@@ -20,7 +20,9 @@ from dsreason.config.output import build_default_output_dir
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.errors import ConfigError, DataError
+from dsreason.files.atomic import write_file
 from dsreason.files.disk import check_writable, make_folder
+from dsreason.files.lock import hold_folder
 from dsreason.imports import make_imports_fast
 from dsreason.job import launch
 from dsreason.problems import summarise_problems
@@ -152,9 +154,10 @@ def inspect(
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
-    inspection = inspect_data(datasets, encoder, limit=limit, workers=choose_num_workers(workers))
-    inspection = add_labels(inspection, training, run.data)
-    write_inspection(inspection, datasets, folder)
+    make_folder(folder, "--output")
+    with hold_folder(folder):
+        found = inspect_data(datasets, encoder, limit=limit, workers=choose_num_workers(workers))
+        write_inspection(inspection := add_labels(found, training, run.data), datasets, folder)
     if as_json:
         write(json.dumps(asdict(inspection) | {"columns": columns}, indent=2, ensure_ascii=False))
     else:
@@ -203,12 +206,11 @@ def write_inspection(inspection: Inspection, datasets: dict[str, SampleDataset],
     from dsreason.data.types import Sample
     from dsreason.train.common.contact_sheet import draw_sample_sheets
 
-    make_folder(folder, "--output")
     document = asdict(inspection)
     for name in ("problems", "duplicates"):
         lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in document.pop(name)]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    (folder / "inspection.json").write_text(json.dumps(document, indent=2, ensure_ascii=False), encoding="utf-8")
+        write_file(folder / f"{name}.jsonl", "".join(lines))
+    write_file(folder / "inspection.json", json.dumps(document, indent=2, ensure_ascii=False))
     training = datasets["training"]
     rows = [read_row(training, row, lambda sample: sample) for row in pick_evenly(len(training), SHEET_SAMPLES)]
     draw_sample_sheets([row for row in rows if isinstance(row, Sample)]).save(folder / "contact_sheet.png")
@@ -265,7 +267,7 @@ def write_problems(messages: Sequence[str]) -> Path:
     folder = build_default_output_dir("validate")
     make_folder(folder, "--all")
     file = folder / "problems.txt"
-    file.write_text("".join(f"{to_one_line(message)}\n" for message in messages), encoding="utf-8")
+    write_file(file, "".join(f"{to_one_line(message)}\n" for message in messages))
     return file
 
 

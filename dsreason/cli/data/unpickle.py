@@ -9,6 +9,7 @@ import typer
 
 from dsreason.errors import DataError
 from dsreason.files.disk import make_folder
+from dsreason.files.lock import hold_folder
 from dsreason.problems import describe_missing_file
 from dsreason.screen import print_message
 
@@ -32,9 +33,10 @@ def unpickle(
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise DataError(f"data unpickle: two files are named {twice}; convert them into separate folders")
     make_folder(output, "--output")
-    for file in files:
-        written = convert_pickle(file, output)
-        print_message(f"{file} → {written[0]}" + (f" and {len(written) - 1} arrays" if written[1:] else ""))
+    with hold_folder(output):
+        for file in files:
+            written = convert_pickle(file, output)
+            print_message(f"{file} → {written[0]}" + (f" and {len(written) - 1} arrays" if written[1:] else ""))
 
 
 def list_pickles(path: Path) -> list[Path]:

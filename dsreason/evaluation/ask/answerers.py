@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+from dsreason.checkpoints.export_digests import check_digests
 from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import Encoder
@@ -149,6 +150,7 @@ def check_model(config: EvalConfig) -> None:
 
 def check_folder(config: EvalConfig, path: Path) -> None:
     """Raise errors about vLLM's options or a model folder; of the weights, only the headers are read."""
+    check_digests(path)
     check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
     compute_max_prompt_length(config, choose_max_length(config, path))
     build_checked_model(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)

@@ -90,6 +90,6 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
             own_folder = own_folder.rename(
                 parent / own_folder.name.replace(MAKING, EXPORT)
             )  # the folder is renamed only after it is locked, because other processes look for this name
-            yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype)
+            yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype, durable=False)
     finally:
         shutil.rmtree(own_folder, ignore_errors=True)

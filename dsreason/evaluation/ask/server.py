@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import torch
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
+from dsreason import stopping
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
@@ -187,7 +188,7 @@ class ServerAnswerer:
                 if attempt == last or not (answer.status in PASSING or answer.status >= 500):
                     return answer
                 pause = min(answer.retry_after or pause, LONGEST_PAUSE)
-            time.sleep(pause)
+            stopping.pause(pause)
         raise AssertionError("unreachable")
 
     @property

@@ -7,15 +7,30 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dsreason.errors import CheckpointError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, TypeAdapter
+
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import check_regular
+from dsreason.files.disk import read_valid_lines, set_aside
 from dsreason.monitor.sinks.sink import Sink
 
 log = logging.getLogger(__name__)
+
+
+class Entry(BaseModel):
+    """A line of `metrics.jsonl`: a step and its metrics."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, FiniteFloat | None]
+
+    step: NonNegativeInt
+    nonfinite: dict[str, str] = {}
+
+
+ENTRY = TypeAdapter(Entry)
 
 
 class JSONLines(Sink):
@@ -26,7 +41,7 @@ class JSONLines(Sink):
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
-        entries = [] if resume_step is None else read_lines(path, last_step=resume_step)
+        entries = [] if resume_step is None else read_earlier_entries(path, last_step=resume_step)
         write_file(path, b"".join(map(encode_line, entries)))
         self.current: dict[str, Any] = entries[-1] if entries else {"step": -1}
         self.file = path.open("r+b")
@@ -61,29 +76,32 @@ def encode_line(entry: Mapping[str, Any]) -> bytes:
     return json.dumps(entry, allow_nan=False).encode() + b"\n"
 
 
-def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
-    """Return the entries up to and including `last_step`. Skip invalid lines, such as those left by a crash, with a warning.
+def read_earlier_entries(path: Path, *, last_step: int) -> list[dict[str, Any]]:
+    """Return the entries as `read_lines` does; rename a file that cannot be read, because the run continues without it."""
+    try:
+        return read_lines(path, last_step=last_step)
+    except OSError as error:
+        set_aside(path, f"cannot be read ({error.strerror})")
+        return []
+
+
+def read_lines(path: Path, *, last_step: int | None) -> list[dict[str, Any]]:
+    """Return the entries up to and including `last_step` (None: all).
+
+    Damaged lines, such as those left by a crash, are left out with a warning.
 
     Raises:
-        CheckpointError: the path is not a regular file, or cannot be read.
+        OSError: the file cannot be read, or is not a regular file.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    try:
-        check_regular(path, path)
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}), so the metrics cannot be continued; remove it"
-        ) from None
-    entries = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            entries.append(entry)
-        else:
-            log.warning("%s:%d: the line is dropped, because it is not a record of a step: %r", path, number, line[:80])
-    return [entry for entry in entries if entry["step"] <= last_step]
+    entries, problem = read_valid_lines(path, ENTRY)
+    if problem:
+        warn_damaged(path, problem)
+    return [entry for entry in entries if last_step is None or entry["step"] <= last_step]
+
+
+@cache
+def warn_damaged(path: Path, problem: str) -> None:
+    """Log a warning once per process, because the page of a world model reads the file at every validation."""
+    log.warning("%s: damaged lines are left out: %s", path, problem)

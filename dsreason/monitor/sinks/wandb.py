@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 import re
 import shlex
 import sys
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
-from dsreason.files.atomic import write_file
+from dsreason.files.disk import read_small, write_report
 from dsreason.imports import build_install_command
 from dsreason.monitor.sinks.sink import Sink
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
     from torch import Tensor
+
+
+log = logging.getLogger(__name__)
 
 
 class WeightsAndBiases(Sink):
@@ -95,12 +100,14 @@ def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, An
 
     id_file = output_dir / "wandb" / "run_id"
     id_file.parent.mkdir(exist_ok=True)
-    if not (resumed and id_file.exists()):
-        write_file(id_file, uuid.uuid4().hex[:8])
+    run_id = read_run_id(id_file) if resumed else None
+    if run_id is None:
+        run_id = uuid.uuid4().hex[:8]
+        write_report(id_file, run_id)
     run = wandb.init(
         project=config.wandb_project,
         name=config.wandb_name or re.sub(r"\W+", "-", output_dir.name),
-        id=id_file.read_text(),
+        id=run_id,
         resume="allow",
         dir=output_dir,
         config=run_config,
@@ -108,3 +115,17 @@ def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, An
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def read_run_id(file: Path) -> str | None:
+    """Return the id of the W&B run to continue; None if there is none yet, or, with a warning, if the file is damaged."""
+    if not os.path.lexists(file):
+        return None
+    try:
+        run_id = read_small(file).decode()
+    except (OSError, ValueError) as error:
+        run_id = str(error)
+    if re.fullmatch("[0-9a-f]{8}", run_id):
+        return run_id
+    log.warning("%s: is not the id of a W&B run (%.40r); a new W&B run is started", file, run_id)
+    return None

@@ -24,6 +24,7 @@ from dsreason.files.archives import extract
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import find_existing, read_json_object
 from dsreason.files.hub import convert_dataset_errors
+from dsreason.files.lock import hold_folder
 from dsreason.monitor.progress import track
 from dsreason.problems import find_nearest
 from dsreason.tools.datasets.hub import RemoteFile, download, get_size, list_files
@@ -106,9 +107,12 @@ def fetch(plan: FetchPlan) -> None:
     """Download the missing files, and unpack archives of clips.
 
     Raises:
+        ConfigError: another process fetches into the same folder; both would append to the same partial downloads.
         DataError: access is denied, the connection fails, content is damaged, or the disk has too
             little space, which is checked first.
     """
+    if not plan.missing:
+        return
     free = shutil.disk_usage(find_existing(plan.folder)).free
     if plan.disk_bytes + SPARE_BYTES > free:
         raise DataError(
@@ -117,6 +121,7 @@ def fetch(plan: FetchPlan) -> None:
             "choose another --data-dir, or select fewer files with --dataset and --file"
         )
     with (
+        hold_folder(plan.folder),
         track(f"fetching {plan.repo}", plan.num_bytes, "bytes") as advance,
         ThreadPoolExecutor(DOWNLOADS) as threads,
     ):

@@ -31,6 +31,7 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import find_existing, read_json_object
 from dsreason.files.hub import convert_dataset_errors, get_hub_url
+from dsreason.files.lock import hold_folder
 from dsreason.monitor.progress import track
 from dsreason.secrets import hide_secrets
 from dsreason.tools.datasets.clip_rules import (
@@ -149,15 +150,15 @@ def fetch_raw(plan: RawPlan) -> list[str]:
     """Download the missing raw videos; return a message for each clip whose raw video the origin does not have.
 
     Raises:
+        ConfigError: another process fetches into the same folder.
         DataError: access is denied, the connection fails, content is damaged, the disk has too little space, or a file
             or folder cannot be written. Except in the last case, the message explains how to get the videos manually.
     """
     if not plan.videos:
         return []
-    with convert_raw_errors(plan):
-        plan.folder.mkdir(parents=True, exist_ok=True)
+    with convert_raw_errors(plan), hold_folder(plan.folder):
         fetched = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
-    shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
+        shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
     return [
         f"{clip}: its raw video {video} was not found in {plan.place}"
         for video, clips in plan.videos.items()

@@ -6,11 +6,11 @@ The test starts the ranks, which run this module, too.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from dsreason.job import launch
+from dsreason.job.leftovers import make_temporary_folder
 from dsreason.screen import print_message
 
 RANKS = 2
@@ -53,7 +53,7 @@ def main() -> None:
     launch.prepare_environment()
     gpus = launch.count_gpus()
     ranks = min(RANKS, gpus) or RANKS
-    with tempfile.TemporaryDirectory(prefix="dsreason-doctor-") as folder:
+    with make_temporary_folder() as folder:
         launch.start_ranks(
             lambda attempt: ["-m", "dsreason.tools.doctor.collective"], ranks=ranks, log_dir=Path(folder)
         )

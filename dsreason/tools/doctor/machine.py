@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.disk import find_existing
+from dsreason.job.leftovers import make_temporary_folder
 from dsreason.tools.doctor.finding import (
     DoctorFinding,
     find_last_line,
@@ -38,7 +39,7 @@ def check_compiler() -> Iterator[DoctorFinding]:
     if compiler is None:
         yield report_failure("C++ compiler", f"{compiler_name or ' or '.join(COMPILERS)} was not found", cure)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with make_temporary_folder() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text("#include <vector>\nint main() { return static_cast<int>(std::vector<int>{0}[0]); }\n")
         code, text = run_program([compiler, "-std=c++17", "-o", f"{folder}/probe", str(source)], COMPILE_SECONDS)
@@ -140,7 +141,7 @@ def check_videos() -> Iterator[DoctorFinding]:
     import av
     import numpy as np
 
-    with tempfile.TemporaryDirectory() as folder:
+    with make_temporary_folder() as folder:
         file = f"{folder}/clip.mp4"
         with av.open(file, "w") as container:
             stream = container.add_stream("mpeg4", rate=4)

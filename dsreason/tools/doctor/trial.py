@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 
+from dsreason.job.leftovers import make_temporary_folder
 from dsreason.tools.doctor.finding import DoctorFinding, find_last_line, report_failure, report_pass, run_program
 
 COLLECTIVE_SECONDS, ENGINE_SECONDS = 180, 600
@@ -47,7 +47,7 @@ def check_collective() -> Iterator[DoctorFinding]:
 
 def check_engine() -> Iterator[DoctorFinding]:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="dsreason-doctor-") as folder:
+    with make_temporary_folder() as folder:
         options = [f"--set={key}={value}" for key, value in TINY.items()]
         command = [
             sys.executable,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError, ConfigError, StorageError
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.hub import HUB_ERRORS, convert_hub_error, get_hub_url
+from dsreason.job.leftovers import make_temporary_folder
 from dsreason.models.load import read_model_config, resolve_model
 from dsreason.tools.planning.published import list_architectures
 
@@ -69,7 +69,7 @@ def load_from_hub(name: str, revision: str | None) -> Architecture:
             build_from_table(known_architecture),
             f"built-in table (config.json of {name} could not be downloaded from the Hub)",
         )
-    with tempfile.TemporaryDirectory() as folder:
+    with make_temporary_folder() as folder:
         (Path(folder) / "config.json").write_bytes(content)
         return Architecture(read_model_config(Path(folder)), f"config.json of {name} on the Hub")
 

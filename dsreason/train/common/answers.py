@@ -13,7 +13,7 @@ from PIL import Image
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import get_text, list_media_parts
 from dsreason.data.types import Sample
-from dsreason.files.atomic import write_file
+from dsreason.files.disk import write_report
 from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import Metrics
@@ -89,7 +89,7 @@ class ValidationResult:
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write `rows` to `file` as JSON Lines; create the folder if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_report(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def describe(prompt: str, completion: str, reference: str | None, correct: bool | None) -> str:

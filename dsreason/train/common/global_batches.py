@@ -108,15 +108,16 @@ def train_on_loader(
 ) -> None:
     """Train on the batches of each step that `loader` yields, then finish the run."""
     watch = LearningWatch(find_row_problems)
-    run.begin_steps(validate)
-    for batches in wait_for_batches(loader, run.job.watchdog):
-        run.poll_checkpoint()
-        first = run.state.step
-        with run.job.watchdog.track_phase("step"):
-            train_on_batches(batches)
-        watch.add(count_rows(batches))
-        run.finish_steps(first, validate)
-    run.finish(watch.summarize())
+    with run.save_before_error():
+        run.begin_steps(validate)
+        for batches in wait_for_batches(loader, run.job.watchdog):
+            run.poll_checkpoint()
+            first = run.state.step
+            with run.track_step():
+                train_on_batches(batches)
+            watch.add(count_rows(batches))
+            run.finish_steps(first, validate)
+        run.finish(watch.summarize())
 
 
 def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:

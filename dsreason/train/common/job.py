@@ -87,6 +87,7 @@ def open_job(
     monitor = config.monitor
     watchdog = Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
     stack.enter_context(watchdog)
+    stop.share(watchdog.lifeline)
     with watchdog.track_phase("preflight"):
         if not is_started_by_us():  # dsreason's own launcher has already run these checks
             run_on_rank_zero(lambda: check(config))

@@ -23,7 +23,7 @@ from dsreason.data.micro_batches import describe_forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
 from dsreason.families import get_family
-from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero
+from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero, share_errors
 from dsreason.models.folder import compute_fingerprint
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model
@@ -171,7 +171,8 @@ def start_policy_run(
     )
     sampler = start_sampler(job, rows, stack, engine, settings, bucket_mb, offload)
     if scorer is not None:
-        stack.enter_context(scorer)
+        with share_errors():
+            stack.enter_context(scorer)
 
     def write_export(output: Path, dtype: Literal["bf16", "fp32"], current: TrainerState) -> None:
         export_engine(
@@ -185,6 +186,7 @@ def start_policy_run(
             step=current.step,
             adapter=current.adapter,
             vision=current.vision,
+            trust_remote_code=config.model.trust_remote_code,
         )
 
     run = start_run(

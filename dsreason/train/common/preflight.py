@@ -15,6 +15,8 @@ from pydantic import ValidationError
 
 from dsreason.checkpoints.checkpoint import check_stage
 from dsreason.checkpoints.checkpoint_folder import check_content, choose_checkpoint, read_checkpoint
+from dsreason.checkpoints.export_digests import check_digests
+from dsreason.checkpoints.export_folder import check_base_links
 from dsreason.config.deepspeed import build_trial_settings, format_json, read_zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
@@ -52,6 +54,9 @@ def check_model(config: RunConfig) -> Encoder:
     if config.data.video_decoder == "torchcodec":
         check_torchcodec()
     model_path = find_model(config)
+    check_digests(model_path)
+    if config.checkpoint.export != "none":
+        check_base_links(model_path)
     check_freeze(read_parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
         check_adapters(config, model_path)

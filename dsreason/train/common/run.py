@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +14,10 @@ from typing import Any, Generic, Protocol, TypeAlias
 from deepspeed import DeepSpeedEngine
 
 from dsreason.checkpoints.checkpoint_folder import TrainerState
-from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
+from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, wait_for_all_ranks
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.schedule import compute_lr_factor
-from dsreason.errors import NothingLearned
+from dsreason.errors import DsReasonError, NothingLearned, SaveError
 from dsreason.job.logs import set_step
 from dsreason.job.ranks import World
 from dsreason.monitor.memory import MemoryLedger
@@ -35,6 +35,8 @@ TRIAL_STEPS = 2
 """Maximum number of steps of a trial run, which only tests the setup and is not expected to learn anything."""
 IDLE_STEPS = "idle_steps"
 """Key in `TrainerState.extra`: number of steps that had nothing to learn from."""
+UNVALIDATED = "unvalidated"
+"""Key in `TrainerState.extra`: whether the validation that was due after this step was interrupted."""
 
 
 class ValidationOutcome(Protocol):
@@ -59,7 +61,8 @@ class TrainingRun(Generic[J]):
     """A run from its first step to its last. It counts and logs steps, validates the policy and saves checkpoints.
 
     A trainer calls `begin_steps` first; then, for each step, `poll_checkpoint`, `count_step` and `show_step`; after one or
-    more steps, `finish_steps`; and at the end, `finish`. `state` is the run's progress.
+    more steps, `finish_steps`; and at the end, `finish`, all of it within `save_before_error`. The forward and backward passes
+    and the optimizer step, up to `count_step`, are within `track_step`. `state` is the run's progress.
     """
 
     job: TrainingJob[J]
@@ -74,6 +77,8 @@ class TrainingRun(Generic[J]):
     state: TrainerState
     skipped: Counter[str] = field(default_factory=Counter)
     """Message that names a skipped row → number of times that the row was skipped since this process started."""
+    is_in_step: bool = False
+    """Whether a step has begun and not finished, so that the weights may be updated on some ranks and not on others."""
 
     @property
     def learning_rate(self) -> float:
@@ -82,14 +87,37 @@ class TrainingRun(Generic[J]):
         return optim.lr * compute_lr_factor(self.state.step, self.total_steps, optim)
 
     def begin_steps(self, validate: Validate) -> None:
-        """Validate before the first step if configured; in a resumed run, write the export of the checkpoint if it is missing."""
+        """Validate before the first step if configured; in a resumed run, make up for an interrupted validation and export."""
         config, step = self.job.config, self.state.step
-        if step == 0 and config.validation.before_training:
+        if (step == 0 and config.validation.before_training) or self.state.extra.get(UNVALIDATED):
             self.validate(validate)
         is_exported = is_due([step], config.checkpoint.every) or step == self.state.best_step
         if 0 < step < self.total_steps and is_exported and config.checkpoint.export == "all":
             self.checkpoints.export_resumed(self.state)
         self.profiler.begin(step + 1)
+
+    @contextmanager
+    def save_before_error(self) -> Iterator[None]:
+        """If the block ends with an error between two steps, save the last finished step first and say so in the message.
+
+        Saving is collective, so nothing is saved unless all ranks end with such an error within seconds. Functions that wait
+        for data, rewards or a teacher therefore raise a rank's error on all ranks (`share_errors`), and so end stop requests.
+        """
+        try:
+            yield
+        except DsReasonError as error:
+            is_between_steps = not self.is_in_step and self.engine.global_steps == self.state.step
+            if is_between_steps and not isinstance(error, SaveError) and wait_for_all_ranks(self.job.world):
+                self.checkpoints.save_before_error(error, self.state)
+            raise
+
+    @contextmanager
+    def track_step(self) -> Iterator[None]:
+        """Mark the block as an optimizer step, and apply its time limit. If the block fails, its state is never saved."""
+        self.is_in_step = True
+        with self.job.watchdog.track_phase("step"):
+            yield
+        self.is_in_step = False
 
     def poll_checkpoint(self) -> None:
         """If a checkpoint has become complete since the last step, upload it and delete old ones."""
@@ -170,8 +198,11 @@ class TrainingRun(Generic[J]):
         """Validate the policy; return True if it is the best so far and `checkpoint.keep_best` requires a checkpoint of it."""
         job, step = self.job, self.state.step
         config = job.config.checkpoint
+        extra = {key: value for key, value in self.state.extra.items() if key != UNVALIDATED}
+        self.state = replace(self.state, extra={**extra, UNVALIDATED: True})  # saved if the validation is interrupted
         with job.watchdog.track_phase("validation"):
             result = validate(step)
+        self.state = replace(self.state, extra=extra)
         if result is None:
             return False
         self.metrics.log_scalars(step, result.metrics)

@@ -15,6 +15,7 @@ from dsreason.config.schema_grpo import OffloadMode
 from dsreason.engine.merged import iter_merged_parameters, list_constant_names
 from dsreason.engine.offload import StateOffload
 from dsreason.engine.rollout_memory import EVERYTHING, NOTHING, OffloadAmount, choose_amount
+from dsreason.errors import DsReasonError
 from dsreason.job.ranks import gather_objects
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
@@ -53,8 +54,15 @@ class Sampler:
         with self.watch("weight_sync"), self._time_phase("sync"):
             retained = self.rollout.find_retained(list_constant_names(self.policy))
             self.rollout.sync(iter_merged_parameters(self.policy, self.bucket_mb, without=retained), version, retained)
-        with self.memory.track_phase("generate"):
-            yield self.rollout
+        try:
+            with self.memory.track_phase("generate"):
+                yield self.rollout
+        except DsReasonError:  # the last step can be saved, for which the training state must be complete again
+            self._rest()
+            raise
+        self._rest()
+
+    def _rest(self) -> None:
         with self._time_phase("sleep"):
             self.rollout.sleep()
         with self._time_phase("reload"):

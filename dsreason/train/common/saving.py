@@ -1,11 +1,11 @@
-"""Saving of checkpoints and exports during a run, after a signal, and at the end of the run."""
+"""Saving of checkpoints and exports during a run, after a signal or an error, and at the end of the run."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -19,7 +19,8 @@ from dsreason.checkpoints.checkpoint_folder import (
     read_state,
 )
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
-from dsreason.errors import Stopped
+from dsreason.checkpoints.export_digests import check_digests
+from dsreason.errors import CheckpointError, DsReasonError, SaveError, Stopped
 from dsreason.files.step_names import format_step, parse_step
 from dsreason.job.ranks import run_on_rank_zero
 from dsreason.monitor.metrics import Metrics
@@ -44,6 +45,8 @@ class Checkpoints:
     metrics: Metrics
     progress: Progress
     total_steps: int
+    exported: set[Path] = field(default_factory=set)
+    """Exports that this job has written, which it need not check."""
 
     @property
     def folder(self) -> Path:
@@ -79,26 +82,53 @@ class Checkpoints:
     def export_resumed(self, state: TrainerState) -> None:
         """Write the export of the resumed checkpoint if the earlier job was killed before it wrote the export."""
         checkpoint, output = self.folder / format_step(state.step), self.exports / format_step(state.step)
-        if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / self.export_file).exists()):
+        if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not is_sound(output / self.export_file)):
             self.export(output, state, last=False)
 
     def stop_if_signalled(self, state: TrainerState) -> None:
-        """If any rank has received a signal, save a checkpoint and raise `Stopped`; do nothing after the last step."""
-        step, name = state.step, self.job.stop.asked()
-        if not name or step == self.total_steps:
+        """Raise `Stopped` if any rank has received a signal; do nothing after the last step."""
+        name = self.job.stop.asked()
+        if name and state.step != self.total_steps:
+            raise Stopped(f"stopped by {name}")
+
+    def save_before_error(self, error: DsReasonError, state: TrainerState) -> None:
+        """Save the last finished step unless it is saved already, and add the outcome to the message of `error`.
+
+        Raises:
+            SaveError: the step could not be saved, and `error` is only a request to stop.
+        """
+        step, is_stop = state.step, isinstance(error, Stopped)
+        outcome = "is saved"
+        if step == 0:
+            error.args = (f"{error} before the first step was finished; nothing is saved",) if is_stop else error.args
             return
         if not self.job.config.checkpoint.saves:
-            raise Stopped(
-                f"stopped by {name} after step {step}; nothing is saved, because checkpoint.every is 0, and checkpoint.last "
-                "and checkpoint.keep_best are false"
+            outcome = (
+                "is not saved, because checkpoint.every is 0, and checkpoint.last and checkpoint.keep_best are false"
             )
-        checkpoint = self.folder / format_step(step)
-        with self.job.watchdog.track_phase("checkpoint"), self.progress.track_phase(f"{name}: saving checkpoint"):
+        else:
+            try:
+                self.save_if_missing(state)
+            except SaveError as failure:
+                if is_stop:
+                    raise
+                outcome = f"could not be saved: {failure}"
+        advice = "; continue with --resume auto" if outcome == "is saved" else ""
+        text = (
+            f"{error} after step {step}, which {outcome}"
+            if is_stop
+            else f"{error}\nThe last finished step, {step}, {outcome}"
+        )
+        error.args = (f"{text}{advice}",)
+
+    def save_if_missing(self, state: TrainerState) -> None:
+        """Complete the pending checkpoint, then write one of the current step if there is none. Return once it is complete."""
+        checkpoint = self.folder / format_step(state.step)
+        with self.job.watchdog.track_phase("checkpoint"), self.progress.track_phase("saving checkpoint"):
             self.upload_and_prune(self.writer.wait(), state)
             if not run_on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
-                self.writer.start(step, state)
+                self.writer.start(state.step, state)
                 self.upload_and_prune(self.writer.wait(), state)
-        raise Stopped(f"stopped by {name} after step {step}, which is saved; continue with --resume auto")
 
     def upload_and_prune(self, written: Path | None, state: TrainerState) -> None:
         """Upload the checkpoint `written`, if any, and delete the checkpoints beyond `checkpoint.keep`."""
@@ -117,7 +147,9 @@ class Checkpoints:
         """Write the final export if it is missing or outdated, and upload it and the last checkpoint."""
         checkpoint, final = self.folder / format_step(state.step), self.exports / "final"
         if self.job.config.checkpoint.export != "none":
-            if run_on_rank_zero(lambda: is_outdated(final / self.export_file, checkpoint)):
+            if run_on_rank_zero(
+                lambda: final not in self.exported and is_outdated(final / self.export_file, checkpoint)
+            ):
                 self.export(final, state, last=True)
             self.job.uploads.add(final, last=True)
         if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
@@ -130,6 +162,7 @@ class Checkpoints:
         run_on_rank_zero(lambda: delete_old_export(output))
         with job.watchdog.track_phase("export"), self.progress.track_phase("exporting"):
             self.write_export(output, dtype, state)
+        self.exported.add(output)
         job.uploads.add(output, last=last)
         if config.export == "all" and job.world.is_main:
             best_step = state.best_step if config.keep_best else None
@@ -141,9 +174,21 @@ class Checkpoints:
                 log.warning("old exports could not be deleted: %s", error)
 
 
+def is_sound(file: Path) -> bool:
+    """Return whether the export marked by `file` exists and no file in it is damaged; warn if it is damaged."""
+    if not file.exists():
+        return False
+    try:
+        check_digests(file.parent)
+    except CheckpointError as error:
+        log.warning("%s; it is now exported again", error)
+        return False
+    return True
+
+
 def is_outdated(file: Path, checkpoint: Path) -> bool:
-    """Return whether the export marked by `file` is missing, from another step, or older than the checkpoint, if that exists."""
-    if not file.exists() or read_exported_step(file.parent) not in (None, parse_step(checkpoint)):
+    """Return whether the export marked by `file` is missing, damaged, from another step, or older than the checkpoint, if any."""
+    if not is_sound(file) or read_exported_step(file.parent) not in (None, parse_step(checkpoint)):
         return True
     marker = checkpoint / MARKER
     return marker.exists() and file.stat().st_mtime < marker.stat().st_mtime

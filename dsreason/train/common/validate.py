@@ -134,9 +134,10 @@ class HeldOut(Generic[C]):
         groups = self.build_groups()
         read = partial(read_rows, self.dataset, use)
         groups_read = run_in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
-        for rows, items in zip(groups, groups_read, strict=True):
-            bad = [item for item in items if isinstance(item, DataError)]
+        for rows in groups:
             with share_errors():
+                items = next(groups_read)
+                bad = [item for item in items if isinstance(item, DataError)]
                 if message := find_fatal_error(bad, self.config):
                     raise DataError(message)
             for error in bad:
@@ -198,7 +199,8 @@ def generate_answers(
     ):
         rows, prompts = [row for row, _ in questions], [prompt for _, prompt in questions]
         completions = rollout.generate(prompts, sampling, version=version, streams=rows)
-        rewards = score(prompts, completions, sampling, scorer)
+        with share_errors():
+            rewards = score(prompts, completions, sampling, scorer)
         for row, prompt, completion, reward in zip(rows, prompts, completions, rewards, strict=True):
             answers.append(to_answer(row, prompt, completion, tokenizer, reward))
             if row in held_out.shown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor
 from dsreason.engine.reference import BaseReference
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import MOST_REPORT_BYTES, read_small
 from dsreason.job.ranks import World, gather_objects, run_on_rank_zero
 from dsreason.losses.preference import Pairs, build_pairs
 from dsreason.problems import describe_missing_file, describe_parse_error
@@ -223,7 +225,7 @@ def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> Stored
     """
     file = output_dir / FILE
     candidates = [file] if checkpoint is None else [file, checkpoint.parent.parent / FILE]
-    existing_file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    existing_file = next((candidate for candidate in candidates if os.path.lexists(candidate)), None)
     lines = [] if existing_file is None else read_lines(existing_file, REMOVE)
     measured_model = lines[0][1].get("model") if lines else model
     if measured_model != model and checkpoint is not None:
@@ -264,7 +266,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
     try:
-        content = file.read_bytes()
+        content = read_small(file, MOST_REPORT_BYTES)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}; {advice}") from error
     rows, lines = [], content.splitlines()

@@ -46,15 +46,16 @@ def run(config: GRPOConfig, output_dir: Path | None = None, resume: str | None =
 
 def train(grpo: GRPOTrainer) -> None:
     run = grpo.run
-    if grpo.job.config.rollout.self_test:
-        check_rollout_engine(grpo)
-    run.begin_steps(grpo.validate)
-    while run.state.step < run.total_steps:
-        run.poll_checkpoint()
-        first = run.state.step
-        train_on_rollout(grpo)
-        run.finish_steps(first, grpo.validate)
-    run.finish(grpo.watch.summarize())
+    with run.save_before_error():
+        if grpo.job.config.rollout.self_test:
+            check_rollout_engine(grpo)
+        run.begin_steps(grpo.validate)
+        while run.state.step < run.total_steps:
+            run.poll_checkpoint()
+            first = run.state.step
+            train_on_rollout(grpo)
+            run.finish_steps(first, grpo.validate)
+        run.finish(grpo.watch.summarize())
 
 
 def check_rollout_engine(grpo: GRPOTrainer) -> None:
@@ -80,7 +81,7 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
         steps = prepare_steps(grpo, sampled)
     for micro_batches in steps:
         run.profiler.begin(run.state.step + 1)
-        with watchdog.track_phase("step"):
+        with run.track_step():
             metrics = train_on_step(grpo, micro_batches)
             now = time.perf_counter()
             times = {"time/rollout": sampling_seconds, "time/train": now - train_started}

@@ -12,11 +12,13 @@ from dsreason.checkpoints.checkpoint_folder import (
     find_unfinished_steps,
 )
 from dsreason.checkpoints.export import export_engine
+from dsreason.checkpoints.export_digests import check_digests
+from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import CheckpointError
 from dsreason.families import get_family
-from dsreason.files.disk import remove
+from dsreason.files.disk import check_links, remove
 from dsreason.files.step_names import format_step, parse_step
 from dsreason.job.ranks import World, run_on_rank_zero
 
@@ -73,12 +75,15 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
             f"{checkpoint}: its reference policy {folder} is missing (grpo.reference_reset_every = "
             f"{config.grpo.reference_reset_every}); copy it there, or choose another checkpoint"
         )
+    run_on_rank_zero(lambda: check_digests(folder))
     reference.load(folder, get_family(reference.engine.module.model.config.model_type).rename)
     saved_folder = output_dir / "reference" / folder.name
     if saved_folder.resolve() != folder:
 
         def copy() -> None:
+            check_links(folder)
             remove(saved_folder)
-            shutil.copytree(folder, saved_folder)
+            with write_folder_atomically(saved_folder) as draft:
+                shutil.copytree(folder, draft, dirs_exist_ok=True)
 
         run_on_rank_zero(copy)

@@ -11,7 +11,7 @@ import numpy as np
 from dsreason.config.schema_grpo import GRPOConfig, RolloutConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.prompts import Prompts
-from dsreason.job.ranks import World, gather_objects, reduce_sum
+from dsreason.job.ranks import World, gather_objects, reduce_sum, share_errors
 from dsreason.job.watchdog import Watchdog
 from dsreason.losses.objective import Objective
 from dsreason.rewards.scoring import Scorer
@@ -106,7 +106,7 @@ class RolloutSampler:
         sampled.metrics["rollout/tokens"] += sum(completion.num_tokens for completion in completions)
 
         started = time.perf_counter()
-        with self.watchdog.track_phase("reward"):
+        with self.watchdog.track_phase("reward"), share_errors():
             scores = score_completions(self.scorer, repeated, completions, sampling)
         sampled.metrics["time/reward"] += time.perf_counter() - started
         sampled.reward_sums.append(scores.metric_sums)

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from torch import Tensor
 
+from dsreason.checkpoints.export_digests import check_digests
 from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
@@ -124,6 +125,7 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
         check_server(config.distill, student.processor.tokenizer)
         return
     path, trust_remote_code = find_teacher(config), config.model.trust_remote_code
+    check_digests(path)
     kinds = [read_model_config(folder, trust_remote_code=trust_remote_code).model_type for folder in (path, model_path)]
     key = f"distill.teacher ({config.distill.teacher})"
     if kinds[0] != kinds[1]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
@@ -17,11 +16,12 @@ from torch import Tensor
 from dsreason.config.schema_grpo import DistillConfig
 from dsreason.data.messages import list_media_paths
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError, DataError, DsReasonError
+from dsreason.errors import ConfigError, DataError, DsReasonError, Stopped
 from dsreason.job.ranks import World, gather_in_group, share_errors
 from dsreason.media.frames import describe_video_path
 from dsreason.problems import describe_first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer
+from dsreason.stopping import pause
 from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Client:
             except Retry as error:
                 if attempt == self.config.retries:
                     raise self.build_error(subject, f"{error} ({attempt + 1} attempts)") from None
-                time.sleep(error.pause(FIRST_PAUSE, attempt))
+                pause(error.pause(FIRST_PAUSE, attempt))
                 attempt += 1
             except Refused as error:
                 raise self.build_error(subject, str(error)) from None
@@ -163,6 +163,8 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> N
     ids = plain_ids[:: max(1, len(plain_ids) // PROBES)][: PROBES + 1]
     try:
         tokens = client.request_tokens(ids, "tokens of the student's vocabulary")
+    except Stopped:
+        raise
     except DsReasonError as error:
         raise ConfigError(str(error)) from None
     for number, token in zip(ids[1:], tokens, strict=True):

@@ -22,10 +22,11 @@ from torch import Tensor
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import UNPACK_ERRORS, TarMember
-from dsreason.files.atomic import build_once, write_file
-from dsreason.files.cache import convert_cache_errors, get_cache_dir
+from dsreason.files.atomic import write_file
+from dsreason.files.cache import build_copy, convert_cache_errors, get_cache_dir
 from dsreason.files.remote import PARALLEL, check_room, fetch_file, read_address
 from dsreason.files.s3 import list_objects
+from dsreason.job.leftovers import build_prefix
 from dsreason.world.data.clips import load_clip, read_start
 from dsreason.world.data.folder import VIDEO_SUFFIXES
 from dsreason.world.data.rows import CheckedRows
@@ -126,11 +127,8 @@ def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
         write_file(partial / "index.json", json.dumps(entries))
 
     with convert_cache_errors(folder, "DSREASON_CACHE"):
-        built = build_once(folder, build)
-    try:
-        entries: list[dict[str, Any]] = json.loads((built / "index.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{built / 'index.json'}: is damaged ({error}); delete {built} to rebuild it") from None
+        built = build_copy(folder, build)
+    entries: list[dict[str, Any]] = json.loads((built / "index.json").read_bytes())
     return entries
 
 
@@ -207,7 +205,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
     """Read a clip from the video in the row's shard, like `clips.read_clip`."""
     members = json.loads(str(row.clip))["members"]
     suffix = next(key for key in VIDEO_KEYS if key in members)
-    with tempfile.NamedTemporaryFile(prefix="dsreason-", suffix=f".{suffix}") as file:
+    with tempfile.NamedTemporaryFile(prefix=build_prefix(), suffix=f".{suffix}") as file:
         file.write(read_member(row, suffix))
         file.flush()
         try:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat, TypeAdapter
+
 from dsreason.config.output import find_run_record, flatten_keys
+from dsreason.files.disk import read_valid_lines
 from dsreason.files.step_names import format_step, is_step_name, parse_step
+from dsreason.monitor.sinks.json_lines import read_lines
 from dsreason.world.evaluation.page import FILE, Clip, Curve, Page, PromptCard, Table, format_number, write_page
 from dsreason.world.evaluation.score import name_reward
+
+log = logging.getLogger(__name__)
 
 MOST_COLUMNS = 5
 """Maximum number of validations to show: the first, the last, and evenly spaced ones in between."""
@@ -19,6 +25,18 @@ LOOKS = ("brightness", "motion", "diversity")
 SETTINGS = ("model.", "lora.", "data.", "optim.lr", "world.", "reward.")
 Row = dict[str, Any]
 """The object on a line of a JSONL file: a clip in `validation/step_N.jsonl`, or a step's metrics in `metrics.jsonl`."""
+
+
+class ClipRow(BaseModel):
+    """A line of `validation/step_N.jsonl`: a clip with its rewards, whose weighted sum has the name ""; without rewards: {}."""
+
+    id: str
+    prompt: str
+    rewards: dict[str, FiniteFloat]
+    brightness: FiniteFloat
+
+
+CLIP_ROW = TypeAdapter(ClipRow)
 
 
 def locate_small_video(folder: Path, clip: int) -> Path:
@@ -33,27 +51,44 @@ def write_run_page(run: Path) -> Path | None:
 
 
 def read_validations(run: Path) -> dict[int, list[Row]]:
-    """Read the clips of each validation, by step."""
+    """Read the clips of each validation, by step. Leave out damaged files, because a report must not end a run."""
     files = {parse_step(file): file for file in (run / "validation").glob("*.jsonl") if is_step_name(file.stem)}
-    return {step: read_rows(files[step]) for step in sorted(files)}
+    validations = {step: read_validation(files[step]) for step in sorted(files)}
+    return {step: rows for step, rows in validations.items() if rows}
 
 
-def read_rows(file: Path) -> list[Row]:
-    """Read the objects of a JSONL file. Skip invalid lines, since an incomplete page must not stop a run.
+def read_validation(file: Path) -> list[Row]:
+    """Read the clips of a validation; return [] if any line is damaged, because clips are numbered by line."""
+    try:
+        rows, problem = read_valid_lines(file, CLIP_ROW)
+    except OSError as error:
+        rows, problem = [], f"cannot be read ({error.strerror})"
+    if not rows and not problem:
+        problem = "is empty"
+    if not problem and any(row["rewards"] and "" not in row["rewards"] for row in rows):
+        problem = "a clip has no weighted sum of its rewards"
+    if problem:
+        warn_left_out(file, problem)
+    return [] if problem else rows
 
-    `splitlines` would also split at characters such as U+2028, which JSON does not escape.
-    """
-    rows = []
-    for line in file.read_bytes().split(b"\n") if file.is_file() else []:
-        with suppress(ValueError, RecursionError):
-            if isinstance(row := json.loads(line), dict):
-                rows.append(row)
-    return rows
+
+def read_metrics(run: Path) -> list[Row]:
+    try:
+        return read_lines(run / "metrics.jsonl", last_step=None)
+    except OSError as error:
+        warn_left_out(run / "metrics.jsonl", f"cannot be read ({error.strerror})")
+        return []
+
+
+@cache
+def warn_left_out(file: Path, problem: str) -> None:
+    """Log a warning once per process, although the page is written at every validation."""
+    log.warning("%s: %s, so %s omits it", file, problem, FILE)
 
 
 def build_run_page(run: Path, validations: dict[int, list[Row]]) -> Page:
     steps = choose_steps([*validations])
-    lines = read_rows(run / "metrics.jsonl")
+    lines = read_metrics(run)
     config = (find_run_record(run) or {}).get("config", {})
     algorithm = config.get("world", {}).get("algorithm", "")
     columns = [f"step {step}" for step in steps]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -11,7 +12,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from dsreason.files.atomic import write_file
+from dsreason.files.disk import write_report
+
+log = logging.getLogger(__name__)
 
 FILE = "world.html"
 MAX_BYTES = 30_000_000
@@ -89,7 +92,7 @@ class Panel:
 
 
 def write_page(page: Page, file: Path) -> Path:
-    write_file(file, render(page))
+    write_report(file, render(page))
     return file
 
 
@@ -121,11 +124,15 @@ def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
     uris: dict[Path, str] = {}
     num_bytes = left_out = 0
     for file in dict.fromkeys(clip.video for card in cards for clip in card.clips if clip.video is not None):
-        if num_bytes + file.stat().st_size > MAX_BYTES:
+        try:
+            if num_bytes + file.stat().st_size > MAX_BYTES:
+                left_out += 1
+                continue
+            num_bytes += file.stat().st_size
+            uris[file] = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
+        except OSError as error:
+            log.warning("%s: cannot be read (%s), so the page omits it", file, error.strerror)
             left_out += 1
-            continue
-        num_bytes += file.stat().st_size
-        uris[file] = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
     return uris, left_out
 
 

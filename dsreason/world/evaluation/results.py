@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+
 from dsreason.config.output import flatten_keys
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import read_small
+from dsreason.problems import describe_first_problem, is_nested_deeper
 
 SETTINGS_FILE, CLIPS = "world.json", "clips"
 MODEL_KEYS = ("model.path", "model.revision", "model.weights")
@@ -29,12 +32,15 @@ class ClipResult:
     """Number of the prompt, which determines the noise."""
     id: str
     prompt: str
-    rewards: dict[str, float]
+    rewards: dict[str, FiniteFloat]
     """Rewards by name, and under "" their weighted sum; empty if the evaluation has no rewards."""
-    brightness: float
-    motion: float
+    brightness: FiniteFloat
+    motion: FiniteFloat
     picture: list[int]
     """Pixel values of the clip at a low resolution, 0 to 255, from which diversity is computed."""
+
+
+CLIP = TypeAdapter(ClipResult)
 
 
 def locate_clip_result(folder: Path, number: int) -> Path:
@@ -48,14 +54,22 @@ def write_clip(folder: Path, clip: ClipResult) -> None:
 def read_clips(folder: Path) -> list[ClipResult]:
     """Read the results, sorted by number; ignore files with other names. Raise DataError if a result is damaged."""
     files = {int(file.stem): file for file in (folder / CLIPS).glob("*.json") if file.stem.isdecimal()}
-    return [read_clip(files[number]) for number in sorted(files)]
+    clips = [read_clip(files[number]) for number in sorted(files)]
+    for number, clip in zip(sorted(files), clips, strict=True):
+        if len(clip.picture) != len(clips[0].picture):
+            raise DataError(
+                f"{files[number]}: its picture has {len(clip.picture)} values, but that of {files[min(files)]} has "
+                f"{len(clips[0].picture)}; delete the damaged file and evaluate again"
+            )
+    return clips
 
 
 def read_clip(file: Path) -> ClipResult:
     try:
-        return ClipResult(**json.loads(read_small(file)))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{file}: is not the result of a clip ({error}); delete it and evaluate again") from error
+        return CLIP.validate_json(read_small(file), strict=True)
+    except (OSError, ValueError) as error:
+        problem = describe_first_problem(error) if isinstance(error, ValidationError) else error
+        raise DataError(f"{file}: is not the result of a clip ({problem}); delete it and evaluate again") from error
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -89,7 +103,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder}: does not exist; specify the results folder of a world-model evaluation")
     file = folder / SETTINGS_FILE
     try:
-        return dict(json.loads(read_small(file)))
+        settings = dict(json.loads(read_small(file)))
+        if is_nested_deeper(settings):
+            raise ValueError("it is nested too deeply")
+        return settings
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{file}: does not contain the settings of a world-model evaluation ({error})") from error
 

@@ -20,6 +20,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from ipaddress import IPv4Address, ip_address
 from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs
@@ -48,12 +49,17 @@ MOST_FIELDS = 32
 """Maximum number of fields in a form; the protocol needs three."""
 MAX_MESSAGE_LENGTH = 1000
 """Maximum number of characters in an error message."""
-SOCKET_LIMIT = 60.0
-"""Seconds within which a request's headers must arrive. Its body gets this plus the time that it takes at LOWEST_RATE."""
+HEADER_LIMIT = 5.0
+"""Seconds within which a request's headers must arrive, counted from the connection or from the previous response."""
+BODY_LIMIT = 60.0
+"""Seconds within which a request's body must arrive, in addition to the time that it takes at LOWEST_RATE."""
 LOWEST_RATE = 1e6
 """Minimum rate of a long body, in bytes per second."""
 MOST_CONNECTIONS = 256
-"""Maximum number of open connections, or half of the files that the process may open if that is fewer."""
+"""Maximum number of open connections, or half of the files that the process may open if that is fewer.
+
+A single client may hold half of them, so that it cannot shut out the others.
+"""
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 2\r\nContent-Type: application/json\r\n"
     b'Content-Length: 48\r\n\r\n{"message": "too many connections; retry later"}'
@@ -170,12 +176,19 @@ class RewardHTTPServer:
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is refused if too many are open, and closed if no request arrives within SOCKET_LIMIT seconds."""
+    """A connection that is refused if too many are open, and closed if no request arrives within HEADER_LIMIT seconds."""
+
+    network = b""
+    """Part of the client's address that identifies the client; see `get_network`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if len(self.connections) > (min(MOST_CONNECTIONS, files // 2) if files > 0 else MOST_CONNECTIONS):
+        limit = min(MOST_CONNECTIONS, files // 2) if files > 0 else MOST_CONNECTIONS
+        self.network = get_network(transport.get_extra_info("peername")[0])
+        connections = [item for item in self.connections if isinstance(item, LimitedConnection)]
+        of_client = sum(item.network == self.network for item in connections)
+        if len(self.connections) > limit or of_client > limit // 2:
             transport.write(TOO_MANY_CONNECTIONS)
             transport.close()
         self._start_header_timer()
@@ -191,7 +204,15 @@ class LimitedConnection(H11Protocol):
             if self.cycle is last_request:
                 self.transport.close()
 
-        self.loop.call_later(SOCKET_LIMIT, close_if_idle)
+        self.loop.call_later(HEADER_LIMIT, close_if_idle)
+
+
+def get_network(host: str) -> bytes:
+    """Return the part of an address that identifies a client: of an IPv6 address the first half, the rest of which is free."""
+    address = ip_address(host.partition("%")[0])
+    if isinstance(address, IPv4Address):
+        return address.packed
+    return address.ipv4_mapped.packed if address.ipv4_mapped else address.packed[:8]
 
 
 @router.post("/ping")
@@ -290,7 +311,7 @@ async def iter_body(request: Request, most_bytes: int) -> AsyncIterator[bytes]:
     num_bytes, now, stream = 0, asyncio.get_running_loop().time, request.stream()
     begin = now()
     while True:
-        seconds_left = begin + SOCKET_LIMIT + num_bytes / LOWEST_RATE - now()
+        seconds_left = begin + BODY_LIMIT + num_bytes / LOWEST_RATE - now()
         piece = await asyncio.wait_for(anext(stream, None), seconds_left)
         if piece is None:
             return
@@ -321,7 +342,7 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
             status, message = error.status_code, error.detail
         case TimeoutError():
             rate = f"{LOWEST_RATE / 1e6:g} MB per second"
-            status, message = 408, f"the body must arrive within {SOCKET_LIMIT:g} s plus the time it takes at {rate}"
+            status, message = 408, f"the body must arrive within {BODY_LIMIT:g} s plus the time it takes at {rate}"
             headers["Connection"] = "close"
         case _:
             status, message = 400, str(error)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from dsreason import stopping
 from dsreason.errors import ConfigError, RewardError
 from dsreason.problems import describe_first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer, read_variable
@@ -118,7 +119,7 @@ class RewardService:
                         self.enqueue, subject, f"{error} ({attempt} attempts within {limit:g} s)"
                     ) from error
                 log.warning("reward service %s: %s; retrying in %.1f s", self.enqueue.place, error, pause)
-            if self._stop.wait(pause):
+            if stopping.pause(pause, self._stop):
                 raise self._make_error(self.enqueue, subject, "cancelled")
 
     def _read_ticket(self, answer: bytes, subject: str, deadline: float) -> Ticket:
@@ -156,7 +157,7 @@ class RewardService:
                 if failures == FAILED_PULLS:
                     text = f'scores of "{name}", {ticket.description}: {error} ({failures} attempts in a row)'
                     raise self._make_error(self.fetch, ticket.subject, text) from error
-            if self._stop.wait(min(wait, max(0.0, ticket.deadline - time.monotonic()))):
+            if stopping.pause(min(wait, max(0.0, ticket.deadline - time.monotonic())), self._stop):
                 raise self._make_error(self.fetch, ticket.subject, "cancelled")
         raise self._make_error(
             self.fetch,

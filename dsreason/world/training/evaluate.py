@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsreason.checkpoints.export_digests import check_digests
 from dsreason.config.load import dump_config
 from dsreason.errors import CheckpointError
 from dsreason.files.cache import get_cache_dir
+from dsreason.files.disk import make_folder
+from dsreason.files.lock import FolderLock, check_not_in_use
+from dsreason.job.launch import report_and_exit
 from dsreason.job.ranks import init_world, run_first_rank_first, run_on_rank_zero, shutdown
 from dsreason.monitor.progress import open_progress
 from dsreason.train.common.preflight import DTYPES
@@ -74,7 +78,9 @@ def find_evaluated_model(config: WorldConfig) -> tuple[Path, Path | None]:
 def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
     """Check the configuration before the ranks start, and raise errors that the user can fix."""
     check_installed()
+    check_not_in_use(results)
     folder, adapter = find_evaluated_model(config)
+    check_digests(Path(config.model.path).expanduser())
     check_components(folder)
     if not overwrite:
         check_settings(results, collect_settings(adapt_to_evaluation(config), identify_weights(folder, adapter)))
@@ -94,11 +100,14 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
             folder, adapter = find_evaluated_model(config)
             datasets = open_data(config)
         rows = list_validation_rows(config, datasets)
-        run_on_rank_zero(
-            lambda: open_results(
-                results, collect_settings(config, identify_weights(folder, adapter)), overwrite=overwrite
-            )
-        )
+        lock = stack.enter_context(FolderLock(on_lost=report_and_exit))
+
+        def open_folder() -> None:
+            make_folder(results, "--results-dir")
+            lock.take(results)
+            open_results(results, collect_settings(config, identify_weights(folder, adapter)), overwrite=overwrite)
+
+        run_on_rank_zero(open_folder)
         codec, dtype = load_vae(folder, world.device, DTYPES[config.train.precision]), DTYPES[config.train.precision]
         prompts = dict.fromkeys([config.data.negative_prompt, *(row.prompt for row in rows)])
         inputs = open_inputs(config, folder, list(prompts), codec, world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,14 +10,16 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import CARD, SavedRun, check_content, read_checkpoint
-from dsreason.checkpoints.export import check_target_empty, parse_size, write_folder_atomically, write_weights
+from dsreason.checkpoints.export import parse_size, write_weights
+from dsreason.checkpoints.export_folder import check_target_empty, copy_file, write_folder_atomically
 from dsreason.checkpoints.model_card import build_model_card, read_run_record
 from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors
 from dsreason.engine.average import WeightAverage, get_average_file, read_saved_average
 from dsreason.engine.engine import iter_full_parameters, list_frozen_names, to_hf_name
+from dsreason.files.cache import get_cache_dir
 from dsreason.job.ranks import World, run_on_rank_zero, share_errors
 from dsreason.world.base import FILE as BASE
-from dsreason.world.base import describe_base
+from dsreason.world.base import describe_base, find_component_folder
 from dsreason.world.families.components import WEIGHTS
 from dsreason.world.lora import FILE, save_lora
 
@@ -100,10 +101,9 @@ def write_folder(
 
 def copy_pipeline(source: Path, output: Path) -> None:
     """Copy the index and the configurations of the scheduler and the transformer."""
-    shutil.copyfile(source / INDEX, output / INDEX)
-    for name in ("transformer/config.json", "scheduler/scheduler_config.json"):
-        (output / name).parent.mkdir()
-        shutil.copyfile(source / name, output / name)
+    for name in (INDEX, "transformer/config.json", "scheduler/scheduler_config.json"):
+        (output / name).parent.mkdir(exist_ok=True)
+        copy_file(find_component_folder(source, Path(name).parts[0], get_cache_dir() / "models"), name, output)
 
 
 def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_shard_size: str) -> None:

@@ -16,7 +16,7 @@ from dsreason.data.loader import run_in_workers
 from dsreason.data.order import StepOrder, pick_evenly
 from dsreason.errors import DataError
 from dsreason.files.cache import get_cache_dir
-from dsreason.job import hosts
+from dsreason.job import network
 from dsreason.job.ranks import World, share_errors, wait_for_ranks
 from dsreason.train.common.preflight import DTYPES
 from dsreason.world.cache import LatentCache, TextCache
@@ -178,7 +178,7 @@ def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec
     texts = TextCache.open(find_family(folder), folder, length, dtype, get_cache_dir(), project=project)
     log.info("%d distinct prompts", len(prompts))
     with share_errors():  # every host has its own cache
-        texts.encode(prompts, world.device, rank=world.local_rank, num_ranks=hosts.count_local_ranks())
+        texts.encode(prompts, world.device, rank=world.local_rank, num_ranks=network.count_local_ranks())
     wait_for_ranks()
     with share_errors():
         texts.check_different(prompts)

@@ -35,23 +35,31 @@ def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None 
 
 def train(trainer: WorldTrainer) -> None:
     run = trainer.run
-    run.begin_steps(trainer.validate)
-    while run.state.step < run.total_steps:
-        run.poll_checkpoint()
-        started, first = time.perf_counter(), run.state.step
-        parts, rollout_metrics = prepare_parts(trainer)
-        train_started = time.perf_counter()
-        rollout_seconds = train_started - started
-        for part in parts:
-            run.profiler.begin(run.state.step + 1)
-            with trainer.job.watchdog.track_phase("step"):
-                metrics = train_on_part(trainer, part, first + 1)
-                now = time.perf_counter()
-                times = {"time/rollout": rollout_seconds, "time/train": now - train_started}
-                finish_step(trainer, part, metrics | times | rollout_metrics)
-            rollout_seconds, train_started = 0.0, now  # only the rollout's first step includes the time for sampling
-        run.finish_steps(first, trainer.validate)
-    run.finish()
+    with run.save_before_error():
+        run.begin_steps(trainer.validate)
+        while run.state.step < run.total_steps:
+            run.poll_checkpoint()
+            first = run.state.step
+            train_on_rollout(trainer)
+            run.finish_steps(first, trainer.validate)
+        run.finish()
+
+
+def train_on_rollout(trainer: WorldTrainer) -> None:
+    """Prepare the data of the next optimizer steps, and train on them."""
+    run = trainer.run
+    started, first = time.perf_counter(), run.state.step
+    parts, rollout_metrics = prepare_parts(trainer)
+    train_started = time.perf_counter()
+    rollout_seconds = train_started - started
+    for part in parts:
+        run.profiler.begin(run.state.step + 1)
+        with run.track_step():
+            metrics = train_on_part(trainer, part, first + 1)
+            now = time.perf_counter()
+            times = {"time/rollout": rollout_seconds, "time/train": now - train_started}
+            finish_step(trainer, part, metrics | times | rollout_metrics)
+        rollout_seconds, train_started = 0.0, now  # only the rollout's first step includes the time for sampling
 
 
 def prepare_parts(trainer: WorldTrainer) -> tuple[list[Part], dict[str, float]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dsreason.checkpoints.export_digests import check_digests
 from dsreason.config.deepspeed import read_zero_section
 from dsreason.data.order import StepOrder, WeightedRows
 from dsreason.engine.schedule import describe_long_warmup
@@ -50,6 +51,7 @@ def check(config: WorldConfig) -> None:
     check_deepspeed(config)
     check_rewards(config)
     folder = find_model(config)
+    check_digests(Path(config.model.path).expanduser())
     family, layers = find_family(folder), check_components(folder)
     check_lora(config, layers)
     check_unused(config)

@@ -31,6 +31,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     set_aside_newer,
 )
 from dsreason.checkpoints.export import parse_size, set_dtype, write_model_folder
+from dsreason.checkpoints.export_digests import DIGESTS_FILE
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import iter_checkpoint_tensors
 from dsreason.errors import CheckpointError, ConfigError, SaveError
@@ -275,7 +276,7 @@ def test_an_interrupted_export_leaves_no_folder(tmp_path: Path) -> None:
         write_model_folder(broken(), source, tmp_path / "out")
     assert names(tmp_path) == ["base"]
     write_model_folder(iter([("a", torch.ones(3))]), source, tmp_path / "out", dtype="fp32")
-    assert names(tmp_path / "out") == ["config.json", "model.safetensors"]
+    assert names(tmp_path / "out") == ["config.json", DIGESTS_FILE, "model.safetensors"]
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])

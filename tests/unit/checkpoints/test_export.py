@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from dsreason.checkpoints.export import HEADER_BYTES, write_model_folder
+from dsreason.checkpoints.export_digests import DIGESTS_FILE
 
 TENSORS = {name: torch.arange(100.0) + start for start, name in enumerate("abcd")}
 
@@ -39,7 +40,8 @@ def test_weights_and_config_have_requested_dtype(
     removeprefix = str(torch_dtype).removeprefix("torch.")
     config = json.loads((folder / "config.json").read_text())
     assert config == {"model_type": "qwen2_5_vl", "dtype": removeprefix, "vision_config": {"torch_dtype": removeprefix}}
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["config.json", DIGESTS_FILE, "model.safetensors", "tokenizer.json"]
 
 
 def test_shards_fit_requested_size_and_are_indexed(tmp_path: Path, source: Path) -> None:

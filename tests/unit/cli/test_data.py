@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from dsreason.cli.data.commands import app
 from dsreason.errors import ConfigError, DataError
+from dsreason.files.lock import hold_folder
 from dsreason.monitor import progress
 from dsreason.tools.datasets import raw
 from tests.unit.media.videos import write_video
@@ -201,6 +202,15 @@ def test_allow_missing_does_not_excuse_uncuttable_clips(hub: Hub) -> None:
 
 
 # ---------------------------------------------------------------- inspect
+
+
+def test_two_inspections_into_a_folder_are_refused() -> None:
+    write_rows(GOOD)
+    with hold_folder(Path("out")):
+        result = call("inspect", "--config", "run.toml", "--output", "out", "--workers", "0")
+    assert isinstance(result.exception, ConfigError)
+    assert "out: is in use by process" in str(result.exception)
+    assert list(Path("out").iterdir()) == []
 
 
 def test_inspect_writes_its_files_and_prints_tables() -> None:

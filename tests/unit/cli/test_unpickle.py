@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from dsreason.cli.main import app
 from dsreason.cli.reward.serve import find_device, read_token
 from dsreason.errors import ConfigError, DataError
+from dsreason.files.lock import hold_folder
 
 
 def run(*arguments: object) -> str:
@@ -31,6 +32,13 @@ def test_pickle_folder_is_converted_to_plain_files(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["0001-0.npy", "0001.json", "wdinfo.json"]
     assert np.load(tmp_path / "out" / "0001-0.npy", allow_pickle=False).tolist() == [[1, 1, 1]] * 2
     assert json.loads((tmp_path / "out" / "wdinfo.json").read_text()) == {"data_list": ["0.tar"]}
+
+
+def test_two_conversions_into_a_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps([1]))
+    with hold_folder(tmp_path / "out"), pytest.raises(ConfigError, match="out: is in use by process"):
+        run("data", "unpickle", tmp_path / "a.pkl", "--output", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 class Hostile:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import multiprocessing
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from dsreason import stopping
 from dsreason.config.schema import SFTConfig
 from dsreason.data import loader
 from dsreason.data.collate import find_media_tokens
 from dsreason.data.loader import StepBatches, StepLoader, assign, run_in_workers, take_group_values
 from dsreason.data.sources import open_datasets
-from dsreason.errors import DataError, DsReasonError, StorageError
+from dsreason.errors import DataError, DsReasonError, Stopped, StorageError
 from dsreason.job import failures
 from dsreason.train.common.global_batches import build_step_order
 from dsreason.train.common.preflight import build_encoder
@@ -256,6 +258,46 @@ def test_worker_that_never_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
             break
         time.sleep(0.05)
     assert multiprocessing.active_children() == []
+
+
+def test_stop_request_ends_wait_for_hanging_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "_requests", [])
+
+    def hang(task: int) -> int:
+        time.sleep(300 if task > 1 else 0.25)
+        return task
+
+    results = run_in_workers(hang, range(9), workers=3, ahead=1)
+    assert [next(results), next(results)] == [0, 1]  # later than the loader looks for a stop request
+    stopping.request_stop("SIGTERM")
+    begin = time.monotonic()
+    with pytest.raises(Stopped):
+        next(results)
+    del results
+    gc.collect()
+    assert time.monotonic() - begin < 2
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("method", ["_find_unmeasured_rows", "_encode_share"])
+def test_error_of_one_rank_is_raised_on_all(
+    rows: Path, tiny_qwen2_5_vl: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Check errors before and after the exchange of the rows' lengths: the ranks then wait in different exchanges."""
+    original = getattr(StepLoader, method)
+
+    def fail(*_: object) -> Iterator[list[int]]:
+        raise DsReasonError("only on rank 1")
+        yield []
+
+    def fail_on_rank_1(self: StepLoader) -> Any:
+        if self.rank != 1:
+            return original(self)
+        return fail() if method == "_find_unmeasured_rows" else lambda task: next(fail())
+
+    monkeypatch.setattr(StepLoader, method, fail_on_rank_1)
+    with pytest.raises(DsReasonError, match="^only on rank 1$"):
+        all_steps(config(rows, tiny_qwen2_5_vl), world_size=2)
 
 
 def test_process_group_signal_spares_workers() -> None:

@@ -122,7 +122,7 @@ def test_model_name_does_not_depend_on_cwd(run: Path, monkeypatch: pytest.Monkey
 def small_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is a file with the checkpoint's name."""
 
-    def export(checkpoint: Path, output: Path, *, dtype: str) -> Path:
+    def export(checkpoint: Path, output: Path, *, dtype: str, durable: bool) -> Path:
         output.mkdir()
         (output / "model.safetensors").write_text(f"{checkpoint} {dtype}")
         return output
@@ -149,7 +149,7 @@ def test_export_of_killed_process_is_deleted_next(small_exports: None, run: Path
 
 
 def test_failed_export_leaves_no_files(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(checkpoint: Path, output: Path, *, dtype: str) -> Path:
+    def fail(checkpoint: Path, output: Path, *, dtype: str, durable: bool) -> Path:
         raise CheckpointError("damaged")
 
     monkeypatch.setattr(models, "export_checkpoint", fail)

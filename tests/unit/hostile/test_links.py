@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.checkpoints.export import write_folder_atomically
+from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.evaluation.settings import delete
 from dsreason.files.disk import remove
 from dsreason.job.logs import setup_logs
 from dsreason.monitor.sinks.json_lines import JSONLines
-from dsreason.storage.package import open_package_or_logs
+from dsreason.storage.package import open_package, open_package_or_logs
 from dsreason.train.common.answers import write_rows
+from tests.unit.checkpoints.made_folders import make_export
 
 
 @pytest.fixture
@@ -128,3 +129,45 @@ def test_logs_upload_when_their_folder_is_linked(here: Path) -> None:
     (here / "metrics.jsonl").write_text("{}")
     with open_package_or_logs(here / "logs") as package:
         assert package.files == {"rank_0.log": 1, "metrics.jsonl": 2}
+
+
+@pytest.mark.parametrize("place", ["tokenizer.json", "adapter/adapter_config.json", "extra"])
+def test_export_with_links_is_not_uploaded(place: str, here: Path, flag: Path) -> None:
+    make_export(here / "model")
+    (here / "model" / place).parent.mkdir(exist_ok=True)
+    (here / "model" / place).symlink_to(flag.parent if place == "extra" else flag)
+    with pytest.raises(CheckpointError, match=f"{here / 'model' / place}: is a link to {flag.parent}"):
+        open_package(here / "model")
+
+
+def test_only_visible_regular_files_are_uploaded(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    export = make_export(here / "model")
+    for name in (".env", ".netrc", ".git/config", ".cache/token", "adapter/.env"):
+        (export / name).parent.mkdir(exist_ok=True)
+        (export / name).write_text("sentinel")
+    os.mkfifo(export / "fifo")
+    (export / "dangling").symlink_to("nothing")
+    (export / "copy.json").symlink_to("config.json")
+    assert open_package(export).files.keys() == {"config.json", "copy.json", "model.safetensors"}
+    assert "hidden files are not uploaded: .cache/token, .env, .git/config" in caplog.text
+
+
+def test_special_files_in_logs_are_left_out(here: Path) -> None:
+    (here / "logs").mkdir()
+    (here / "logs" / "rank_0.log").write_text("x")
+    os.mkfifo(here / "logs" / "fifo")
+    (here / "metrics.jsonl").write_text("{}")
+    with open_package_or_logs(here / "logs") as package:
+        assert package.files.keys() == {"rank_0.log", "metrics.jsonl"}
+
+
+def test_hub_snapshot_can_be_uploaded(here: Path, flag: Path) -> None:
+    snapshot = here / "models--user--name" / "snapshots" / "abc"
+    make_export(snapshot)
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot / "config.json").rename(snapshot.parents[1] / "blobs" / "1f")
+    (snapshot / "config.json").symlink_to("../../blobs/1f")
+    assert open_package(snapshot).files.keys() == {"config.json", "model.safetensors"}
+    (snapshot / "token").symlink_to(flag)
+    with pytest.raises(CheckpointError, match="token: is a link to"):
+        open_package(snapshot)

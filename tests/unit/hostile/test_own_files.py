@@ -290,8 +290,17 @@ def test_path_in_table_cannot_leave_folder(folder: Path, here: Path) -> None:
         ("../secret.png", "points outside"),
     ],
 )
-def test_table_feature_types_open_no_files(folder: Path, here: Path, kind: str, given: str, reason: str) -> None:
+def test_table_feature_types_open_no_files(
+    folder: Path,
+    here: Path,
+    kind: str,
+    given: str,
+    reason: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Check feature types that make `datasets` open the file that a column names."""
+    monkeypatch.setenv("DSREASON_CACHE", str(tmp_path_factory.mktemp("cache")))  # gets the table's record
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     texts = {name: {"dtype": "string", "_type": "Value"} for name in ("id", "question", "answer")}
     described = json.dumps({"info": {"features": {**texts, "image": {"_type": kind}}}})

@@ -124,7 +124,8 @@ def test_slow_client_is_disconnected(
 
     Then the remaining data has the same time limit as the headers of a next request.
     """
-    monkeypatch.setattr(module, "SOCKET_LIMIT", 0.3)
+    monkeypatch.setattr(module, "HEADER_LIMIT", 0.3)
+    monkeypatch.setattr(module, "BODY_LIMIT", 0.3)
     server = start()
     with connect(server.address) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -156,13 +157,13 @@ def test_long_headers_are_refused(start: Callable[..., RewardHTTPServer]) -> Non
 
 
 def test_idle_connection_is_closed(start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SOCKET_LIMIT", 0.3)
+    monkeypatch.setattr(module, "HEADER_LIMIT", 0.3)
     with connect(start().address) as connection:
         assert rest(connection) == b""
 
 
 def test_long_body_gets_more_time(start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SOCKET_LIMIT", 1.5)
+    monkeypatch.setattr(module, "BODY_LIMIT", 1.5)
     monkeypatch.setattr(module, "LOWEST_RATE", 10.0)
     with connect(start().address) as connection:
         connection.sendall(head("enqueue", len(TINY)))
@@ -185,7 +186,7 @@ def test_forms_are_short_and_have_few_fields(start: Callable[..., RewardHTTPServ
 def test_excess_connection_is_rejected_until_one_closes(
     start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(module, "MOST_CONNECTIONS", 6)
     server = start()
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(server.address)) for _ in range(3)]
@@ -197,6 +198,32 @@ def test_excess_connection_is_rejected_until_one_closes(
         while server.num_connections == 3:
             time.sleep(0.01)
         assert post(server, "ping", {})[0] == 200
+
+
+def test_idle_connections_do_not_shut_out_others(start: Callable[..., RewardHTTPServer]) -> None:
+    server = start()
+    with ExitStack() as stack:
+        for _ in range(256):
+            stack.enter_context(connect(server.address))
+        while server.num_connections < 128:
+            time.sleep(0.01)
+        with socket.create_connection(server.address[:2], 20, ("127.0.0.2", 0)) as other:
+            other.sendall(head("ping", 0))
+            assert other.recv(65536).startswith(b"HTTP/1.1 200 ")
+        with connect(server.address) as further:
+            assert rest(further).startswith(b"HTTP/1.1 503 ")
+
+
+@pytest.mark.parametrize(
+    ("host", "same", "other"),
+    [
+        ("192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"),
+        ("2001:db8::1", "2001:db8::ffff:0:0:2", "2001:db8:0:1::1"),
+        ("fe80::1%eth0", "fe80::2%eth1", "::ffff:192.0.2.1"),
+    ],
+)
+def test_client_is_its_address_or_ipv6_network(host: str, same: str, other: str) -> None:
+    assert module.get_network(host) == module.get_network(same) != module.get_network(other)
 
 
 def test_server_recovers_from_exhausted_file_descriptors(here: Path) -> None:

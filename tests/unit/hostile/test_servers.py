@@ -6,6 +6,9 @@ import asyncio
 import gzip
 import importlib
 import os
+import socket
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,16 +19,18 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from dsreason import stopping
 from dsreason.config.schema_eval import ServerConfig
-from dsreason.config.schema_grpo import DistillConfig, RemoteRewardConfig
+from dsreason.config.schema_grpo import DistillConfig, RemoteRewardConfig, RewardConfig
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError, DsReasonError, RewardError
+from dsreason.errors import ConfigError, DsReasonError, RewardError, Stopped
 from dsreason.evaluation.ask import server as eval_server
 from dsreason.evaluation.ask.asking import QuestionRequest
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.types import Question
 from dsreason.files import http
 from dsreason.rewards.remote import RemoteReward
+from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.protocol import Sampling
 from dsreason.train.grpo import teacher_server
 from dsreason.world.rewards.service import RewardService
@@ -42,6 +47,7 @@ from tests.unit.hostile.server import (
     loop,
     misbehaving,
     nested,
+    silent,
 )
 
 judge_module = importlib.import_module("dsreason.rewards.judge")  # the package has the function under that name
@@ -344,3 +350,66 @@ def test_compressed_response_is_read(encoding: str) -> None:
     packed = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[encoding](body)
     with misbehaving(content(packed, f"Content-Encoding: {encoding}")) as server:
         assert http.ask("GET", server.url, limit=LONG, max_bytes=len(body)).content == body
+
+
+def wait_for_eval(url: str) -> object:
+    question = Question("d/sample-7/0", "d", "sample-7", "multiple_choice", SAMPLE, "A", {"A": "a"})
+    answerer = ServerAnswerer(ServerConfig(url=url, model="m", time_limit=600.0))
+    return list(answerer.ask([QuestionRequest(question, Sampling())]))
+
+
+def wait_for_remote(url: str) -> object:
+    settings = RemoteRewardConfig.model_validate({"url": url, "time_limit": 600})
+    return RemoteReward(settings).score(["A"], [SAMPLE])
+
+
+def wait_for_judge(url: str) -> object:
+    options = {"url": url, "model": "m", "time_limit": 600}
+    config = RewardConfig.model_validate({"functions": {"judge": 1.0}, "options": {"judge": options}, "workers": 1})
+    with Scorer(config) as scorer:
+        return scorer.score(["A"], [SAMPLE])
+
+
+def wait_for_teacher(url: str) -> object:
+    settings = {"teacher": url, "server_model": "m", "time_limit": 600}
+    return teacher_server.Client(DistillConfig.model_validate(settings)).request_tokens([1, 2], "two tokens")
+
+
+def wait_for_world(url: str) -> object:
+    service = [{"name": "s", "score_key": "k", "weight": 1.0}]
+    urls = {"enqueue_url": url, "fetch_url": url}
+    settings = WorldRewardConfig.model_validate({"services": service, "time_limit": 600, **urls})
+    return RewardService(settings).score(np.zeros([1, 3, 1, 2, 2], np.uint8), ["p"], 1.0, "a clip")
+
+
+HANGING: dict[str, Behaviour] = {
+    "before the answer": silent,
+    "during the answer": NEVER["body drips"],
+    "between two requests": content(b"{}", "Retry-After: 30", status="503 Busy"),
+}
+WAITS = [wait_for_eval, wait_for_remote, wait_for_judge, wait_for_teacher, wait_for_world]
+
+
+@pytest.mark.parametrize("hanging", HANGING)
+@pytest.mark.parametrize("wait", WAITS)
+def test_stop_request_ends_wait_for_server(
+    wait: Callable[[str], object], hanging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "_requests", [])
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    stopped_at: list[float] = []
+
+    def hang(connection: socket.socket, over: threading.Event) -> None:
+        threading.Timer(0.2, stop).start()
+        HANGING[hanging](connection, over)
+
+    def stop() -> None:
+        stopped_at.append(time.monotonic())
+        stopping.request_stop("SIGTERM")
+
+    with (
+        misbehaving(hang, at=b"POST", otherwise=MODELS) as server,
+        pytest.raises(Stopped, match="^stopped by SIGTERM$"),
+    ):
+        wait(server.url)
+    assert time.monotonic() - stopped_at[0] < 1.0

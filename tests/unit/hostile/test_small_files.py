@@ -7,8 +7,10 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from dsreason.builtin_task import clips as builtin_clips
 from dsreason.checkpoints.checkpoint_folder import (
@@ -26,11 +28,11 @@ from dsreason.files import disk, lock
 from dsreason.files.disk import read_json_object, read_small
 from dsreason.files.lock import FolderLock, check_not_in_use
 from dsreason.models.folder import find_folder
-from dsreason.monitor.sinks.json_lines import JSONLines, read_lines
+from dsreason.monitor.sinks.json_lines import JSONLines
 from dsreason.tools.datasets import remote_tar
 from dsreason.train.dpo import reference
 from dsreason.world.evaluation import results as world_results
-from dsreason.world.evaluation.history import read_rows
+from dsreason.world.evaluation.history import read_metrics
 from dsreason.world.families import components
 from tests.unit.hostile.guard import guarded, refused
 
@@ -120,10 +122,11 @@ def test_unreadable_run_note_counts_as_empty(put: Put, here: Path) -> None:
 
 
 @pytest.mark.parametrize("put", [fifo, folder, device, listening], ids=lambda put: put.__name__)
-def test_irregular_metrics_file_is_rejected(put: Put, here: Path) -> None:
+def test_irregular_metrics_file_is_set_aside(put: Put, here: Path) -> None:
     put(here / "metrics.jsonl")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be read \(is not a regular file"):
-        read_lines(here / "metrics.jsonl", last_step=3)
+    guarded(lambda: JSONLines(here / "metrics.jsonl", resume_step=3).close())
+    assert (here / "metrics.jsonl").read_text() == ""
+    assert os.path.lexists(here / "metrics.jsonl.1.unusable")
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"3", b"{}", b'{"step": "1"}', b"\xff", b"[" * 100_000])
@@ -146,10 +149,9 @@ READ: dict[str, tuple[Callable[[Path], object], type[DsReasonError]]] = {
 def test_irregular_run_file_is_rejected(name: str, put: Put, here: Path) -> None:
     read, error = READ[name]
     put(here / "config.json")
-    if name == "record of a run" and put is not other_bytes:  # it counts as none
+    if name == "record of a run":
         assert guarded(lambda: find_run_record(here)) is None
-    else:
-        refused(lambda: read(here / "config.json"), error, "config.json: ")
+    refused(lambda: read(here / "config.json"), error, "config.json: ")
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja", "model.safetensors"])
@@ -185,7 +187,7 @@ def found_folder(folder: Path) -> Path:
 def test_foreign_lines_are_skipped_or_rejected(line: bytes, here: Path) -> None:
     file = here / "step_3.jsonl"
     file.write_bytes('{"a": "\u2028"}\n'.encode() + line + b"\n")
-    assert read_rows(file) == [{"a": "\u2028"}]
+    assert disk.read_valid_lines(file, TypeAdapter(dict[str, Any]))[0] == [{"a": "\u2028"}]
     refused(lambda: reference.read_lines(file, "correct it"), DataError, "step_3.jsonl, line 2: ")
 
 
@@ -198,7 +200,7 @@ def test_damaged_cache_files_are_rejected_or_ignored(content: bytes, here: Path)
 
 def test_page_is_written_despite_irregular_files(put: Put, here: Path) -> None:
     put(here / "metrics.jsonl")
-    assert guarded(lambda: read_rows(here / "metrics.jsonl")) == []
+    assert guarded(lambda: read_metrics(here)) == []
 
 
 def test_oversized_small_file_is_rejected(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

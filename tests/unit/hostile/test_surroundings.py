@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from dsreason import stopping
 from dsreason.cli import demo, main
 from dsreason.errors import ConfigError, Stopped
-from dsreason.job import launch, signals
+from dsreason.job import launch, leftovers, signals
 from dsreason.job.failures import Failure, RankError
 from dsreason.secrets import VisibleRecord
 from tests.integration.command import COMMAND
@@ -84,7 +85,7 @@ def test_signal_wrapped_in_library_error_is_recognized(
             raise ModuleNotFoundError("transformers' words for whatever happens in an import") from stop
 
     before = [(number, signal.getsignal(number)) for number in signals.ASK_TO_STOP]
-    monkeypatch.setattr(signals, "STOPPED_BY", [])
+    monkeypatch.setattr(stopping, "_requests", [])
     monkeypatch.setattr(main, "app", imports)
     try:
         assert call(monkeypatch=monkeypatch) == Stopped.exit_code
@@ -118,7 +119,7 @@ def test_shared_folder_writable_by_others_is_rejected(here: Path, monkeypatch: p
     make.get(kind, folder.mkdir)()
     if kind == "open to all":
         folder.chmod(0o777)
-    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(here))
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(here))
     refused(
         lambda: launch.get_shared_path("x"),
         ConfigError,

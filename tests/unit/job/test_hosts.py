@@ -14,10 +14,9 @@ import torch.distributed as dist
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError, DsReasonError
-from dsreason.job import hosts
+from dsreason.job import hosts, network
 from dsreason.job.hosts import (
     find_differences,
-    find_local_address,
     find_missing_variables,
     hash_code,
     select_shared_variables,
@@ -93,9 +92,22 @@ def test_cosmos_keys_are_not_mixed_between_hosts() -> None:
     assert find_missing_variables([*names, "AWS_PROFILE"], {names[0]: "own"}) == {names[2], "AWS_PROFILE"}
 
 
-@pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.1.1", "no-such-host.invalid"])
-def test_loopback_and_unknown_peers_have_no_address(peer: str) -> None:
-    assert find_local_address(peer) is None
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("HF_TOKEN", "x", True),
+        ("AWS_ACCESS_KEY_ID", "x", True),
+        ("VLLM_API_KEY", "x", True),
+        ("https_proxy", "http://me:password@proxy", True),
+        ("https_proxy", "http://proxy", False),
+        ("REMOTE_REWARD_URL", "http://judge/?token=abcdefgh", True),
+        ("HF_HOME", "/data/hf", False),
+        ("NCCL_DEBUG", "INFO", False),
+        ("AWS_REGION", "eu-west-1", False),
+    ],
+)
+def test_credentials_are_known_by_name_or_value(name: str, value: str, expected: bool) -> None:
+    assert hosts.is_credential(name, value) == expected
 
 
 @pytest.fixture
@@ -142,9 +154,35 @@ def test_duplicate_rank_is_rejected(taken_port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     store = dist.HashStore()
-    monkeypatch.setattr(hosts, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    monkeypatch.setattr(network, "open_store", lambda timeout: store)
     hosts.join()
     hosts.release_store()
     with pytest.raises(ConfigError, match="another process of this job also has RANK=1"):
         hosts.join()
     hosts.release_store()
+
+
+def test_missing_rank_is_named_when_store_is_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    settings |= {"MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0", "DSREASON_ERROR_DIR": str(tmp_path)}
+    for name in (*settings, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
+        monkeypatch.setenv(name, settings.get(name, ""))
+    monkeypatch.setattr(hosts, "JOIN_TIMEOUT", timedelta(seconds=0.3))
+    with pytest.raises(DsReasonError, match="rank 1 did not connect"):
+        hosts.exchange("a", 1)
+    hosts.release_store()
+
+
+def test_rank_beside_deepspeed_takes_its_credentials(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[object] = []
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "HF_TOKEN": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(hosts, "read_caller_environment", lambda: {"HF_TOKEN": "hf_secret"})
+    monkeypatch.setattr(hosts, "exchange", lambda name, value: sent.append(value) or [value])
+    hosts.share_environment()
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+    assert "hf_secret" not in str(sent)
+    assert capsys.readouterr().err.endswith(": these variables were copied from where the job was started: HF_TOKEN\n")

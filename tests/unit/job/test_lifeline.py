@@ -164,3 +164,11 @@ def test_silent_host_is_probed_and_given_up(ranks: Ranks) -> None:
     connection = ranks.connection(1)
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [10, 5, 4, 30_000]
+
+
+def test_stop_signal_reaches_all_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals: Queue[str] = Queue()
+    monkeypatch.setattr(module, "request_stop", signals.put)
+    ranks.lines[2].report_stop("SIGUSR1")
+    assert [signals.get(timeout=PATIENCE) for _ in range(3)] == ["SIGUSR1"] * 3
+    assert all(heard.empty() for heard in ranks.heard)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -52,6 +57,37 @@ def test_signal_to_any_rank_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "gather_objects", lambda own: [own, "", ""])
     with StopRequest() as request:
         assert request.asked() == ""
+
+
+def test_signal_is_passed_on_while_main_thread_waits() -> None:
+    """Check the case in which a rank waits in a collective: in C code that returns only once the other ranks have come."""
+    reported: list[tuple[str, float]] = []
+    lifeline: Any = SimpleNamespace(report_stop=lambda name: reported.append((name, time.monotonic())))
+    with StopRequest() as request:
+        request.share(lifeline)
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, [signal.SIGTERM]
+        )  # another thread gets it, so `sleep` is not interrupted
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            ctypes.CDLL(None).sleep(1)
+            end = time.monotonic()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        ((name, passed_on),) = reported
+    assert name == "SIGTERM"
+    assert passed_on < end - 0.5
+
+
+def test_forked_process_does_not_pass_signals_on() -> None:
+    with StopRequest() as request:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.2)
+        assert request.name == ""
 
 
 def test_previous_signal_handlers_are_restored(ended: list[int]) -> None:

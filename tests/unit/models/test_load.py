@@ -216,7 +216,7 @@ def test_tiny_model_is_built_once(tmp_path: Path) -> None:
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve_model(config, tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
-    assert {entry.name for entry in tmp_path.iterdir()} == {folder.name, ".locks"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {folder.name, ".locks", ".records"}
 
 
 def test_local_folder_is_used_unchanged(folder: Path, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_hub_download_uses_revision_and_skips_pickles(tmp_path: Path, monkeypatc
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
         return str(tmp_path)
 
-    monkeypatch.setattr("dsreason.models.folder.snapshot_download", download)
+    monkeypatch.setattr("dsreason.files.hub.snapshot_download", download)
     assert resolve_model(ModelConfig(path="nvidia/Cosmos-Reason1-7B", revision="v1"), tmp_path) == tmp_path
     assert calls == [("nvidia/Cosmos-Reason1-7B", "v1")]
 

@@ -91,7 +91,7 @@ def test_resume_tolerates_a_truncated_line(tmp_path: Path, caplog: pytest.LogCap
     with open_in(tmp_path, resume_step=2) as metrics:
         metrics.log_scalars(3, {"train/loss": 3})
     assert [entry["step"] for entry in lines(tmp_path)] == [1, 3]
-    assert "metrics.jsonl:2" in caplog.text
+    assert "metrics.jsonl: damaged lines are left out: line 2" in caplog.text
 
 
 def test_fresh_start_discards_run_without_checkpoint(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,12 +144,11 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Those between the attempts, which are not waited for."""
     noted: list[float] = []
 
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            noted.append(timeout)
-            return self.is_set()
+    def note(seconds: float, cancelled: threading.Event) -> bool:
+        noted.append(seconds)
+        return cancelled.is_set()
 
-    monkeypatch.setattr(remote_rewards, "threading", SimpleNamespace(Event=Stop))
+    monkeypatch.setattr(remote_rewards, "pause", note)
     return noted
 
 

@@ -66,6 +66,17 @@ def test_export_manifest_has_sizes_and_checksums(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("make", [make_export, make_checkpoint])
+def test_marker_is_refused_for_replaced_files(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    folder = make(tmp_path / "final")
+    package = open_package(folder)
+    make(tmp_path / "newer")
+    last = max(package.files)
+    (tmp_path / "newer" / last).rename(folder / last)
+    with pytest.raises(StorageError, match=rf"{last}: was changed during the upload; upload the folder again"):
+        package.build_marker(dict.fromkeys(package.files, ""))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

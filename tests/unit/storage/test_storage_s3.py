@@ -122,9 +122,19 @@ def test_changed_file_is_replaced_with_marker_removed(bucket: Bucket, package: P
     bucket.calls.clear()
     file = package.folder / "weights.pt"
     file.write_bytes(bytes(reversed(file.read_bytes())))
-    assert S3Storage(PLACE).upload(package, lambda count: None).files == 1
+    assert S3Storage(PLACE).upload(open_package(package.folder), lambda count: None).files == 1
     assert bucket.calls == [("delete_object", "COMPLETE"), ("put_object", "weights.pt"), ("put_object", "COMPLETE")]
     assert bucket.objects["weights.pt"][0] == file.read_bytes()
+
+
+def test_mixture_of_two_uploads_gets_no_marker(bucket: Bucket, package: Package) -> None:
+    def overwrite(count: int) -> None:  # as another upload does between the first and the last file
+        if count == package.files["weights.pt"]:
+            bucket.put_object("trainer_state.json", b"changed", {"sha256": "of the other"})
+
+    with pytest.raises(StorageError, match=r"trainer_state\.json: was replaced by another upload to the same target"):
+        S3Storage(PLACE).upload(package, overwrite)
+    assert "COMPLETE" not in bucket.objects
 
 
 def test_parts_of_large_file_keep_their_order(

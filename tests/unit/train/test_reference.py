@@ -10,6 +10,7 @@ import pytest
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import CheckpointError
+from dsreason.train.grpo import reference as reference_module
 from dsreason.train.grpo.reference import delete_unneeded, find_reference_step, load_reference
 
 
@@ -31,7 +32,8 @@ def test_references_still_in_use_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "reference").iterdir()) == ["step_20", "step_30", "step_40"]
 
 
-def test_checkpoint_resumes_with_its_reference(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_its_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_module, "run_on_rank_zero", lambda function: function())
     config = GRPOConfig.model_validate(
         {"reward": {"functions": {"format": 1.0}}, "grpo": {"reference_reset_every": 10}}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, SavedRun, TrainerState, prune_exports, write_json
+from dsreason.checkpoints.export_digests import DIGESTS_FILE
+from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.config.schema import SFTConfig
-from dsreason.errors import Stopped
-from dsreason.train.common import run_folder, saving
+from dsreason.errors import DataError, DsReasonError, RewardError, SaveError, Stopped
+from dsreason.train.common import run, run_folder, saving
 from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.run import TrainingRun, is_due
 from tests.runs import make_job, make_run
+from tests.unit.checkpoints.made_folders import make_export
 
 
 @pytest.fixture
@@ -88,6 +92,8 @@ class Saved:
         self.run = make_run(job, TrainerState(), write_export=self.export)
         self.uploads: Any = job.uploads
         monkeypatch.setattr(saving, "run_on_rank_zero", lambda call: call())
+        self.all_ranks_end = True
+        monkeypatch.setattr(run, "wait_for_all_ranks", lambda world: self.all_ranks_end)
         self.losses = [0.5, 0.3, 0.4, 0.6]  # after the steps 3, 6, 9 and 10
 
     def validate(self, step: int) -> ValidationResult:
@@ -100,11 +106,17 @@ class Saved:
         os.utime(output / "config.json", (self.exported, self.exported))
 
     def train(self) -> Saved:
-        for step in range(1, 11):
-            self.run.state = replace(self.run.state, step=step)
-            self.run.finish_steps(step - 1, self.validate)
-        self.run.finish()
+        with self.run.save_before_error():
+            for step in range(1, 11):
+                with self.run.track_step():
+                    self.train_step(step)
+                self.run.finish_steps(step - 1, self.validate)
+            self.run.finish()
         return self
+
+    def train_step(self, step: int) -> None:
+        self.run.engine.global_steps = step
+        self.run.state = replace(self.run.state, step=step)
 
     @property
     def checkpoints(self) -> list[int]:
@@ -211,14 +223,87 @@ def test_pruning_keeps_exports_before_current_step(tmp_path: Path, clock: int) -
     assert {path.name for path in tmp_path.iterdir()} == {"step_150", "step_160"}
 
 
-@pytest.mark.parametrize(("last", "saved", "text"), [(True, [4], "which is saved"), (False, [], "nothing is saved")])
+@pytest.mark.parametrize(("last", "saved", "text"), [(True, [4], "saved"), (False, [], "not saved")])
 def test_stop_saves_only_with_checkpoints_enabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool, saved: list[int], text: str
 ) -> None:
     run = Saved(tmp_path, monkeypatch, stop_at=4, every=0, keep_best=False, last=last)
-    with pytest.raises(Stopped, match=f"stopped by SIGTERM after step 4.*{text}"):
+    with pytest.raises(Stopped, match=f"stopped by SIGTERM after step 4, which is {text}"):
         run.train()
     assert run.checkpoints == saved
+
+
+@pytest.mark.parametrize("error", [RewardError("the server is gone"), DataError("the image is gone")])
+def test_last_step_is_saved_before_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DsReasonError) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=0, keep_best=False)
+    monkeypatch.setattr(saved, "validate", raise_in_validation(error))
+    with pytest.raises(type(error)) as caught:
+        saved.train()
+    assert (
+        str(caught.value)
+        == f"{error.args[0].splitlines()[0]}\nThe last finished step, 3, is saved; continue with --resume auto"
+    )
+    assert saved.checkpoints == [3]
+
+    (state,) = saved.run.checkpoints.writer.states  # type: ignore[attr-defined]
+    resumed = Saved(tmp_path, monkeypatch, every=0)
+    resumed.run.state = state
+    resumed.run.begin_steps(resumed.validate)
+    assert resumed.losses == [0.3, 0.4, 0.6]  # the interrupted validation is repeated, but only once
+    resumed.run.begin_steps(resumed.validate)
+    assert resumed.losses == [0.3, 0.4, 0.6]
+
+
+def raise_in_validation(error: DsReasonError) -> Callable[[int], ValidationResult]:
+    def validate(step: int) -> ValidationResult:
+        raise error
+
+    return validate
+
+
+def test_stop_during_wait_is_reported_with_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=0, keep_best=False)
+    monkeypatch.setattr(saved, "validate", raise_in_validation(Stopped("stopped by SIGTERM")))
+    with pytest.raises(Stopped, match="^stopped by SIGTERM after step 3, which is saved; continue with --resume auto$"):
+        saved.train()
+    assert saved.checkpoints == [3]
+
+
+def test_stop_before_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=0)
+    with (
+        pytest.raises(Stopped, match="before the first step was finished; nothing is saved"),
+        saved.run.save_before_error(),
+    ):
+        raise Stopped("stopped by SIGTERM")
+    assert saved.checkpoints == []
+
+
+@pytest.mark.parametrize("case", ["in a step", "between backward and count", "other ranks go on", "full disk"])
+def test_unsound_state_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=0, keep_best=False)
+    error = SaveError("no space left") if case == "full disk" else DataError("broken")
+    saved.all_ranks_end = case != "other ranks go on"
+    with pytest.raises(type(error), match=f"^{error}$"), saved.run.save_before_error():
+        saved.train_step(4)
+        if case == "between backward and count":
+            saved.run.engine.global_steps = 5
+        with saved.run.track_step() if case == "in a step" else nullcontext():
+            raise error
+    assert saved.checkpoints == []
+
+
+def test_failed_save_is_added_to_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=0, keep_best=False)
+
+    def fail(step: int, state: TrainerState) -> None:
+        raise SaveError("no space left")
+
+    monkeypatch.setattr(saved.run.checkpoints.writer, "start", fail)
+    message = "^broken\nThe last finished step, 4, could not be saved: no space left$"
+    with pytest.raises(DataError, match=message), saved.run.save_before_error():
+        saved.train_step(4)
+        raise DataError("broken")
 
 
 @pytest.mark.parametrize(
@@ -251,6 +336,27 @@ def test_outdated_export_is_written_again(tmp_path: Path) -> None:
     assert saving.is_outdated(export, checkpoint)
     os.utime(checkpoint / "COMPLETE", (50, 50))
     assert not saving.is_outdated(export, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", DIGESTS_FILE])
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b""), Path.unlink], ids=["empty", "removed"])
+def test_damaged_export_of_finished_run_is_written_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    damage: Callable[[Path], object],
+) -> None:
+    with write_folder_atomically(tmp_path / "export" / "final") as draft:
+        draft.rmdir()
+        make_export(draft)
+    sound = Saved(tmp_path, monkeypatch)
+    sound.run.finish()
+    assert sound.exported == 0
+    damage(tmp_path / "export" / "final" / name)
+    resumed = Saved(tmp_path, monkeypatch)
+    resumed.run.finish()
+    is_unknown = name == DIGESTS_FILE and damage is Path.unlink  # an export of an older version looks like that
+    assert resumed.exported == (0 if is_unknown else 1)
 
 
 def test_repeated_skips_are_counted_but_logged_once(

@@ -91,6 +91,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sampling, loop):
         monkeypatch.setattr(module, "gather_objects", lambda value: [value])
     monkeypatch.setattr(sampling, "reduce_sum", float)
+    monkeypatch.setattr(sampling, "share_errors", nullcontext)
 
 
 def test_completion_streams_follow_prompt_position() -> None:

@@ -80,3 +80,10 @@ def test_export_that_names_export_is_rejected(export: Path, tmp_path: Path) -> N
         CheckpointError, match='names another export, .*; set "path" to the model from which that was trained'
     ):
         resolve(export, tmp_path / "cache")
+
+
+def test_linked_note_does_not_copy_other_content(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text('{"password": "sentinel", "path": "user/name"}')
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / FILE).symlink_to(tmp_path / "secret.json")
+    assert json.loads(describe_base({}, tmp_path / "base")) == {"path": "user/name", "revision": None}

@@ -125,7 +125,7 @@ def test_a_revision_is_downloaded_without_pickles(
         requested.extend([path, revision, *allow_patterns])
         return str(folder)
 
-    monkeypatch.setattr("dsreason.models.folder.snapshot_download", download)
+    monkeypatch.setattr("dsreason.files.hub.snapshot_download", download)
     config = WorldModelConfig(path="nvidia/Cosmos-Predict2.5-2B", revision="diffusers/base/post-trained")
     assert resolve_world_model(config, tmp_path) == folder
     assert requested == [config.path, config.revision, *MODEL_FILES]
@@ -133,7 +133,7 @@ def test_a_revision_is_downloaded_without_pickles(
 
 
 def test_wrong_revision_without_diffusers_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsreason.models.folder.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("dsreason.files.hub.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(
         CheckpointError, match=r"revision main has no model_index\.json.*model\.revision to one that is, such as diff"
     ):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.errors import DataError
+from dsreason.errors import ConfigError, DataError
+from dsreason.files.lock import hold_folder
 from dsreason.tools.datasets import fetch as fetching
 from dsreason.tools.datasets import hub as hub_files
 from dsreason.tools.datasets.fetch import FetchPlan, fetch, plan_fetch
@@ -241,3 +242,14 @@ def test_insufficient_disk_is_reported_before_fetching(
     ):
         fetch(plan(tmp_path))
     assert hub.ranges == []
+
+
+def test_second_fetch_into_a_folder_is_refused(hub: Hub, tmp_path: Path) -> None:
+    """Both would append to the same partial downloads."""
+    missing = plan(tmp_path)
+    with hold_folder(missing.folder), pytest.raises(ConfigError, match="benchmark: is in use by process"):
+        fetch(missing)
+    assert names(tmp_path) == []
+    fetch(missing)
+    with hold_folder(missing.folder):
+        fetch(plan(tmp_path))  # nothing is missing, so nothing is written

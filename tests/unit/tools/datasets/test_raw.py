@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from dsreason.errors import ConfigError, DataError
+from dsreason.files.lock import hold_folder
 from dsreason.tools.datasets import ranges, raw
 from dsreason.tools.datasets.clip_rules import choose_rule
 from dsreason.tools.datasets.raw import check_origin, fetch_raw, plan_raw, select_tars
@@ -103,6 +104,12 @@ def test_episode_views_are_extracted_from_tars(hub: Hub, tmp_path: Path) -> None
     assert {token for _, token in hub.tokens} == {"Bearer hf_secret"}
     hub.ranges.clear()
     assert fetch(tmp_path, "agibot", *names) == []
+    assert hub.ranges == []
+
+
+def test_second_raw_fetch_into_a_folder_is_refused(hub: Hub, tmp_path: Path) -> None:
+    with hold_folder(tmp_path / "raw"), pytest.raises(ConfigError, match="raw: is in use by process"):
+        fetch(tmp_path, "agibot", "327-150-head-1-2")
     assert hub.ranges == []
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dsreason.errors import CheckpointError, ConfigError
+from dsreason.files.lock import hold_folder
 from dsreason.world.base import FILE, describe_base
 from dsreason.world.evaluation.results import MODEL_KEYS, find_differences, open_results
 from dsreason.world.families import FAMILIES
@@ -104,6 +105,8 @@ def test_changed_evaluation_settings_are_rejected_early(base: Path, tmp_path: Pa
     config = WorldConfig(model=WorldModelConfig(path=str(base)))
     open_results(tmp_path, collect_settings(adapt_to_evaluation(config), identify_weights(base, None)), overwrite=False)
     check(config, tmp_path, overwrite=False)
+    with hold_folder(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
+        check(config, tmp_path, overwrite=True)
     other = config.model_copy(update={"world": config.world.model_copy(update={"guidance_scale": 3.0})})
     with pytest.raises(ConfigError, match=r"a different world\.guidance_scale \(was 1\.0, is now 3\.0\)"):
         check(other, tmp_path, overwrite=False)

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from dsreason.cli import export as command
 from dsreason.cli.main import app
+from dsreason.errors import CheckpointError
+from dsreason.world.base import FILE, describe_base, join_folders
 from dsreason.world.training import export
 
 
@@ -51,6 +53,39 @@ def test_average_replaces_trained_tensors_one_by_one(tmp_path: Path, saved: Any)
 def test_without_an_average_the_weights_are_exported(tmp_path: Path, saved: Any) -> None:
     saved_tensors = dict(export.iter_saved_tensors(tmp_path, saved, with_frozen=True))
     assert {name: tensor.tolist() for name, tensor in saved_tensors.items()} == dict.fromkeys("abc", [0, 0, 0])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    for name in ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json", "vae/config.json"):
+        (tmp_path / "base" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "base" / name).write_text("{}")
+    (tmp_path / "out").mkdir()
+    return tmp_path / "base"
+
+
+def test_only_index_and_trained_components_are_copied(base: Path, tmp_path: Path) -> None:
+    (base / ".env").write_text("sentinel")
+    (base / "transformer" / "token").write_text("sentinel")
+    export.copy_pipeline(base, tmp_path / "out")
+    names = {file.relative_to(tmp_path / "out").as_posix() for file in (tmp_path / "out").rglob("*.*")}
+    assert names == {"model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"}
+
+
+@pytest.mark.parametrize("place", ["model_index.json", "transformer/config.json", "scheduler"])
+def test_link_out_of_world_model_is_refused(base: Path, tmp_path: Path, place: str) -> None:
+    (base / place).rename(tmp_path / "secret")
+    (base / place).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=f"{base / place}.*: is a link to {tmp_path / 'secret'}"):
+        export.copy_pipeline(base, tmp_path / "out")
+
+
+def test_joined_folder_of_an_export_is_copied(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSREASON_CACHE", str(tmp_path / "cache"))
+    (base / FILE).write_text(describe_base({"path": str(base)}, tmp_path))
+    joined = join_folders(base, base, tmp_path / "cache" / "models")
+    export.copy_pipeline(joined, tmp_path / "out")
+    assert (tmp_path / "out" / "transformer" / "config.json").is_file()
 
 
 def test_results_dir_is_rejected_for_world_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

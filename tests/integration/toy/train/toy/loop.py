@@ -59,17 +59,18 @@ def run(config: ToyConfig, output_dir: Path | None = None, resume: str | None = 
 
 def train(toy: ToyTrainer) -> None:
     run, engine, batch_size = toy.run, toy.engine, toy.job.config.toy.batch_size
-    run.begin_steps(toy.validate)
-    while run.state.step < run.total_steps:
-        run.poll_checkpoint()
-        started, first = time.perf_counter(), run.state.step
-        with toy.job.watchdog.track_phase("step"), run.memory.track_phase("train"):
-            metrics, num_tokens = toy_step(engine, toy.rows, toy.job, first, run.learning_rate, run.finite)
-        seconds = time.perf_counter() - started
-        run.count_step(epoch=engine.global_steps * batch_size / len(toy.rows.training))
-        run.show_step(metrics, {}, num_samples=batch_size, num_tokens=num_tokens, seconds=seconds)
-        run.finish_steps(first, toy.validate)
-    run.finish()
+    with run.save_before_error():
+        run.begin_steps(toy.validate)
+        while run.state.step < run.total_steps:
+            run.poll_checkpoint()
+            started, first = time.perf_counter(), run.state.step
+            with run.track_step(), run.memory.track_phase("train"):
+                metrics, num_tokens = toy_step(engine, toy.rows, toy.job, first, run.learning_rate, run.finite)
+                run.count_step(epoch=engine.global_steps * batch_size / len(toy.rows.training))
+            seconds = time.perf_counter() - started
+            run.show_step(metrics, {}, num_samples=batch_size, num_tokens=num_tokens, seconds=seconds)
+            run.finish_steps(first, toy.validate)
+        run.finish()
 
 
 def toy_step(

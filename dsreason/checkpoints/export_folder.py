@@ -1,0 +1,147 @@
+"""Folders of exports: a draft that belongs to one process, and the files that are taken from the base model's folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from dsreason.checkpoints.export_digests import write_digests
+from dsreason.errors import CheckpointError, ConfigError, SaveError
+from dsreason.files.atomic import flush
+from dsreason.files.disk import check_link, remove
+from dsreason.files.lock import LOCK_FILE, FolderLock
+
+log = logging.getLogger(__name__)
+
+TAKEN = re.compile(
+    r"(generation_|processor_|preprocessor_|video_preprocessor_|tokenizer_)?config\.json|"
+    r"tokenizer\.(json|model)|special_tokens_map\.json|added_tokens\.json|"
+    r"vocab\.(json|txt|bpe)|merges\.txt|(spiece|sentencepiece|sentencepiece\.bpe|spm|tiktoken)\.model|"
+    r"chat_template\.(json|jinja)|"
+    r"(LICENSE|NOTICE)(\.md|\.txt)?"
+)
+"""Pattern of the base model's files that an export takes: what transformers reads for a config, tokenizer or processor, and the
+license, which must accompany a changed model."""
+CODE = re.compile(r"[A-Za-z_]\w*\.py")
+"""Pattern of files with a model's own code, which an export takes only with `model.trust_remote_code`."""
+
+
+@contextmanager
+def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `output` once the block has succeeded.
+
+    Args:
+        durable: add a file with digests, and sync all files to disk before the name, so that a complete folder survives a power
+            failure.
+
+    Raises:
+        CheckpointError: `output` is not empty.
+        ConfigError: another process is writing the folder.
+        SaveError: the folder cannot be written; it has been removed.
+    """
+    if output.is_symlink() or output.is_dir():
+        output = Path(os.path.realpath(output))  # replace the target, so that a link to another disk remains a link
+    try:
+        with hold_draft(output) as draft:
+            check_target_empty(output)
+            yield draft
+            if durable:
+                write_digests(draft)
+                flush_folder(draft)
+            check_target_empty(output)
+            draft.rename(output)
+            if durable:
+                flush(output.parent)
+    except (OSError, SafetensorError) as error:
+        raise SaveError(f"{output}: cannot be written ({error}); free disk space, or choose another folder") from error
+
+
+@contextmanager
+def hold_draft(output: Path) -> Iterator[Path]:
+    """Yield a new folder beside `output`, and delete it at the end of the block. A lock keeps other processes from making one.
+
+    Drafts that killed processes have left are deleted first. Each draft has another name, so that a process that has lost its
+    lock never renames another one's draft.
+    """
+    drafts = output.with_name(f".{output.name}.partial")
+    if drafts.is_symlink() or not drafts.is_dir():
+        drafts.unlink(missing_ok=True)
+        drafts.mkdir(parents=True, exist_ok=True)
+    try:
+        with FolderLock(lambda error: log.warning("%s", error)) as lock:
+            try:
+                lock.take(drafts)
+            except ConfigError as error:
+                kind = ConfigError if (drafts / LOCK_FILE).exists() else SaveError  # SaveError: the disk is full
+                raise kind(f"{output}: cannot be written now: {error}") from None
+            delete_drafts(drafts)
+            draft = drafts / os.urandom(4).hex()
+            draft.mkdir()
+            try:
+                yield draft
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+    finally:
+        with suppress(OSError):  # another process has taken the lock
+            drafts.rmdir()
+
+
+def delete_drafts(drafts: Path) -> None:
+    for path in drafts.iterdir():
+        if path.name != LOCK_FILE:
+            remove(path)
+
+
+def flush_folder(folder: Path) -> None:
+    """Sync a folder to disk, with all files and folders in it."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
+
+
+def check_target(source: Path, output: Path) -> None:
+    check_target_empty(output)
+    if not (source / "config.json").is_file():
+        raise CheckpointError(
+            f"{source}: config.json is missing from this folder, which the model was loaded from; restore the base model"
+        )
+    check_base_links(source)
+
+
+def check_base_links(source: Path) -> None:
+    """Raise CheckpointError if a file that exports take from the base model's folder is a link that leaves it."""
+    for path in list_base_files(source, with_code=False):
+        check_link(path, source)
+
+
+def check_target_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: exists and is not empty; remove it, or choose another output folder")
+
+
+def list_base_files(source: Path, *, with_code: bool) -> list[Path]:
+    """Return the files of the base model that belong to its config, tokenizer or processor, and its code if `with_code`."""
+    files = [path for path in sorted(source.iterdir()) if path.is_file()]
+    return [file for file in files if TAKEN.fullmatch(file.name) or (with_code and CODE.fullmatch(file.name))]
+
+
+def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
+    """Copy the files of `list_base_files`, and nothing else that is beside them.
+
+    Raises:
+        CheckpointError: one of these files is a link that leaves the folder.
+    """
+    for file in list_base_files(source, with_code=with_code):
+        copy_file(source, file.name, output)
+
+
+def copy_file(source: Path, name: str, output: Path) -> None:
+    """Copy the file `name` of a folder; raise CheckpointError if it is a link that leaves the folder."""
+    check_link(source / name, source)
+    shutil.copyfile(source / name, output / name)

@@ -1,0 +1,73 @@
+"""Tables that `datasets` has converted to Arrow files in its cache; damaged files are converted again.
+
+An Arrow file that was cut between two batches can still be read: it just has fewer rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsreason.files.cache import find_damage, get_cache_dir, record_files, write_record
+
+if TYPE_CHECKING:
+    import datasets
+
+log = logging.getLogger(__name__)
+
+
+def load_intact_table(name: str, load: Callable[[str | None], datasets.Dataset]) -> datasets.Dataset:
+    """Return the table that `load` returns; if its Arrow files were damaged since they were written, convert the data again.
+
+    Args:
+        name: name of the data for the warning.
+        load: calls `datasets.load_dataset` with this `download_mode`.
+    """
+    import pyarrow
+
+    try:
+        table = load(None)
+        damage = find_table_damage(table)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        # pyarrow's errors for damaged files have no number
+        if isinstance(error, OSError) and error.errno is not None and ".arrow" not in str(error):
+            raise
+        damage = str(error)
+    if damage is not None:
+        log.warning("%s: the cache of `datasets` is damaged (%s), so the data are converted again", name, damage)
+        table = load("reuse_cache_if_exists")
+        write_table_record(table)
+    return table
+
+
+def find_table_damage(table: datasets.Dataset) -> str | None:
+    """Describe the damage of a table's files, or return None. The first time that a table is used, it gets a record."""
+    split = (table.info.splits or {}).get(str(table.split))
+    if split is not None and split.num_examples != len(table):
+        return f"{len(table)} of {split.num_examples} rows"
+    if locate_record(table).exists():
+        return find_damage(locate_record(table))
+    write_table_record(table)
+    return None
+
+
+def write_table_record(table: datasets.Dataset) -> None:
+    with suppress(OSError):  # without a record, only the number of rows is compared
+        write_record(locate_record(table), record_files(list_arrow_files(table)))
+
+
+def list_arrow_files(table: datasets.Dataset) -> list[str]:
+    return [file["filename"] for file in table.cache_files]
+
+
+def locate_record(table: datasets.Dataset) -> Path:
+    """Return the path of the record of this version of the table; `datasets` writes `dataset_info.json` when it converts."""
+    files = list_arrow_files(table)
+    info = [Path(file).with_name("dataset_info.json") for file in files[:1]]
+    version = [str(file.stat().st_mtime_ns) for file in info if file.is_file()]
+    key = hashlib.sha256("\n".join([*files, *version]).encode()).hexdigest()[:24]
+    return get_cache_dir() / "tables" / f"{key}.json"
