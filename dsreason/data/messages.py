@@ -9,8 +9,9 @@ from typing import Any
 from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
 from dsreason.families import list_control_tokens
+from dsreason.media.embedded import is_embedded
 from dsreason.media.frames import is_frame_list, list_files, read_frame_list, write_frame_list
-from dsreason.media.urls import fetch_url, is_data_uri, is_url, mask_url
+from dsreason.media.urls import fetch_url, is_url, mask_url
 
 ROLES = ("system", "user", "assistant", "tool")
 SURROGATE = re.compile("[\\ud800-\\udfff]")
@@ -94,7 +95,7 @@ def get_first_path(messages: Sequence[Message]) -> str:
     """
     files = [part[part["type"]] for part in list_media_parts(messages)]
     paths = files[0] if files and isinstance(files[0], list) else files
-    if not paths or not isinstance(paths[0], str) or is_data_uri(paths[0]):
+    if not paths or not isinstance(paths[0], str) or is_embedded(paths[0]):
         return ""
     return mask_url(paths[0]) if is_url(paths[0]) else paths[0]
 

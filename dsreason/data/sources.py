@@ -22,14 +22,15 @@ from dsreason.data.rows import NamedRows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.errors import ConfigError, DataError, StorageError
 from dsreason.files.address import S3Address, is_s3
-from dsreason.files.archives import get_media_cache, write_embedded
+from dsreason.files.archives import get_media_cache
 from dsreason.files.cache import get_cache_dir
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_location, join_address, read_address
-from dsreason.media.frames import TIMES, check_no_image, list_files, list_frames, write_frame_list
-from dsreason.media.urls import decode_data_uri, is_data_uri, is_url, mask_url, split_url
+from dsreason.media.embedded import is_embedded, unpack_embedded
+from dsreason.media.frames import TIMES, check_no_image, list_files, list_frames, suggest_key, write_frame_list
+from dsreason.media.urls import is_url, mask_url, split_url
 from dsreason.media.vision import PART_SETTINGS
-from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
+from dsreason.problems import MOST_LEVELS, is_nested_deeper
 from dsreason.secrets import hide_payloads, mask_credentials
 
 MAX_PATH_LETTERS = 4096
@@ -268,11 +269,7 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
         return part
     for key in part.keys() - PART_SETTINGS - {"type", kind, *(TIMES if kind == "video" else ())}:
         if part[key] is not None:
-            suggestion = find_nearest(key, PART_SETTINGS)
-            raise DataError(
-                f"a part of type {kind!r} has the unknown key {key!r}"
-                + (f"; did you mean {suggestion!r}?" if suggestion else "")
-            )
+            raise DataError(f"a part of type {kind!r} has the unknown key {key!r}{suggest_key(key)}")
     if kind == "video" and isinstance(part.get(kind), list):
         paths: list[str] | None = [str(locate_medium(item, "frame", media_root)) for item in part[kind]]
     else:
@@ -293,15 +290,13 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
 
 def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address | str:
     """Return the location of a media file: an absolute path, a path below `media_root`, a URL, or a copy of an embedded file."""
-    if isinstance(raw, dict) and raw.get("bytes"):
-        return write_embedded(raw["bytes"], Path(str(raw.get("path") or "")).suffix)
-    from_table = isinstance(raw, dict)
+    from_table = isinstance(raw, dict) and not raw.get("bytes")
     if from_table:
         raw = raw.get("path")
+    if is_embedded(raw):
+        return unpack_embedded(raw, kind)
     if not isinstance(raw, str) or not raw:
         raise DataError(f"{kind} must be the path of a file; got {raw!r:.200}")
-    if is_data_uri(raw):
-        return write_embedded(*decode_data_uri(raw))
     if is_url(raw):
         split_url(raw)
         return raw

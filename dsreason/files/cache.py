@@ -16,8 +16,6 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import TypeAdapter
-
 from dsreason.errors import ConfigError, StorageError
 from dsreason.files.atomic import build_once, hold_lock, write_file
 from dsreason.files.disk import compute_sha256, read_small, remove, to_os_error
@@ -39,9 +37,6 @@ class FileRecord(NamedTuple):
     mtime_ns: int
     ctime_ns: int
     sha256: str
-
-
-RECORD = TypeAdapter(dict[str, FileRecord])
 
 
 def get_cache_dir() -> Path:
@@ -114,8 +109,10 @@ def record_file(file: Path) -> FileRecord:
 
 def read_record(record: Path) -> dict[str, FileRecord] | None:
     """Return the records in a file; None if it is missing or damaged."""
+    from pydantic import TypeAdapter  # imported on demand, because reward workers import this module
+
     try:
-        return RECORD.validate_json(read_small(record, MOST_RECORD_BYTES))
+        return TypeAdapter(dict[str, FileRecord]).validate_json(read_small(record, MOST_RECORD_BYTES))
     except (OSError, ValueError):
         return None
 

@@ -13,13 +13,14 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.atomic import write_file
 from dsreason.problems import describe_first_problem, describe_parse_error
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +179,8 @@ def read_valid_lines(file: Path, schema: TypeAdapter[Any]) -> tuple[list[dict[st
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
+    from pydantic import ValidationError  # imported on demand, because reward workers import this module
+
     rows, problems = list[dict[str, Any]](), list[str]()
     for number, line in enumerate(read_small(file, MOST_REPORT_BYTES).split(b"\n"), start=1):
         if not line.strip():

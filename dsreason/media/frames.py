@@ -25,11 +25,15 @@ from dsreason.files.archives import get_media_cache, write_cached
 from dsreason.media.files import IMAGE_SUFFIXES, is_image_content
 from dsreason.media.images import load_image, probe_image
 from dsreason.media.urls import is_url
-from dsreason.media.vision import SHORTEST_GAP, VideoInfo
+from dsreason.media.vision import PART_SETTINGS, SHORTEST_GAP, VideoInfo
+from dsreason.problems import find_nearest
 
 SUFFIX = ".frames.json"
 TIMES = ("fps", "timestamps")
 """Keys of a part that say when its frames were taken."""
+FRAME_RATES = ("sample_fps", "raw_fps")
+"""Frame rates in qwen-vl-utils; only the first, of a video given as frames, is read, as `fps`."""
+FRAME_RATE_HINT = "; use 'fps': the frames per second to sample from a video file, or those of a video given as frames"
 MAX_FRAME_FILES = 100_000
 """Maximum number of frames: all headers are read before the first frame is shown."""
 MAX_SECONDS = 1_000_000.0
@@ -154,6 +158,14 @@ def to_number(value: Any) -> Any:
         except ValueError:
             continue
     return value
+
+
+def suggest_key(key: str) -> str:
+    """Return what to write in place of an unknown key of a media part, as the end of a sentence."""
+    if key in FRAME_RATES:
+        return FRAME_RATE_HINT
+    suggestion = find_nearest(key, PART_SETTINGS)
+    return f"; did you mean {suggestion!r}?" if suggestion else ""
 
 
 def check_no_image(raw: Any, path: str) -> None:

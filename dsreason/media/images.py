@@ -87,7 +87,8 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
     except DsReasonError:
         raise
     except Exception as error:  # Pillow's decoders may raise any error for damaged bytes
-        raise DataError(f"{file}: is not a usable image: {str(error) or type(error).__name__}") from error
+        reason = str(error).replace(f" {str(file)!r}", "") or type(error).__name__
+        raise DataError(f"{file}: is not a usable image: {reason}") from error
 
 
 def _check_scans(file: Path, image: Image.Image) -> None:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsreason.data.adapters import rename_columns
+from dsreason.data.formats.media_items import FILE_KEYS
 from dsreason.data.formats.row_formats import describe_detection
 from dsreason.data.formats.turns import ROLE_KEYS
 from dsreason.data.order import pick_evenly
 from dsreason.data.sources import DataSource
+from dsreason.data.types import TOKEN_TYPES
 from dsreason.errors import DsReasonError
 
 MOST_ROWS = 100
@@ -35,19 +37,24 @@ class TrackedRow(dict[str, Any]):
 
 
 def track(value: Any, name: str, read: set[str]) -> Any:
-    """Track the messages in a list of objects; other values are not tracked."""
-    if is_message_list(value) and name.count("[]") == 1:
-        return [TrackedRow(item, name, read) for item in value]
-    return value
+    """Track the messages or media in a list of objects, or a media object; other values are not tracked."""
+    if name.count("[]") != 1 or not list_objects(value):
+        return value
+    return (
+        [TrackedRow(item, name, read) for item in value] if isinstance(value, list) else TrackedRow(value, name, read)
+    )
 
 
-def is_message_list(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) and item.keys() & set(ROLE_KEYS) for item in value)
+def list_objects(value: Any) -> list[dict[str, Any]]:
+    """Return the messages or media objects in a value; an empty list if it has something else."""
+    items = value if isinstance(value, list) else [value]
+    keys = {*ROLE_KEYS, *FILE_KEYS, *TOKEN_TYPES} if items is value else {*FILE_KEYS, *TOKEN_TYPES}
+    return items if all(isinstance(item, dict) and item.keys() & keys for item in items) else []
 
 
 @dataclass
 class ColumnUse:
-    """The columns of a data set by use. A key of a message is written as `messages[].loss`."""
+    """The columns of a data set by use. A key of a message or a media object is written as `messages[].loss`."""
 
     name: str
     """Path of the data set, or the name of its adapter."""
@@ -121,5 +128,5 @@ def iter_keys(row: Mapping[str, Any]) -> Iterator[str]:
         if value is None or value == "" or value == []:
             continue
         yield column
-        if is_message_list(value):
-            yield from (f"{column}[].{key}" for item in value for key, inner in item.items() if inner is not None)
+        for item in list_objects(value):
+            yield from (f"{column}[].{key}" for key, inner in item.items() if inner is not None)

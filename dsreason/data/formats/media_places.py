@@ -16,6 +16,14 @@ TAG = re.compile(
     r"\n?(?:<\|?(?P<kind>image|video)(?:[ _]?(?P<number>\d+))?\|?>|<(?P<name>img|vid)>(?P<file>[^<>\n]+)</(?P=name)>)\n?"
 )
 """A tag in a text: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`. A line break next to it belongs to the tag."""
+PLACEHOLDER = re.compile(
+    r"<\s*/?(?:image|img|im|video|vid)(?:[ _-]?(?:placeholder|here|context|token|soft[ _-]?token|pad|patch|start|\d+))?\s*/?>"
+    r"|<start_of_image>|<(?:image|video|img)[^<>\n]{0,3}>|\[(?:image|img|video)(?:[ _-]?\d+)?\]|\{(?:image|video)\}",
+    re.IGNORECASE,
+)
+"""A tag of another model for an image or video, such as `<ImageHere>`, `<IMG_CONTEXT>`, `[IMG]` or `{image}`."""
+UNFILLED_TAGS = {"<ref-object>": "</ref-object>", "<bbox>": "</bbox>", "<audio>": "</audio>"}
+"""Tags that ms-swift fills from other columns, which are not read → the end of an element that only has the same name."""
 NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image", "vid": "video"}
 
 
@@ -43,39 +51,85 @@ def check_parts(messages: Sequence[Message]) -> None:
             if is_empty(part) and unknown:
                 kind = part["type"]
                 raise DataError(
-                    f"messages[{number}]: a part of type {kind!r} has the unknown keys {', '.join(sorted(unknown))} and no file; "
-                    f"the file is read from the keys {kind}, {kind}_url, url, path and base64"
+                    f"{describe_message(messages, number)}: a part of type {kind!r} has the unknown keys "
+                    f"{', '.join(sorted(unknown))} and no file; the file is read from the keys {kind}, {kind}_url, url, path "
+                    "and base64"
                 )
 
 
+def describe_message(messages: Sequence[Message], number: int) -> str:
+    """Name a message by its role, such as "user message 2": its index may differ from the row's, as for a column `system`."""
+    role = messages[number]["role"]
+    return f"{role} message {sum(message['role'] == role for message in messages[: number + 1])}"
+
+
 def check_replies(messages: Sequence[Message]) -> None:
-    """Raise DataError if a reply has a tag for media, which only other messages can show."""
+    """Raise DataError if a reply has a tag for media, which only other messages can show, or a tag of ms-swift is not filled."""
     for number, message in enumerate(messages):
         texts = [part["text"] for part in to_parts(message) if part["type"] == "text"]
         tag = next((tag for text in texts for tag in TAG.finditer(text) if tag["kind"]), None)
         if message["role"] == "assistant" and tag is not None:
             raise DataError(
-                f"messages[{number}]: the assistant's reply has the tag {tag[0].strip()}, but replies cannot have media; remove "
-                "the tag, or move it to a message of the user"
+                f"{describe_message(messages, number)}: the reply has the tag {tag[0].strip()}, but replies cannot have media; "
+                "remove the tag, or move it to a message of the user"
+            )
+        for tag_text, end in UNFILLED_TAGS.items():
+            if any(tag_text in text and end not in text for text in texts):
+                raise DataError(
+                    f"{describe_message(messages, number)}: the text has the tag {tag_text}, which ms-swift replaces by the "
+                    f"content of a column; write that content in its place"
+                )
+
+
+def check_placeholders(messages: Sequence[Message]) -> None:
+    """Raise DataError if a message shows media at a placeholder of another model, while the row's media have no tag."""
+    for number, message in enumerate(messages):
+        texts = [
+            part["text"] for part in to_parts(message) if part["type"] == "text" and message["role"] != "assistant"
+        ]
+        tag = next((tag for text in texts for tag in PLACEHOLDER.finditer(text)), None)
+        if tag is not None:
+            raise DataError(
+                f"{describe_message(messages, number)}: the text has {tag[0]}, but media are only shown at the tags <image> and "
+                f"<video>; replace it, or, if it is text, write one tag per image or video where it is to be shown"
             )
 
 
-def is_shown(messages: Sequence[Message], media: RowMedia) -> bool:
-    """Return whether the messages already name the files of the columns, which then only repeat them.
+def describe_tags(kind: MediaKind, num_media: int) -> str:
+    """Say how many tags a row may have."""
+    if num_media == 0:
+        return f"add a column {kind!r} with the files, or, if the tag is text, such as HTML, write it with a space: <{kind} >"
+    return f"use one tag per {kind}, or no tag at all to show all media first"
+
+
+def is_repeated(messages: Sequence[Message], media: RowMedia) -> bool:
+    """Return whether the messages already name the files of the columns, whose settings are then added to their parts.
 
     Raises:
-        DataError: the messages name other files.
+        DataError: the messages name other files, or a setting has two values.
     """
-    shown = [part for message in messages for part in list_parts(message) if part.get("type") in TOKEN_TYPES]
+    shown = list_media(messages)
     if not shown:
         return False
-    files = [part[part["type"]] for part in shown]
-    repeated = [part[kind] for kind, parts in media.waiting.items() for part in parts]
-    if unshown := [item for item in repeated if item not in files]:
+    if media.labels:
         raise DataError(
-            f"the messages name their media, but not all media of the columns {', '.join(sorted(media.columns))}, such as "
-            f"{unshown[0]!r:.200}; add a part for each, or remove the columns"
+            f"the messages name their media, so that the camera names ({', '.join(media.labels):.100}) have no place; write them "
+            "into the messages"
         )
+    for kind, parts in media.waiting.items():
+        for part in parts:
+            places = [place for place in shown if place.get(kind) == part[kind]]
+            if not places:
+                raise DataError(
+                    f"the messages name their media, but not all media of the columns {', '.join(sorted(media.columns))}, such "
+                    f"as {part[kind]!r:.200}; add a part for each, or remove the columns"
+                )
+            for place in places:
+                if conflict := next((key for key in part if place.get(key, part[key]) != part[key]), None):
+                    raise DataError(
+                        f"{conflict!r} is {part[conflict]!r:.100} in the columns, but {place[conflict]!r:.100} in the messages"
+                    )
+                place |= part
     return True
 
 

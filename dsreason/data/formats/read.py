@@ -65,6 +65,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         raise DataError(f"a row must be an object with fields, but is {row!r:.100}")
     row = preferences.flatten_openai_preference(row)
     refused.check_columns(row)
+    media_columns.check_rejected(row)
     if name is None:
         refused.check_case(row, {*CONVERSATION_COLUMNS, *answers.COLUMNS, *refused.COLUMNS, "tools"})
     form = find_format(row) if name is None else next(form for form in FORMATS if form.name == name)

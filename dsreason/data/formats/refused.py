@@ -26,8 +26,6 @@ COLUMNS = {
     **dict.fromkeys(("turn_weights", "token_weights"), MASKS),
     **dict.fromkeys(("loss_mask", "label_mask", "completion_mask", "response_mask", "assistant_masks"), MASKS),
     **dict.fromkeys(("train_on_turn", "train_on_input", "train_on_inputs", "mask_history"), MASKS),
-    "rejected_images": "both replies of a preference must have the same images",
-    "rejected_videos": "both replies of a preference must have the same videos",
 }
 """Refused columns of rows → reason."""
 WEIGHT_COLUMNS = ("loss", "train", "weight")

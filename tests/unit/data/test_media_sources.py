@@ -150,7 +150,7 @@ PART = {"type": "image", "base64": PAYLOAD}
     "row",
     [
         {"image": f"{URI}!", "question": "q", "answer": "a"},
-        {"image": PAYLOAD * 10, "question": "q", "answer": "a"},
+        {"image": PAYLOAD * 10 + "!", "question": "q", "answer": "a"},
         {"image": {"bytes": None, "path": f"{URI}!"}, "question": "q", "answer": "a"},
         {"images": [URI, "a.png"], "messages": [{"role": "user", "content": "<image>q"}]},
         {"images": [URI], "messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
@@ -183,7 +183,7 @@ def test_errors_contain_no_payload(folder: Path, row: Any, adapter: str) -> None
 def test_invalid_data_uri_is_shown_shortened(folder: Path) -> None:
     write(folder, image=f"{URI}!")
     with pytest.raises(
-        DataError, match=r"row 1 \(sample ''\): data:image/png;base64,… \(481 characters\): is not valid"
+        DataError, match=r"row 1 \(sample ''\): image: data:image/png;base64,… \(481 characters\): is not valid"
     ):
         open_rows(folder).sample(0)
 

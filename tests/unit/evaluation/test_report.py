@@ -165,7 +165,7 @@ def test_scorer_without_threshold_is_reported_with_key(folder: Path) -> None:
         ),
         (
             {"parser": "default", "scorer": "judge.py:x"},
-            "right if evaluation.scorer (judge.py:x) scores it at least 0.5",
+            "correct if evaluation.scorer (judge.py:x) scores it at least 0.5",
         ),
     ],
     ids=["compat", "before there was a threshold"],

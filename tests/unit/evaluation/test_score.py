@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from dsreason.evaluation.report.calculate_accuracy import calculate_accuracy
-from dsreason.evaluation.report.score import Mean, Proportion, compute_clustered_interval, judge_result, score, share
+from dsreason.evaluation.report.score import (
+    Mean,
+    Proportion,
+    compute_clustered_interval,
+    compute_proportion,
+    judge_result,
+    score,
+)
 from tests.unit.evaluation.made_results import made
 
 WRONG, UNPARSED = {"answer": "B"}, {"answer": ""}
@@ -25,7 +32,7 @@ def several(*changes: dict[str, Any]) -> list[Any]:
 
 
 def test_interval_follows_wilson() -> None:
-    result = share(7, 10)
+    result = compute_proportion(7, 10)
     assert (result.count, result.total, result.share) == (7, 10, 0.7)
     assert result.interval == pytest.approx(
         (0.3967781, 0.8922087), abs=1e-6
@@ -33,7 +40,7 @@ def test_interval_follows_wilson() -> None:
 
 
 def test_share_of_nothing_is_undefined() -> None:
-    assert share(0, 0) == Proportion(0, 0, None, None)
+    assert compute_proportion(0, 0) == Proportion(0, 0, None, None)
 
 
 def test_unanswered_counts_as_wrong_only_over_all() -> None:

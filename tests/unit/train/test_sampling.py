@@ -170,7 +170,7 @@ def test_truncated_completion_is_skipped_with_overlong_filter(
     monkeypatch: pytest.MonkeyPatch, overlong_filter: bool, trained: list[str]
 ) -> None:
     config = make_config(overlong_filter=overlong_filter)
-    monkeypatch.setattr(loop, "cut", lambda rollouts, *_: rollouts)
+    monkeypatch.setattr(loop, "split_into_micro_batches", lambda rollouts, *_: rollouts)
     rollouts = [
         Rollout(prompt("a"), make_single_turn((5,), "", (-1.0,), reason, 4), 0.0, {}, group=0)  # type: ignore[arg-type]
         for reason in ("stop", "length")

@@ -189,7 +189,7 @@ def test_busy_server_is_retried_and_then_named(server: StandIn) -> None:
         (said([5, 21]), r"token 1 \(id 20\) has no entry"),
         (
             (200, {"choices": [{"prompt_logprobs": [None, {"20": {"logprob": 0.5}}]}]}),
-            "token 1 has log-probability 0.5, but",
+            "token 1 has log-probability 0.5; it must be",
         ),
         ((200, '{"choices": [{"prompt_logprobs": [null, {"20": {"logprob": NaN}}]}]}'), "token 1|finite|NaN"),
         ((302, {}, {"location": "http://127.0.0.1:9/"}), "redirects are not followed"),
