@@ -30,7 +30,7 @@ def rows(data: Any) -> list[Row]:
     if Path(data.path).is_file():
         raise DataError(
             f'{data.path}: data.adapter is "builtin", which reads only folders of the built-in task; to read your own '
-            'rows, set another adapter, such as data.adapter = "jsonl"'
+            'rows, set data.adapter = "auto"'
         )
     if not (folder / "conversations.json").is_file():
         raise DataError(f"{folder} is not a split of the built-in task; set data.split to train or validation")

@@ -49,6 +49,7 @@ def show(
     sections = {"data": {"adapter": adapter, "path": path}} | ({"model": {"path": model}} if model else {})
     config = read_values(SFTConfig, sections, "the options", overrides or ())
     launch.prepare_environment()
+    from dsreason.data.formats.column_use import find_column_use
     from dsreason.data.sources import open_source
 
     source = open_source(config.data.list_sources()[0])
@@ -57,6 +58,7 @@ def show(
         raise ConfigError(f"--row {row}: {path} has only {count} rows")
     shown = range(row - 1, row) if row is not None else range(min(count, limit or (count if as_json else FIRST_ROWS)))
     encoder = open_encoder(config) if model else None
+    print_message(find_column_use(source).describe(), err=True)
     show_rows = show_json if as_json else show_text
     failed = show_rows(source, shown, purpose, encoder)
     if failed:
@@ -83,17 +85,14 @@ def show_json(source: DataSource, rows: range, purpose: Any, encoder: Encoder | 
 
 def show_text(source: DataSource, rows: range, purpose: Any, encoder: Encoder | None) -> int:
     """Print each row in a frame, and return the number of unusable rows."""
-    from dsreason.data.formats.column_use import find_column_use
     from dsreason.monitor.console import open_console
     from dsreason.tools.datasets.show import describe_medium, render_row, show_row
-
-    print_message(find_column_use(source).describe(), err=True)
 
     console, failed = open_console(highlight=False), 0
     for index in rows:
         try:
             sample, split, tokens = show_row(source, index, purpose, encoder)
-            title = f"{source.rows.describe_location(index)} · {sample.id}"
+            title = " · ".join(filter(None, (source.rows.describe_location(index), sample.id)))
             console.print(render_row(sample, split, tokens, title, lambda part: describe_medium(part, source)))
         except DataError as error:  # a media file that cannot be read also raises this error
             print_message(error)

@@ -5,25 +5,40 @@ from __future__ import annotations
 import ast
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from decimal import Decimal
 from typing import Any
+
+import numpy as np
 
 from dsreason.data.options import find_option_letter
 from dsreason.errors import DataError
 
 COLUMNS = ("answer", "answers", "solution", "ground_truth")
 """Columns with the reference answer, in the order of precedence."""
+TEXT_COLUMNS = (
+    *("answerKey", "answer_key", "correct_answer", "correct_option", "gold"),
+    *("expected_answer", "final_answer", "reference_answer", "multiple_choice_answer"),
+)
+"""Columns with the reference answer, as a text, if the others have none."""
+INDEX_COLUMNS = ("answer_idx", "answer_index", "correct_idx", "correct_index", "gold", "cop", "label")
+"""Columns that may have the index of the right option."""
+FULL_DIGITS = 15
+"""Number of digits of a number from which it may be a 32-bit one that a table has converted to 64 bits."""
+REMEDY = "write the letter or the text of the right option (whether a number counts from 0 or 1 is unknown)"
 
 
 def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
     """Return the accepted answers of a row, and the column that has them.
 
-    A solution or ground truth that is an object is not read, because no text can equal it; rewards find it in `sample.meta`.
+    A solution or ground truth that is an object or coordinates is not read, because no text can equal it; rewards find it
+    in `sample.meta`.
     """
     model = parse_json_text(row.get("reward_model"))
     ground_truth = model.get("ground_truth") if isinstance(model, dict) else None
-    if not is_object(ground_truth) and (answers := to_answers(ground_truth)):
+    if not is_object(ground_truth) and not is_coordinates(ground_truth) and (answers := to_answers(ground_truth)):
         return answers, "reward_model"
     for column in COLUMNS:
         value = row.get(column)
@@ -31,11 +46,28 @@ def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
             value = parse_json_text(value)
         if isinstance(value, dict) and isinstance(value.get("text"), list):
             value = value["text"]  # SQuAD
-        if is_object(value) and column != "answer":
+        if column == "answer" and is_coordinates(value):
+            raise DataError(
+                f"field 'answer' is a list of numbers, {value!r:.100}; write a box or a span as a text, such as "
+                f"\"{value!r:.50}\", or accepted answers to the column 'answers'"
+            )
+        if column == "answers" and (votes := read_votes(value)):
+            return votes, column
+        if (is_object(value) and column != "answer") or (is_coordinates(value) and column != "answers"):
             continue
         if answers := to_answers(value):
             return answers, column
+    for column in TEXT_COLUMNS:
+        if isinstance(row.get(column), str) and row[column].strip():
+            return [row[column]], column
     return [], None
+
+
+def read_votes(value: Any) -> list[str]:
+    """Return the answers of VQA's annotators, `[{"answer": …}, …]`, the most frequent one first; [] for other values."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) and "answer" in item for item in value):
+        return []
+    return [text for text, _ in Counter(to_answers([item["answer"] for item in value])).most_common()]
 
 
 def parse_json_text(value: Any) -> Any:
@@ -54,6 +86,13 @@ def is_object(value: Any) -> bool:
     return any(isinstance(item, dict | list) for item in items)
 
 
+def is_coordinates(value: Any) -> bool:
+    """Return whether a value is a list of numbers that may be a box or a span; two integers are accepted answers."""
+    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(item, int | float) for item in value):
+        return False
+    return len(value) > 2 or any(isinstance(item, float) for item in value)
+
+
 def to_answers(value: Any) -> list[str]:
     """Convert a value to the accepted answers, as texts; [] if it is missing or blank."""
     items = value if isinstance(value, list) else [value]
@@ -66,25 +105,43 @@ def is_missing(value: Any) -> bool:
 
 
 def to_text(value: Any) -> str:
-    """Return an answer as a model would write it: `true` is yes, and 2.0 is 2."""
+    """Return an answer as a model would write it: `true` is yes, 2.0 is 2, and the nearest number to 0.1 in 32 bits is 0.1."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
+    if isinstance(value, float) and len(Decimal(str(value)).as_tuple().digits) >= FULL_DIGITS:
+        single = np.float32(value)
+        return str(single) if float(single) == value else str(value)
     if isinstance(value, str | int | float):
         return str(value)
     raise DataError(f"field 'answer' is {value!r:.100}; it must be a string, a number, true, false, or a list of these")
 
 
-def check_option(value: Any, options: Mapping[str, str] | None) -> None:
-    """Raise DataError if a row with options has a number or a single letter as its answer that is none of the options.
+def check_option(row: Mapping[str, Any], options: Mapping[str, str], labels: Mapping[str, str]) -> None:
+    """Raise DataError if the answer to a question with options is a number, a truth value or a letter that is none of them.
 
-    Some data sets count options from 0 and others from 1, so the option that a number means cannot be known.
+    Some data sets count options from 0 and others from 1, so the option that a number means cannot be known, except if the
+    row itself numbers its options: `labels` maps such spellings of the answer to letters or texts.
     """
-    if not options or isinstance(value, bool | list | dict) or is_missing(value):
-        return
-    text = to_text(value).strip()
-    if (text.isdigit() or len(text) == 1) and find_option_letter(text, dict(options)) is None:
+    accepted, column = read_answers(row)
+    index = next((name for name in INDEX_COLUMNS if not is_missing(row.get(name)) and row[name] != ""), None)
+    if column is None and index is not None:
         raise DataError(
-            f"the answer must be one of the options {', '.join(options)}, or the text of an option; got {value!r}"
+            f"the question has options, but no answer; {REMEDY}, to the column 'answer', or set data.columns = "
+            f'{{answer = "{index}"}} if {index!r} ({row[index]!r:.100}) is one of these'
+        )
+    if len(accepted) != 1 or isinstance(row.get(column or ""), list):
+        return
+    text = accepted[0].strip()
+    letter = find_option_letter(text, dict(options))
+    if text in labels:
+        if letter is not None and labels[text] not in (letter, options[letter]):
+            raise DataError(
+                f"field {column!r}: {text!r} is both the number of an option and the text of another; {REMEDY}"
+            )
+    elif letter is None and (isinstance(row.get(column or ""), bool) or text.isdigit() or len(text) == 1):
+        raise DataError(
+            f"the answer must be one of the options {', '.join(options)}, or the text of an option; got "
+            f"{row.get(column or '', text)!r:.100}; {REMEDY}"
         )

@@ -59,7 +59,9 @@ class ColumnUse:
     name: str
     """Path of the data set, or the name of its adapter."""
     num_rows: int = 0
-    """Number of rows read for this report."""
+    """Number of usable rows among those read for this report."""
+    num_read: int = 0
+    num_total: int = 0
     formats: Counter[str] = field(default_factory=Counter)
     """Description of a detected format → number of its rows; empty unless the adapter is `auto`."""
     used: set[str] = field(default_factory=set)
@@ -69,18 +71,30 @@ class ColumnUse:
 
     def describe(self) -> str:
         """Return the use of the columns in one line."""
-        formats = ", ".join(f"{count} rows have the {description}" for description, count in self.formats.most_common())
+        formats = [f"{describe_count(count)} the {description}" for description, count in self.formats.most_common()]
         used = sorted(column for column in self.used if "[]" not in column)
-        parts = [f"{self.name}: {formats or f'{self.num_rows} rows'}, uses {', '.join(used) or 'no column'}"]
+        parts = [f"{self.name}: {', '.join(formats) or describe_count(self.num_rows, '')}"]
+        parts[0] += f", uses {', '.join(used)}" if used else ""
+        if not self.num_rows:
+            parts = [f"{self.name}: no usable row among {describe_count(self.num_read, '')}"]
+        parts += (
+            [f"read {self.num_read} of {self.num_total} rows for this list"] if self.num_read < self.num_total else []
+        )
         parts += [f"keeps {', '.join(sorted(self.kept))} for rewards"] if self.kept else []
         parts += [f"ignores {', '.join(sorted(self.ignored))}"] if self.ignored else []
         return "; ".join(parts)
 
 
+def describe_count(count: int, verb: str = "have") -> str:
+    """Return a number of rows and a verb: `1 row has`, `2 rows have`."""
+    return f"{count} row{'s' * (count != 1)} {'has' if verb and count == 1 else verb}".strip()
+
+
 def find_column_use(source: DataSource, limit: int = MOST_ROWS) -> ColumnUse:
     """Read up to `limit` evenly spaced rows and return what the adapter does with their columns; bad rows are left out."""
-    use = ColumnUse(source.config.path or source.config.adapter)
-    for index in pick_evenly(len(source.rows), limit):
+    indices = pick_evenly(len(source.rows), limit)
+    use = ColumnUse(source.config.path or source.config.adapter, num_read=len(indices), num_total=len(source.rows))
+    for index in indices:
         try:
             row = rename_columns(source.rows[index], source.config.columns)
         except DsReasonError:

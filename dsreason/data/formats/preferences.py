@@ -13,7 +13,8 @@ from dsreason.data.types import Message
 from dsreason.errors import DataError
 
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
-COLUMNS = ("chosen", *REJECTED)
+CHOSEN = ("chosen", "chosen_response", "chosen_messages")
+COLUMNS = (*CHOSEN, *REJECTED)
 MARK = re.compile("<(image|video)>")
 MESSAGE_KEYS = {*ROLE_KEYS, *CONTENT_KEYS}
 """Keys of messages in the formats that data sets commonly use."""
@@ -25,20 +26,27 @@ def read_pair(row: Mapping[str, Any], base: list[Message]) -> tuple[list[Message
     `base` are the messages that the row's other columns give: the prompt, or, if there is no `chosen`, the prompt with the
     better reply. `chosen` and `rejected` may also be complete conversations, which must then contain the prompt.
     """
-    column = next((name for name in REJECTED if row.get(name) not in (None, "", [])), None)
-    if column is None:
+    better, worse = (
+        next((name for name in names if row.get(name) not in (None, "", [])), None) for names in (CHOSEN, REJECTED)
+    )
+    if worse is None:
         raise DataError("field 'rejected' is missing or null; a preference needs a better and a worse reply")
-    if row.get("chosen") is None:
+    if better is None:
         if not base or base[-1]["role"] != "assistant":
             raise DataError(
                 "field 'chosen' is missing or null, and the row has no other reply that could be the better one"
             )
         prompt, preferred = base[:-1], base
     else:
-        preferred = read_conversation(row, "chosen", base)
+        preferred = read_conversation(row, better, base)
         prompt = base if base and base[-1]["role"] != "assistant" else preferred[:-1]
-    rejected = read_conversation(row, column, prompt)
-    return preferred, rejected, {"chosen", column}
+    rejected = read_conversation(row, worse, prompt, is_implicit=not any(message["role"] == "user" for message in base))
+    for name, messages in ((better or "chosen", preferred), (worse, rejected)):
+        if messages[-1]["role"] != "assistant":
+            raise DataError(
+                f"field {name!r} must end with a reply, but ends with a message of the {messages[-1]['role']}"
+            )
+    return preferred, rejected, {better or "chosen", worse}
 
 
 def to_messages(raw: Any, column: str, role: str) -> list[Message]:
@@ -48,6 +56,11 @@ def to_messages(raw: Any, column: str, role: str) -> list[Message]:
         if listed is None:
             return [{"role": role, "content": raw}]
         raw = listed
+    if isinstance(raw, list) and raw and all(isinstance(item, str) for item in raw):
+        raise DataError(
+            f"field {column!r} is a list of {len(raw)} texts, {raw!r:.100}; write one text or a list of messages, and a row for "
+            "each reply"
+        )
     return read_messages(raw, column)
 
 
@@ -73,12 +86,23 @@ def parse_listed_messages(text: str) -> list[Message] | None:
     return None
 
 
-def read_conversation(row: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
-    """Return the prompt followed by the reply in this column, or the column's complete conversation."""
+def read_conversation(
+    row: Mapping[str, Any], column: str, prompt: list[Message], *, is_implicit: bool = False
+) -> list[Message]:
+    """Return the prompt followed by the reply in this column, or the column's complete conversation.
+
+    With `is_implicit`, the prompt is the beginning of the other reply's conversation.
+    """
     messages = to_messages(row[column], column, "assistant")
     if not messages:
         raise DataError(f"field {column!r}: the list is empty; it must have a reply")
+    if messages[0]["role"] == "tool":
+        raise DataError(
+            f"field {column!r} starts with a tool's message; move it to the prompt, or write the whole conversation"
+        )
     if messages[0]["role"] != "assistant":
+        if is_implicit:
+            check_same_prompt(messages, column, prompt)
         return merge_prompt(messages, column, prompt)
     if prompt and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1] if get_role_and_text(prompt[-1]) == get_role_and_text(messages[-1]) else prompt
@@ -88,6 +112,20 @@ def read_conversation(row: Mapping[str, Any], column: str, prompt: list[Message]
             "conversations into 'chosen' and 'rejected'"
         )
     return [*prompt, *messages]
+
+
+def check_same_prompt(messages: list[Message], column: str, prompt: list[Message]) -> None:
+    """Raise DataError if a conversation differs from the other one before the last reply; only one may have a system message."""
+    texts, others = (
+        [get_role_and_text(message) for message in conversation if message["role"] != "system"]
+        for conversation in (messages, prompt)
+    )
+    for number, (text, other) in enumerate(zip(texts, others, strict=False), start=1):
+        if text != other:
+            raise DataError(
+                f"field {column!r} and the chosen conversation differ from message {number} on ({text[1]!r:.100} and "
+                f"{other[1]!r:.100}); only the last reply may differ"
+            )
 
 
 def merge_prompt(messages: list[Message], column: str, prompt: list[Message]) -> list[Message]:

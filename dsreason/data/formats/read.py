@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsreason.data.formats import answers, choices, media_columns, preferences
+from dsreason.data.formats import answers, choices, media_columns, preferences, refused
 from dsreason.data.formats.row_formats import (
     FORMATS,
     LISTS,
@@ -13,32 +13,17 @@ from dsreason.data.formats.row_formats import (
     SYSTEMS,
     UNPAIRED,
     Conversation,
-    Format,
     Row,
     add_system,
     find_format,
 )
-from dsreason.data.formats.turns import read_messages, read_tools
+from dsreason.data.formats.turns import put_reasoning, read_messages, read_tools
 from dsreason.data.messages import join_text
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
-REFUSED = {
-    "audio": "audio is not supported",
-    "audios": "audio is not supported",
-    "objects": "boxes of objects are not inserted into the text; write them into the messages",
-    "kto_tag": "unpaired preferences are not supported; make pairs with chosen and rejected",
-    "t2w_windows": "captions of clips train a world model's generator; use `dsreason world`",
-    "chat_template_kwargs": "settings of the chat template per row are not supported; remove them",
-    "loss_scale": "weights of the loss per row are not supported; remove the column",
-    "sample_weight": "weights of the loss per row are not supported; remove the column",
-    "completion_mask": 'masks are not supported; mark replies with "loss": false',
-    "train_on_turn": 'masks are not supported; mark replies with "loss": false',
-    "mask_history": 'masks are not supported; mark replies with "loss": false',
-}
-"""Columns that change the meaning of a row for other tools and that no format reads, with the reason."""
-
-
+REASONING_COLUMNS = ("reasoning_content", "reasoning", "thinking", "think", "cot")
+"""Columns with the reasoning before the reply of a question, an instruction or a prompt."""
 CONVERSATION_COLUMNS = {
     *LISTS,
     *QUESTIONS,
@@ -55,6 +40,9 @@ CONVERSATION_COLUMNS = {
     "options",
     "context",
     "passage",
+    "paragraph",
+    "background",
+    "article",
     "hint",
     "dialog",
     "dialogue",
@@ -76,14 +64,18 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     if not isinstance(row, dict):
         raise DataError(f"a row must be an object with fields, but is {row!r:.100}")
     row = preferences.flatten_openai_preference(row)
-    check_refused(row)
+    refused.check_columns(row)
+    media_columns.check_rejected(row)
+    if name is None:
+        refused.check_case(row, {*CONVERSATION_COLUMNS, *answers.COLUMNS, *refused.COLUMNS, "tools"})
     form = find_format(row) if name is None else next(form for form in FORMATS if form.name == name)
     if not form.find_columns(row):
         raise DataError(
             f"the columns {', '.join(map(str, row))} do not match the format {form.name} ({form.description}); rename "
             'them with data.columns, or set data.adapter = "auto"'
         )
-    check_row_weights(row, form)
+    if form.name == "conversation" and isinstance(row.get("label"), bool):
+        raise DataError(UNPAIRED)
     conversation = form.read(row)
     add_system(conversation, row)
     if conversation.options is None:
@@ -94,9 +86,13 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     if conversation.rejected is not None:
         rejected, _ = media_columns.place_media(conversation.rejected, row)
     accepted, answer_column = answers.read_answers(row)
+    accepted = [conversation.labels.get(text, text) for text in accepted]
     if accepted and messages and messages[-1]["role"] != "assistant":
         messages = [*messages, {"role": "assistant", "content": accepted[0]}]
     check_questions(messages)
+    answer = accepted[0] if accepted else get_last_reply(messages)
+    if form.name in ("question", "instruction", "prompt"):
+        columns |= add_reasoning(messages, row)
     used = (
         conversation.columns
         | columns
@@ -111,7 +107,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     return Sample(
         id="" if row.get("id") is None else str(row["id"]),
         messages=messages,
-        answer=accepted[0] if accepted else get_last_reply(messages),
+        answer=answer,
         other_answers=tuple(accepted[1:]),
         has_text_prompt=isinstance(row.get("prompt"), str),
         options=conversation.options,
@@ -121,24 +117,16 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     )
 
 
-def check_refused(row: Row) -> None:
-    """Raise DataError if the row has a column that changes its meaning for other tools and that no format reads."""
-    for column, reason in REFUSED.items():
-        value = row.get(column)
-        if value not in (None, "", [], {}) and not (column == "mask_history" and not value):
-            raise DataError(f"field {column!r}: {reason}")
-    media_columns.check_rejected(row)
-
-
-def check_row_weights(row: Row, form: Format) -> None:
-    """Raise DataError if a column gives the row a weight, or marks its reply as good or bad."""
-    for column in ("loss", "train", "weight"):
-        if form.name != "question" and row.get(column) not in (None, 1):
-            raise DataError(
-                f"field {column!r} is {row[column]!r:.100}, but weights per row are not supported; remove the row or the column"
-            )
-    if form.name == "conversation" and isinstance(row.get("label"), bool):
-        raise DataError(UNPAIRED)
+def add_reasoning(messages: list[Message], row: Row) -> set[str]:
+    """Put the reasoning in one of the row's columns before its reply, and return the column's name; {} if there is none."""
+    column = next((column for column in REASONING_COLUMNS if not refused.is_blank(row.get(column))), None)
+    if column is None and str(row.get("process")).lstrip().startswith("<think>"):  # Video-R1
+        column = "process"
+    if column is None or not messages or messages[-1]["role"] != "assistant":
+        return set()
+    reply = put_reasoning(row[column], join_text(messages[-1]), f"field {column!r}")
+    messages[-1] = {**messages[-1], "content": reply}
+    return {column}
 
 
 def check_questions(messages: Sequence[Message]) -> None:

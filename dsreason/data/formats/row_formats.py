@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsreason.data.formats import answers, choices, preferences
-from dsreason.data.formats.turns import read_messages
+from dsreason.data.formats.turns import CONTENT_KEYS, ROLE_KEYS, read_messages
 from dsreason.data.messages import join_text
 from dsreason.data.options import option_lines
 from dsreason.data.rows import get_optional_text
@@ -32,6 +32,8 @@ class Conversation:
     """Columns that the format used; their content is now in `messages` or in the fields below."""
     rejected: list[Message] | None = None
     options: dict[str, str] | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    """Answer as the row writes it → letter or text of the option that it means."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def read_question(row: Row) -> Conversation:
     assert column is not None
     options, columns = choices.read_options(row)
     columns.add(column)
-    answers.check_option(row.get("answer"), options)
+    options, labels = choices.letter_options(options, row.get("answer"))
+    if options:
+        answers.check_option(row, options, labels)
     question = read_text(row, column)
     if not choices.are_listed(options, question):
         question = "\n".join([question, *option_lines(options)])
@@ -92,7 +96,7 @@ def read_question(row: Row) -> Conversation:
     if not has(row, "answer") and (reply := find_column(row, COMPLETIONS)):
         messages.append({"role": "assistant", "content": read_reply(row, reply)})
         columns.add(reply)
-    return Conversation(messages, columns, options=options)
+    return Conversation(messages, columns, options=options, labels=labels)
 
 
 def read_instruction(row: Row) -> Conversation:
@@ -126,6 +130,11 @@ def read_prompt(row: Row) -> Conversation:
     """Read `prompt` and `completion` (or `response`) of TRL, or verl's prompt without a reply. Only the completion is trained."""
     messages = [mark_untrained(message) for message in preferences.to_messages(row["prompt"], "prompt", "user")]
     columns = {"prompt"}
+    if messages and messages[-1]["role"] not in ("user", "tool") and not find_preference_columns(row):
+        raise DataError(
+            f"the prompt ends with a message of the {messages[-1]['role']}; a reply cannot continue it, so it must end with one "
+            "of the user, or of a tool"
+        )
     if reply := find_column(row, COMPLETIONS):
         messages += preferences.to_messages(row[reply], reply, "assistant")
         columns.add(reply)
@@ -141,14 +150,15 @@ def read_preference(row: Row) -> Conversation:
         base = prompt_format.read(row)
     add_system(base, row)
     answer_column = None
-    if not has(row, "chosen") and base.messages and base.messages[-1]["role"] != "assistant":
+    if not find_column(row, preferences.CHOSEN) and base.messages and base.messages[-1]["role"] != "assistant":
         accepted, answer_column = answers.read_answers(row)
-        base.messages += [{"role": "assistant", "content": text} for text in accepted[:1]]
+        accepted = [base.labels.get(text, text) for text in accepted[:1]]
+        base.messages += [{"role": "assistant", "content": text} for text in accepted]
     preferred, rejected, columns = preferences.read_pair(row, base.messages)
     if not preferred[-1].get("trained", True) or not rejected[-1].get("trained", True):
         raise DataError('the last reply of a preference is always trained; remove "loss": false')
     columns |= base.columns | ({answer_column} if answer_column else set())
-    return Conversation(preferred, columns, rejected, base.options)
+    return Conversation(preferred, columns, rejected, base.options, base.labels)
 
 
 def mark_untrained(message: Message) -> Message:
@@ -208,6 +218,11 @@ def find_format(row: Row) -> Format:
     """
     form = next((form for form in FORMATS if form.find_columns(row)), None)
     if form is None:
+        if find_column(row, ROLE_KEYS) and find_column(row, CONTENT_KEYS):
+            raise DataError(
+                "the row is a message; write each conversation as an object with a list of its messages, "
+                '{"messages": [{"role": …, "content": …}, …]}'
+            )
         known = "; ".join(form.description for form in FORMATS)
         raise DataError(
             f"the columns {', '.join(map(str, row))} match no row format ({known}); rename them with data.columns, or set "

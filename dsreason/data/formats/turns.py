@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsreason.data.formats.refused import check_loss_keys, check_message_keys
 from dsreason.data.messages import join_text
 from dsreason.data.types import Message
 from dsreason.errors import DataError
@@ -18,6 +20,9 @@ ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
     "model": "assistant",
     "function_call": "assistant",
     "tool_call": "assistant",
@@ -25,26 +30,25 @@ ROLES = {
     "function": "tool",
     "tool_response": "tool",
     "observation": "tool",
+    "ipython": "tool",
 }
-"""Role names of OpenAI, ShareGPT, LLaMA-Factory and ms-swift → role."""
+"""Role names of OpenAI, ShareGPT, LLaMA-Factory and ms-swift, in any case → role."""
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
 """Keys of a message that have its role, and its text or parts."""
+PAIR_KEYS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "input": "user",
+    "assistant": "assistant",
+    "output": "assistant",
+}
+"""Keys of an item that has a question and its reply, in ms-swift and XTuner → role."""
 CALL_ROLES = ("function_call", "tool_call")
 """Roles whose text is the JSON of a tool call."""
-TRAINED_KEYS = ("loss", "train", "trained", "is_trained", "loss_mask", "weight")
+TRAINED_KEYS = ("loss", "train", "trained", "is_trained", "training", "trainable", "loss_mask", "weight")
 """Keys of a message that say whether its reply is trained."""
-REFUSED_KEYS = {
-    "audio": "audio is not supported",
-    "loss_scale": "weights of the loss are not supported",
-    "mask": 'masks are not supported; use "loss": false',
-    "ignore": 'messages cannot be ignored; use "loss": false',
-    "prefix": "prefixes of replies are not supported",
-    "tools": "tools belong in the row's column 'tools'",
-    "media": "media belong in 'images' or 'videos', or in the content as parts",
-    "file": "media belong in 'images' or 'videos', or in the content as parts",
-    "files": "media belong in 'images' or 'videos', or in the content as parts",
-}
-"""Keys that change the meaning of a message for other tools and that are not read, with the reason."""
+TAGGED_REASONING = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
 PART_KINDS = {
     "image": "image",
     "image_url": "image",
@@ -80,7 +84,7 @@ def read_messages(value: Any, column: str) -> list[Message]:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"field {column!r} must be a list of messages with role and content, but is {value!r:.200}")
     messages: list[Message] = []
-    for number, turn in enumerate(turns):
+    for number, turn in split_pairs(turns):
         message = read_message(turn, f"{column}[{number}]")
         previous = messages[-1] if messages else None
         if previous is not None and is_call_only(message) and is_call_only(previous):
@@ -92,18 +96,28 @@ def read_messages(value: Any, column: str) -> list[Message]:
     return messages
 
 
+def split_pairs(turns: list[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the number of each item and its messages; an item without a role may have a question and its reply."""
+    for number, turn in enumerate(turns):
+        if first_value(turn, *ROLE_KEYS) is not None or len(PAIR_KEYS.keys() & turn.keys()) < 2:
+            yield number, turn
+            continue
+        settings = {key: value for key, value in turn.items() if key not in PAIR_KEYS}
+        for key, role in PAIR_KEYS.items():
+            if turn.get(key) is not None:
+                yield number, {"role": role, "content": turn[key]} | (settings if role == "assistant" else {})
+
+
 def is_call_only(message: Message) -> bool:
     return bool(message.get("tool_calls")) and not message["content"]
 
 
 def read_message(turn: Mapping[str, Any], location: str) -> Message:
-    for key, reason in REFUSED_KEYS.items():
-        if turn.get(key):
-            raise DataError(f"{location}: key {key!r}: {reason}")
+    check_message_keys(turn, location)
     raw_role = first_value(turn, *ROLE_KEYS)
     role = read_role(raw_role, location)
     raw_content = first_value(turn, *CONTENT_KEYS)
-    if raw_role in CALL_ROLES:
+    if raw_role.lower() in CALL_ROLES:
         calls = read_calls(raw_content, location)
         content: str | list[dict[str, Any]] | None = ""
     else:
@@ -124,9 +138,9 @@ def read_message(turn: Mapping[str, Any], location: str) -> Message:
 
 
 def read_role(raw_role: Any, location: str) -> str:
-    role = ROLES.get(raw_role) if isinstance(raw_role, str) else None
+    role = ROLES.get(raw_role.lower()) if isinstance(raw_role, str) else None
     if role is None:
-        nearest = find_nearest(str(raw_role), ROLES)
+        nearest = find_nearest(str(raw_role).lower(), ROLES)
         hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise DataError(f"{location}: the role must be one of {', '.join(ROLES)}, but is {raw_role!r:.100}{hint}")
     return role
@@ -139,10 +153,17 @@ def add_reasoning(
     reasoning = first_value(turn, "reasoning_content", "reasoning", "thinking")
     if not reasoning:
         return content
-    text = join_text({"content": content})
-    if "<think>" in text:
+    return put_reasoning(reasoning, join_text({"content": content}), location)
+
+
+def put_reasoning(reasoning: Any, reply: str, location: str) -> str:
+    """Return the reply after its reasoning in `<think>` tags, which the reasoning may already have."""
+    if not isinstance(reasoning, str):
+        raise DataError(f"{location}: the reasoning must be a text, but is {reasoning!r:.100}")
+    if "<think>" in reply:
         raise DataError(f"{location} has reasoning both in its content and in a separate key; remove one of them")
-    return f"<think>\n{reasoning}\n</think>\n\n{text}"
+    tagged = TAGGED_REASONING.fullmatch(reasoning)
+    return f"<think>\n{tagged[1] if tagged else reasoning}\n</think>\n\n{reply}"
 
 
 def first_value(turn: Mapping[str, Any], *keys: str) -> Any:
@@ -159,7 +180,8 @@ def read_media(turn: Mapping[str, Any], column: str, location: str) -> list[dict
 
 
 def read_trained(turn: Mapping[str, Any], location: str) -> bool:
-    """Return whether the reply is trained. Raise DataError for a weight between 0 and 1, which is not supported."""
+    """Return whether the reply is trained. Raise DataError for a weight between 0 and 1, and for masks within the reply."""
+    check_loss_keys(turn, location, TRAINED_KEYS)
     for key in TRAINED_KEYS:
         value = turn.get(key)
         if value is None:
@@ -199,6 +221,7 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
     if raw_kind in ("text", "input_text", "output_text"):
         if not isinstance(part.get("text"), str):
             raise DataError(f"{location}: a text part must have a text, but has {part!r:.200}")
+        check_loss_keys(part, location)
         return {"type": "text", "text": part["text"]}
     kind = PART_KINDS.get(raw_kind) if isinstance(raw_kind, str) else None
     if kind is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -47,8 +48,19 @@ def split_for(sample: Sample, purpose: Purpose) -> Split:
         return shown, better.messages[start:], worse.messages[start:]
     check_replies(sample.messages, "messages")
     if not any(is_trained(message) for message in sample.messages):
-        raise DataError('no reply is trained: the row has no assistant message, or every one has "loss": false')
+        raise DataError(f"no reply is trained: {describe_untrained(sample)}")
     return sample.messages, [], []
+
+
+def describe_untrained(sample: Sample) -> str:
+    """Say why a sample has no trained reply."""
+    if any(message["role"] == "assistant" for message in sample.messages):
+        return 'every reply is in the prompt or has "loss": false'
+    unread = f"; the row's other columns are {', '.join(sample.meta)}" if sample.meta else ""
+    return (
+        "the row has no reply, because columns such as answer, completion, response and output are missing or empty"
+        + unread
+    )
 
 
 def check_replies(messages: list[Message], name: str) -> None:
@@ -93,7 +105,9 @@ def show_row(
             probe_medium(part)
         return sample, split, {} if encoder is None else count_tokens(encoder, sample, purpose)
     except DataError as error:
-        raise DataError(f"{source.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
+        name = f"sample {sample.id!r}"
+        location = source.rows.describe_location(index) + f" ({name})" * bool(sample.id)
+        raise DataError(f"{location}: {str(error).removeprefix(f'{name}: ')}") from error
 
 
 def count_tokens(encoder: Encoder, sample: Sample, purpose: Purpose) -> dict[str, int]:
@@ -171,9 +185,11 @@ def to_relative(path: str, source: DataSource) -> str:
 
 
 def shorten_bytes(value: Any) -> Any:
-    """Replace byte strings, which JSON cannot represent, with their length, and leave out the content of `data:` URIs."""
+    """Replace what JSON cannot represent, byte strings by their length and NaN by None, and leave out the content of URIs."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, str):
         return hide_payloads(value)
     if isinstance(value, dict):

@@ -130,3 +130,27 @@ def test_inspect_finds_formats_and_reports_columns(rows: Path) -> None:
         ["site"],
         [],
     )
+
+
+def test_json_reports_columns_on_stderr(rows: Path) -> None:
+    result = call(rows, "--json")
+    assert "2 rows have the format conversation (recognised by messages), uses id, image, messages" in result.stderr
+    assert "format" not in result.stdout
+
+
+def test_nan_in_meta_is_null(rows: Path) -> None:
+    rows.write_text('{"question": "Up?", "answer": "Yes.", "score": [NaN, 1.5]}')
+    result = call(rows, "--json")
+    assert '"meta": {"score": [null, 1.5]}' in result.stdout and "1 row has the format question" in result.stderr
+
+
+def test_missing_reply_names_other_columns(rows: Path) -> None:
+    rows.write_text('{"prompt": "Up?", "text": "Yes.", "completion": null}')
+    result = call(rows, "--row", 1)
+    assert f"{rows}, row 1: no reply is trained: the row has no reply" in result.stdout
+    assert "the row's other columns are text" in result.stdout
+
+
+def test_file_without_usable_rows_is_reported(rows: Path) -> None:
+    rows.write_text('{"text": "Up?"}\n{"text": "Down?"}')
+    assert "no usable row among 2 rows" in call(rows).stderr

@@ -61,3 +61,10 @@ def test_columns_ignored_by_own_adapter_are_reported(tmp_path: Path) -> None:
 )
 def test_detection_names_columns_and_alternatives(row: dict[str, Any], description: str) -> None:
     assert describe_detection(row) == description
+
+
+def test_report_says_how_many_rows_were_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "Up?", "answer": "yes"}\n' * 3)
+    source = open_source(SourceConfig(path=str(tmp_path / "rows.jsonl")))
+    assert find_column_use(source, limit=2).describe().endswith("; read 2 of 3 rows for this list")
+    assert "read" not in find_column_use(source, limit=3).describe()

@@ -193,6 +193,7 @@ def test_parallel_tool_calls_share_a_message():
         ({"answer": False}, "no", ()),
         ({"answer": ["wrench", "spanner"]}, "wrench", ("spanner",)),
         ({"answer": [2, 3]}, "2", ("3",)),
+        ({"answers": [2.5, 3.0, 4]}, "2.5", ("3", "4")),
         ({"answers": ["left", "west"]}, "left", ("west",)),
         ({"answers": {"text": ["left", "west"], "answer_start": [0, 3]}}, "left", ("west",)),
         ({"answers": '["left", "west"]'}, "left", ("west",)),
