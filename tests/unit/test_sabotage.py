@@ -1,4 +1,4 @@
-"""The table of deliberate faults fits the code as it is now; whether tests see them is asked by `python -m tests.sabotage`."""
+"""The table of deliberate faults, which must match the current code. `python -m tests.sabotage` checks that tests catch them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masking of secrets in logs and in every configuration that is written."""
+"""The masking of secrets in logs and in every configuration file that is written."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_recorded_command_line_hides_secrets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", ["Look at https://a/b?c=1", "Say token=abc", "My name is sentinel"])
 def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
-    """Check that a run with masked values can be resumed, even if its record has values that this version masks."""
+    """Check that a run with masked values can be resumed, even if its older record contains values that are masked now."""
     options = {"judge.py:f": {"api_key": "sk-sentinel"}}
     config = judged(options=options, remote={"url": "https://judge/score?k=1"})
     config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": prompt})})
@@ -297,7 +297,7 @@ def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("part", ["https://", "a:b@", "://a:", "token='", "?key=", "api_key_"])
 def test_long_hostile_text_is_scanned_quickly(part: str) -> None:
-    """Check for linear time; a pattern that scans the rest of the text from every position would take minutes."""
+    """Require linear time: a pattern that scans the rest of the text from every position would take minutes."""
     long = part * (200_000 // len(part))
     assert "sentinel" not in hide_in_json(f"{long} api_key=sentinel")
     assert [*iter_masked_keys(f"{long} api_key=…")] == [""]

@@ -1,4 +1,4 @@
-"""Imports of user code and of libraries: only user code finds modules in its folder and in the current one."""
+"""Imports of user code and libraries: only user code finds modules in its own folder and in the current folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, which is not on the import path; nothing that is imported in a test stays."""
+    """The current folder, which is not on the import path; modules that a test imports are removed afterwards."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is not FINDER])
@@ -42,7 +42,7 @@ def write(here: Path) -> Write:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed library that looks for an optional package, when it is imported and later."""
+    """An installed library that looks for an optional package when it is imported, and again later."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "a_library.py").write_text(
         "import importlib, importlib.util\n"

@@ -1,4 +1,4 @@
-"""The folder of an export: what it takes from the base model, and that its draft belongs to one process."""
+"""The folder of an export: the files that it copies from the base model, and the lock on its draft."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def list_names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-# What an export takes
+# Files copied from the base model
 
 
 def test_only_files_of_tokenizer_and_processor_are_copied(source: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_link_out_of_base_model_is_refused(source: Path, tmp_path: Path, kind: s
 
 def test_link_is_refused_before_the_run_starts(source: Path, tmp_path: Path) -> None:
     (source / "vocab.json").symlink_to(tmp_path / "base" / ".." / "secret")
-    check_base_links(source)  # the link leads nowhere, so that no export takes it
+    check_base_links(source)  # exports ignore a link without a target
     (tmp_path / "secret").touch()
     with pytest.raises(CheckpointError, match="vocab.json: is a link to"):
         check_base_links(source)
@@ -121,7 +121,7 @@ def test_linked_base_folder_is_followed(source: Path, tmp_path: Path) -> None:
 
 
 def make_snapshot(source: Path, hub: Path, target: str) -> Path:
-    """Make a model of the hub cache, whose tokenizer.json is a link to `target`."""
+    """Make a model folder in the Hub's cache whose tokenizer.json is a link to `target`."""
     snapshot = hub / "models--user--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (hub / "models--user--name" / "blobs").mkdir()
@@ -165,7 +165,7 @@ def test_second_export_into_a_folder_is_refused(tmp_path: Path) -> None:
             write_folder_atomically(output),
         ):
             pytest.fail("it was written")
-        with write_folder_atomically(tmp_path / "other") as other:  # another folder is no problem
+        with write_folder_atomically(tmp_path / "other") as other:  # another folder can still be written
             write_config(other, "other")
     assert (output / "config.json").read_text() == "first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "other"]

@@ -1,4 +1,4 @@
-"""Addresses in storage, and what is hidden of them."""
+"""Storage addresses, and the secrets in them that are masked."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_target_settings_override_common_ones_and_defaults(
     [
         ({}, True),
         ({"every": 0}, True),
-        ({"every": 0, "last": False}, True),  # the best
+        ({"every": 0, "last": False}, True),  # the best checkpoint is saved
         ({"every": 9, "last": False, "keep_best": False}, True),
         ({"every": 0, "last": False, "keep_best": False}, False),
     ],

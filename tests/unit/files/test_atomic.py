@@ -1,4 +1,4 @@
-"""Files and folders that are complete or not there."""
+"""Files and folders that are either complete or missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies in the cache that were damaged after they were made, or while."""
+"""Copies in the cache that were damaged after or while they were made."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def alter(file: Path) -> None:
 
 
 def alter_secretly(file: Path) -> None:
-    """Keep size and modification time."""
+    """Change a byte of the file, but keep its size and modification time."""
     status = file.stat()
-    time.sleep(0.02)  # file systems count in ticks
+    time.sleep(0.02)  # time stamps of file systems are coarse
     alter(file)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
@@ -98,7 +98,7 @@ def test_copy_without_valid_record_is_rebuilt(content: str | None, caches: Path)
 
 
 def test_touched_copy_is_hashed_once(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after the cache was moved to another disk."""
+    """Simulate a cache that was moved to another disk."""
 
     def build(partial: Path) -> None:
         partial.mkdir(parents=True)
@@ -155,7 +155,7 @@ def test_damaged_copy_of_url_is_fetched_again(damage: Damage, monkeypatch: pytes
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A bucket whose objects contain `ROWS`; the list gets the first byte of each read."""
+    """A bucket whose objects contain `ROWS`; the returned list records the first byte of each read."""
     starts: list[int] = []
     etag = f'"{hashlib.md5(ROWS, usedforsecurity=False).hexdigest()}"'
 
@@ -178,7 +178,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_damaged_copies_of_objects_are_fetched_again(damage: Damage, bucket: list[int]) -> None:
     damage(remote.fetch_file("s3://bucket/rows.jsonl"))
     damage(remote.fetch_folder("s3://bucket/folder", lambda name: True) / "b")
-    remote._fetch_copy.cache_clear()  # as in another process
+    remote._fetch_copy.cache_clear()  # simulates another process
     assert remote.fetch_file("s3://bucket/rows.jsonl").read_bytes() == ROWS
     assert (remote.fetch_folder("s3://bucket/folder", lambda name: True) / "b").read_bytes() == ROWS
 
@@ -218,7 +218,7 @@ def test_damaged_index_of_shard_is_built_again(damage: Damage, tmp_path: Path, c
 
 
 def cut_between_batches(file: Path) -> None:
-    """Leave an Arrow file that reads without an error, but with fewer rows."""
+    """Truncate an Arrow file so that it can be read without an error, but with fewer rows."""
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
@@ -252,7 +252,7 @@ def test_damaged_table_is_converted_again(
 
 @pytest.fixture
 def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A Hub with two files, whose cache has the layout of huggingface_hub; the list gets the names that are downloaded."""
+    """A Hub with two files and a cache in huggingface_hub's layout; the returned list records the downloaded names."""
     named: list[str] = []
     blobs = tmp_path / "hub" / "blobs"
     small = hashlib.sha1(b"blob 2\0{}", usedforsecurity=False).hexdigest()
@@ -289,6 +289,6 @@ def test_damaged_hub_file_is_downloaded_again(
 
 
 def test_damage_before_first_check_is_noticed(downloads: list[str]) -> None:
-    """The name of a file in the Hub's cache is its hash, so no record is needed."""
+    """Detect damage without a record, because the name of a file in the Hub's cache is its hash."""
     cut((Path(hub.snapshot_download("user/name")) / "rows.jsonl").resolve())
     assert (hub.fetch_snapshot("user/name") / "rows.jsonl").read_bytes() == ROWS

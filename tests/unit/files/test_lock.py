@@ -1,4 +1,4 @@
-"""One job at a time in a folder: who is refused, and whose lock is void."""
+"""Locks that admit one job at a time to a folder: refused jobs, and locks that have become void."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays from others: anything but an array of plain numbers is a ValueError, whatever its header contains."""
+"""Untrusted arrays: anything but an array of plain numbers raises ValueError, whatever its header contains."""
 
 from __future__ import annotations
 

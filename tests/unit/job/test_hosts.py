@@ -1,4 +1,4 @@
-"""Facts that hosts compare, and variables that a host takes from the first host."""
+"""Facts that hosts compare, and environment variables that a host takes from the first host."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_first_host_shares_selected_variables(name: str, given: bool) -> None:
     [
         ({}, {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"}),
         ({"HF_TOKEN": "own"}, {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"}),
-        ({"AWS_PROFILE": "own"}, {"HF_TOKEN", "AWS_REGION"}),  # half of the first host's keys would fit nothing
+        ({"AWS_PROFILE": "own"}, {"HF_TOKEN", "AWS_REGION"}),  # one key of the first host would not match the others
     ],
 )
 def test_a_host_keeps_its_own_variables(environment: dict[str, str], taken: set[str]) -> None:
@@ -112,7 +112,7 @@ def test_credentials_are_known_by_name_or_value(name: str, value: str, expected:
 
 @pytest.fixture
 def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Return the port of a program that accepts connections but never sends anything; ranks are to meet there."""
+    """The port where ranks should meet, taken by a program that accepts connections but never sends anything."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         settings = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -1,4 +1,4 @@
-"""Temporary files of killed processes: a later start deletes them, and nothing else."""
+"""Temporary files of killed processes, which are the only files that a later start deletes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
 PIECES = 3
-"""A folder, a file in shared memory, and a value that the children of one launcher share, which belongs to that."""
+"""Number of leftovers: a folder, a file in shared memory, and a value that the launcher's children share."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def owner(place: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process with temporary files, whose parent is a launcher of its own."""
+    """Run a process with temporary files whose parent is a separate launcher."""
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
@@ -58,7 +58,7 @@ def list_files_of(pid: int, place: Path) -> list[Path]:
 def test_files_of_killed_process_are_removed(owner: subprocess.Popen[str], place: Path) -> None:
     remove_leftovers()
     assert len(list_files_of(owner.pid, place)) == 2
-    assert len(list_files_of(os.getpid(), place)) == 1  # of `share_value`, which belongs to the parent
+    assert len(list_files_of(os.getpid(), place)) == 1  # the file of `share_value`, which belongs to the parent
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     remove_leftovers()

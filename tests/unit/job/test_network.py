@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet, and on which interfaces they listen."""
+"""The place where the ranks of a job meet, and the interfaces on which they listen."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_ranks_of_our_launcher_meet_at_file(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("host", [LOOPBACK, "node-0"])
 def test_store_of_one_machine_listens_on_loopback(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 finds it there, too, whatever address `host` has."""
+    """Check that rank 1 connects to the loopback interface, too, whatever address `host` resolves to."""
     port = find_free_port("")
     set_job(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR=host, MASTER_PORT=port)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Functions that need no other rank. Collectives of real ones: tests/integration."""
+"""Rank functions that need no other rank. Collectives of real ranks: tests/integration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsreason.job.ranks import World, seed_everything
 
 @pytest.fixture
 def own_random_numbers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Those of the other tests go on as they were."""
+    """Restore the random-number state after each test, so that other tests are not affected."""
     file = tmp_path_factory.mktemp("rng") / "rng.safetensors"
     take_rng_state(torch.device("cpu"))(file)
     yield

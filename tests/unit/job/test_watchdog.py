@@ -1,4 +1,4 @@
-"""The watchdog of one rank, in a separate process because it ends the process."""
+"""The watchdog of one rank, tested in separate processes because it ends its process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ except Exception as error:
 
 
 def run_program(mode: str, folder: Path) -> tuple[int, str, str]:
-    quiet = ["-W", "ignore::DeprecationWarning"]  # from 3.12 on, Python warns of a fork beside threads
+    quiet = ["-W", "ignore::DeprecationWarning"]  # Python 3.12 and later warn about forks of multithreaded processes
     command = [sys.executable, *quiet, "-c", PROGRAM, mode, str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stderr, (folder / "logs" / "rank_0.log").read_text()
@@ -154,7 +154,7 @@ def test_timer_is_reset_at_every_check(
     monkeypatch.setattr(watchdog, "_end_in", times.append)
     with watchdog.track_phase("step"):
         watchdog._watch()
-    end = 120.0  # after a phase the time between phases counts
+    end = 120.0  # after a phase, the time outside phases counts
     watchdog._watch()
     assert times == [limit + module.GRACE for limit in (40.0, 20.0, 0.0, 40.0, 20.0)]
 

@@ -29,11 +29,11 @@ def md5(content: bytes) -> str:
 
 
 class Bucket:
-    """Answers as S3 does, and notes each call that changes something as (method, name below `PLACE`)."""
+    """A stand-in for S3 that records each modifying call as (method, object name relative to `PLACE`)."""
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, dict[str, str], str]] = {}
-        """Content, metadata and ETag."""
+        """Content, metadata and ETag of each object."""
         self.calls: list[tuple[str, str]] = []
         self.parts: dict[int, bytes] = {}
         self.broken_part: int | None = None
