@@ -1,6 +1,6 @@
 """The rule that decides which names belong to secrets.
 
-It is the same for keys of the configuration, options, HTTP headers, environment variables, and parameters of URLs and JSON.
+The same rule applies to configuration keys, options, HTTP headers, environment variables, URL parameters and JSON keys.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ def read_words(text: str) -> frozenset[str]:
 
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-"""Pattern of the words in `api_key`, `x-api-key`, `apiKey`, `APIKey` and `API_KEY2`."""
+"""Pattern of the single words in names such as `api_key`, `x-api-key`, `apiKey`, `APIKey` and `API_KEY2`."""
 ENDINGS = (
     *("password", "passwd", "pwd", "passphrase", "passcode", "secret", "credential"),
     *("apikey", "authkey", "accesskey", "accesskeyid", "accountkey", "privatekey", "secretkey", "subscriptionkey"),
     *("authtoken", "accesstoken", "refreshtoken", "bearertoken", "sastoken", "hftoken", "apitoken", "authorization"),
     *("connectionstring", "connstring", "connstr", "sessionid", "sessionkey", "webhookurl"),
 )
-"""Ends of secret names, whether or not their words are separated: `db_password`, `PGPASSWORD`, `Api-Key`, `clientsecret`."""
+"""Suffixes of secret names, with or without word separators: `db_password`, `PGPASSWORD`, `Api-Key`, `clientsecret`."""
 SECRET_WORDS = read_words(
     "token key pw pass auth oauth bearer cookie cookies session sas sig signature dsn jwt otp cred creds webhook"
 )
 """Last words of secret names."""
 COUNTED = read_words("per each max min num")
-"""Words before the last one that make every name harmless: `cost_per_token`."""
+"""Words that make every name harmless if they precede the last word: `cost_per_token`."""
 HARMLESS = {
     "token": read_words(
         "eos bos pad unk sep cls mask image video audio vision stop end start begin next first last special turn think "
@@ -41,21 +41,21 @@ HARMLESS = {
     | {""},
     "pass": read_words("forward backward single multi first second one two full must low high band by"),
 }
-"""Words before the last one that make a name harmless: `eos_token`, `score_key`. A `key` with no word before it is harmless."""
+"""Words that make `token` and similar last words harmless: `eos_token`, `score_key`. A plain `key` is also harmless."""
 QUALIFIERS = read_words(
     "value val plain base prod production dev staging test read write ro rw primary secondary backup old new default hash "
     "header headers"
 )
-"""Words after the one that makes a name secret: `HF_TOKEN_READ`, `API_KEY_2`, `password_base64`."""
+"""Words that may follow the word that makes a name secret: `HF_TOKEN_READ`, `API_KEY_2`, `password_base64`."""
 VARIABLE_WORDS = read_words("env environment variable var")
-"""Words after a secret name in the key of a variable: `token_env`, `api_key_variable`."""
+"""Last words of keys whose value names an environment variable with a secret: `token_env`, `api_key_variable`."""
 
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
     """Return whether a name belongs to a secret: `hf_token`, `X-Api-Key` or `dbPassword`, but not `max_tokens` or `author`.
 
-    A name of a function in a file, such as `judge.py:token`, is not secret.
+    The name of a function in a file, such as `judge.py:token`, is not secret.
     """
     words = [] if ":" in name else split_words(name)
     while len(words) > 1 and (words[-1].isdecimal() or words[-1] in QUALIFIERS):

@@ -1,4 +1,4 @@
-"""Folders of exports: a draft that belongs to one process, and the files that are taken from the base model's folder."""
+"""Folders of exports: drafts, which only one process at a time can write, and the files copied from the base model's folder."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TAKEN = re.compile(
     r"chat_template\.(json|jinja)|"
     r"(LICENSE|NOTICE)(\.md|\.txt)?"
 )
-"""Pattern of the base model's files that an export takes: what transformers reads for a config, tokenizer or processor, and the
-license, which must accompany a changed model."""
+"""Pattern of the base model's files that an export copies: the files that transformers reads for config, tokenizer and processor,
+and the license, which must accompany a changed model."""
 CODE = re.compile(r"[A-Za-z_]\w*\.py")
-"""Pattern of files with a model's own code, which an export takes only with `model.trust_remote_code`."""
+"""Pattern of files with a model's own code, which an export copies only with `model.trust_remote_code`."""
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
     """Yield a temporary folder, which is renamed to `output` once the block has succeeded.
 
     Args:
-        durable: add a file with digests, and sync all files to disk before the name, so that a complete folder survives a power
+        durable: add a file with digests, and sync all files to disk before renaming, so that a complete folder survives a power
             failure.
 
     Raises:
@@ -65,10 +65,10 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
 
 @contextmanager
 def hold_draft(output: Path) -> Iterator[Path]:
-    """Yield a new folder beside `output`, and delete it at the end of the block. A lock keeps other processes from making one.
+    """Yield a new folder beside `output`, and delete it at the end of the block. A lock keeps other processes from creating one.
 
-    Drafts that killed processes have left are deleted first. Each draft has another name, so that a process that has lost its
-    lock never renames another one's draft.
+    Drafts of killed processes are deleted first. Each draft has a unique name, so that a process that has lost its lock cannot
+    rename the draft of another process.
     """
     drafts = output.with_name(f".{output.name}.partial")
     if drafts.is_symlink() or not drafts.is_dir():
@@ -115,7 +115,7 @@ def check_target(source: Path, output: Path) -> None:
 
 
 def check_base_links(source: Path) -> None:
-    """Raise CheckpointError if a file that exports take from the base model's folder is a link that leaves it."""
+    """Raise CheckpointError if a file that exports copy from the base model's folder is a link that leads outside this folder."""
     for path in list_base_files(source, with_code=False):
         check_link(path, source)
 
@@ -132,16 +132,16 @@ def list_base_files(source: Path, *, with_code: bool) -> list[Path]:
 
 
 def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
-    """Copy the files of `list_base_files`, and nothing else that is beside them.
+    """Copy the files of `list_base_files` and no other files.
 
     Raises:
-        CheckpointError: one of these files is a link that leaves the folder.
+        CheckpointError: one of these files is a link that leads outside the folder.
     """
     for file in list_base_files(source, with_code=with_code):
         copy_file(source, file.name, output)
 
 
 def copy_file(source: Path, name: str, output: Path) -> None:
-    """Copy the file `name` of a folder; raise CheckpointError if it is a link that leaves the folder."""
+    """Copy the file `name` of a folder; raise CheckpointError if it is a link that leads outside the folder."""
     check_link(source / name, source)
     shutil.copyfile(source / name, output / name)

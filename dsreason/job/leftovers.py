@@ -1,4 +1,4 @@
-"""Temporary files whose names tell their owner, so that a later start can delete what killed processes left behind.
+"""Temporary files whose names identify their owner, so that a later start can delete the files of killed processes.
 
 A name begins with `dsreason-<user>-<scope>-<pid>-<start time>-`. The scope is a hash of the boot and container in which the
 process id is valid; files of other scopes are left alone, because their processes are not visible.
@@ -25,12 +25,12 @@ from dsreason.job.failures import ERROR_DIR
 
 SHARED_MEMORY = Path("/dev/shm")
 MAX_PATH, SOCKET_NAME = 107, 40
-"""Maximum length of a socket's path, and of the names of vLLM's and multiprocessing's sockets."""
+"""Maximum number of characters of a socket's path, and of the names of vLLM's and multiprocessing's sockets."""
 OWNER = re.compile(r"dsreason-([0-9]+)-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.*", re.DOTALL)
 
 
 def build_prefix(pid: int | None = None) -> str:
-    """Return the start of the names of temporary files of a process (None: this one)."""
+    """Return the prefix of the names of a process's temporary files (None: of this process)."""
     pid = os.getpid() if pid is None else pid
     return f"dsreason-{os.getuid()}-{get_scope()}-{pid}-{read_start_time(pid) or 0}-"
 
@@ -41,15 +41,15 @@ def get_scope() -> str:
 
 
 def make_temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a temporary folder that belongs to this process; the caller closes it."""
+    """Create a temporary folder that belongs to this process; the caller must clean it up."""
     return tempfile.TemporaryDirectory(prefix=build_prefix())
 
 
 @cache
 def get_socket_folder() -> str | None:
-    """Return the folder for sockets of libraries: that of the launcher, or one that this process deletes at its end.
+    """Return the folder for libraries' sockets: the launcher's, or one that this process deletes when it ends.
 
-    None if its path is too long for sockets; then the libraries use the temporary folder itself.
+    Return None if the path is too long for sockets; libraries then use the temporary folder itself.
     """
     folder = os.environ.get(ERROR_DIR)
     if folder is None:
@@ -59,13 +59,13 @@ def get_socket_folder() -> str | None:
 
 
 def keep_sockets_together() -> None:
-    """Let multiprocessing create its sockets in `get_socket_folder`; its own folders have names without an owner."""
+    """Let multiprocessing create its sockets in `get_socket_folder`, because the names of its own folders show no owner."""
     if folder := get_socket_folder():
         multiprocessing.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]
 
 
 def get_user_folder() -> Path:
-    """Return the folder for files that this user's processes share; create it if it is missing.
+    """Return the folder for files shared between this user's processes; create it if it is missing.
 
     Raises:
         ConfigError: others can write to the folder.
@@ -82,7 +82,7 @@ def locate_user_folder() -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Raise ConfigError unless the folder belongs to this user, and only to this user."""
+    """Raise ConfigError unless the folder belongs to this user and is closed to others."""
     if (status := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise ConfigError(
             f"{folder}: must be a folder that you own and only you can access; remove it, or set TMPDIR to a folder that you own"
@@ -90,7 +90,7 @@ def check_private(folder: Path) -> None:
 
 
 def remove_leftovers() -> None:
-    """Delete this user's temporary files and shared memory whose process no longer exists. Links are not followed."""
+    """Delete this user's temporary files and shared memory whose owner no longer exists. Links are not followed."""
     for folder in (Path(tempfile.gettempdir()), SHARED_MEMORY, locate_user_folder()):
         with suppress(OSError, ConfigError):  # the folder does not exist, or belongs to somebody else
             if folder == locate_user_folder():
