@@ -51,7 +51,7 @@ NUMBER = re.compile(r"\d{4,}(?![\w.])")
 HEADER = re.compile(r"(?:(?:basic|bearer|token|digest)\s+)?([^\s'\",]+)", re.IGNORECASE)
 COOKIES = re.compile(r"([^\n'\"]+)")
 MARKUP = re.compile(r"<[^<>]*>")
-"""Pattern of values that are left unchanged: names of variables (`<HF_TOKEN>`) and special tokens (`<|im_end|>`)."""
+"""Pattern of values that are not masked: names of variables (`<HF_TOKEN>`) and special tokens (`<|im_end|>`)."""
 PATTERNS = {
     re.compile(r"\b(hf_|sk-|gh[a-z]_|AKIA)[A-Za-z0-9_-]{16,}"): r"\1…",
     re.compile(r"(\bbearer\s+)[\w.~+/-]{16,}=*", re.IGNORECASE): r"\1…",
@@ -65,12 +65,12 @@ EMBEDDED = re.compile(r"(['\"]bytes['\"]: b)(?:'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\
 RAW_BYTES = re.compile(
     r"(?<!\w)b(?:'(?=(?:[^'\\]|\\[^x])*\\x)(?:\\.|[^'\\])*'?|\"(?=(?:[^\"\\]|\\[^x])*\\x)(?:\\.|[^\"\\])*\"?)"
 )
-"""Pattern of a byte string with bytes that are not text, as Python prints it; it may be cut off."""
+"""Pattern of the `repr` of a byte string with non-text bytes; it may be cut off."""
 BASE64 = re.compile(r"(?<![\w+=-])(?=[\w+/-]*[0-9])(?=[\w+/-]*[A-Z])([\w+/-]{24})[\w+/-]{176,}={0,2}", re.ASCII)
 """Pattern of an unbroken text of at least 200 characters that may be base64: it has digits and capital letters."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 MASK = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|AKIA)…|\bbearer\s+…|PRIVATE KEY-----…|://…@", re.IGNORECASE)
-"""Pattern of the masks that `PATTERNS` and `mask_credentials` put into a text."""
+"""Pattern of the masks that `PATTERNS` and `mask_credentials` insert into a text."""
 VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
@@ -88,7 +88,7 @@ VERBOSE_LOGGERS = (
 def hide_secrets(text: str) -> str:
     """Replace the values of secret variables in a text with their names, and mask other secrets, such as `user:password@`.
 
-    The content of media, which fills a screen, is left out as well.
+    The content of media is also omitted, because it would fill the screen.
     """
     for name, value in list_secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
@@ -143,7 +143,7 @@ _values: dict[str, str] = {}
 
 
 def add_secret_variable(name: str) -> None:
-    """Treat the value of this environment variable as secret, whatever its name is."""
+    """Treat the value of this environment variable as secret, whatever its name."""
     if name not in _variables:
         _variables.add(name)
         list_secret_variables.cache_clear()
@@ -188,7 +188,7 @@ def list_secret_variables(count: int) -> list[tuple[str, str]]:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether the environment variable's name marks its value as secret; a variable named KEY is, too."""
+    """Return whether the environment variable's name marks its value as secret; the name KEY also does."""
     return name in _variables or is_secret_name(f"variable-{name}")
 
 

@@ -14,7 +14,7 @@ def open_draft(file: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path that replaces `file` at the end of the block, or is deleted if the block fails.
 
     Args:
-        durable: sync the content to disk before the name, so that a power failure leaves either the old or the new file.
+        durable: sync the content to disk before renaming, so that a power failure leaves either the old or the new file.
     """
     draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.partial")
     try:

@@ -1,7 +1,7 @@
 """The cache folder for files that can be recreated: tiny models, the built-in task and unpacked archives.
 
-Copies and unpacked files are compared with a record of their sizes, times and hashes when they are used, because a copy that has
-lost its end would be used forever.
+Copies and unpacked files are compared with a record of their sizes, times and hashes when they are used, because a truncated copy
+would otherwise be used forever.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path("/")
 
 
 class FileRecord(NamedTuple):
-    """What is known of a file since it was written. Any later write changes its times; copying the cache changes them, too."""
+    """Size, times and hash of a file when it was written. Any later write changes the times, but so does copying the cache."""
 
     size: int
     mtime_ns: int
@@ -67,7 +67,7 @@ def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
 
 
 def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
-    """Return `folder` as `build_once` does, but build it again, with a warning, if one of its files was damaged in the meantime.
+    """Return `folder` like `build_once`, but build it again, with a warning, if one of its files has been damaged.
 
     The files are compared with a record that was written when the folder was built, see `find_damage`. A folder without a
     record is built again.
@@ -88,7 +88,7 @@ def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
 
 
 def record_folder(folder: Path) -> dict[str, FileRecord]:
-    """Read all regular files in a folder and return their records by relative path. Links are left out."""
+    """Read all regular files in a folder and return their records by relative path. Links are skipped."""
     files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
     return record_files((str(file.relative_to(folder)) for file in files if stat.S_ISREG(file.lstat().st_mode)), folder)
 
@@ -123,9 +123,9 @@ def write_record(record: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def find_damage(record: Path, folder: Path = ROOT) -> str | None:
-    """Describe the first file that differs from its record, or return None. Files without a record are no damage.
+    """Describe the first file that differs from its record; None if there is none. Files without a record are ignored.
 
-    Sizes and times are compared; content is read only if nothing but times differ.
+    Sizes and times are compared; the content is read only if just the times differ.
     """
     recorded = read_record(record)
     if recorded is None:

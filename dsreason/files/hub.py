@@ -1,4 +1,4 @@
-"""Downloads by huggingface_hub, which does not check what is in its cache, and its errors with advice for the user."""
+"""Downloads with huggingface_hub, checks of its cache (which it does not do itself), and its errors with advice for the user."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def fetch_snapshot(repo: str, **options: Any) -> Path:
-    """Call `snapshot_download`; files in its cache that were damaged after their download are downloaded again.
+    """Call `snapshot_download`, and download files again that have been damaged in the cache.
 
     Raises:
-        StorageError: a file is still damaged then.
+        StorageError: a file is still damaged after the second download.
     """
     folder = Path(snapshot_download(repo, **options))
     if damaged := find_damaged_files(folder):
@@ -125,7 +125,7 @@ def fetch_snapshot(repo: str, **options: Any) -> Path:
 
 
 def find_damaged_files(snapshot: Path) -> list[Path]:
-    """Return the files of a snapshot whose content does not fit the name of their blob, which is a hash.
+    """Return the files of a snapshot whose content does not match the name of their blob, which is a hash.
 
     A file is read only if its size or times have changed since it was last read.
     """

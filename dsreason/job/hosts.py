@@ -36,7 +36,7 @@ from dsreason.secrets import VARIABLES, hide_in_json, hide_secrets, is_secret_va
 JOIN_TIMEOUT = timedelta(minutes=3)
 """Time limit for all ranks to reach the store, and again for connecting to each other; later collectives may take longer."""
 GRACE = timedelta(seconds=10)
-"""Additional time during which torch can still report the cause itself."""
+"""Additional time after a time limit in which torch can still report the cause itself."""
 
 SHARED = re.compile(
     "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
@@ -128,7 +128,7 @@ def exchange(name: str, value: Any) -> list[Any]:
         raise DsReasonError(
             f"{describe_rank()}: lost the connection to {get_master_address()} ({error}); check the output of rank 0"
         ) from error
-    except RuntimeError as error:  # a store in a file raises no subclass of it
+    except RuntimeError as error:  # a store in a file raises RuntimeError itself, not a subclass
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
             f"{describe_rank()}: rank {missing} did not connect to {get_master_address()} within "
@@ -236,7 +236,7 @@ def share_environment() -> None:
 
 
 def is_credential(name: str, value: str) -> bool:
-    """Return whether a variable's name or value shows that it is secret; the proxy `http://user:password@host` is, too."""
+    """Return whether a variable's name or value shows that it is secret, such as the proxy `http://user:password@host`."""
     return name in VARIABLES or is_secret_variable(name) or hide_secrets(value) != value
 
 
@@ -296,10 +296,8 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 
 def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Describe each fact that differs between hosts.
-
-    A description has the first host's value, the first value that differs from it, and the number of further hosts that differ.
-    """
+    """Describe each fact that differs between hosts: its value on the first host, the first other value, and how many other
+    hosts differ."""
     (first, facts), *other_hosts = hosts
     texts = []
     for name in dict.fromkeys(name for _, host_facts in hosts for name in host_facts):

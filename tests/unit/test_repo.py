@@ -109,7 +109,7 @@ def test_evaluation_recipe_loads_with_model_and_questions(recipe: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("ds_config", DS_CONFIGS, ids=lambda path: path.name)
-def test_a_recipe_runs_with_every_deepspeed_file(ds_config: Path, device: Literal["cpu", "cuda"], recipe: Path) -> None:
+def test_recipe_accepts_every_deepspeed_file(ds_config: Path, device: Literal["cpu", "cuda"], recipe: Path) -> None:
     config = load(recipe)
     resolved = resolve_deepspeed(str(ds_config), config, device=device, world_size=4)
     # The trainer shortens the last round itself, so DeepSpeed gets complete rounds.

@@ -280,7 +280,7 @@ def test_recorded_command_line_hides_secrets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Look at https://a/b?c=1", "Say token=abc", "My name is sentinel"])
-def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
+def test_run_with_masked_values_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
     """Check that a run with masked values can be resumed, even if its older record contains values that are masked now."""
     options = {"judge.py:f": {"api_key": "sk-sentinel"}}
     config = judged(options=options, remote={"url": "https://judge/score?k=1"})

@@ -65,7 +65,7 @@ def value(path: Path) -> object:
     return import_file(path, "reward").value()
 
 
-def test_file_imports_its_neighbours_early_and_late(write: Write) -> None:
+def test_file_can_import_neighbours_at_any_time(write: Write) -> None:
     write("helper.py", "ONE = 1")
     write("late.py", "TWO = 2")
     file = write("own.py", "import helper\ndef value():\n    from late import TWO\n    return helper.ONE + TWO\n")
@@ -83,7 +83,7 @@ def test_own_folder_precedes_current_folder_in_imports(write: Write, tmp_path: P
 
 
 @pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
-def test_imported_files_may_import_further_files(write: Write, init: bool) -> None:
+def test_imported_file_can_import_other_files(write: Write, init: bool) -> None:
     if init:
         write("parts/__init__.py", "")
     write("parts/deep.py", "from parts.deeper import ONE\nimport helper\nSUM = ONE + helper.ONE\n")

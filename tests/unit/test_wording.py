@@ -93,7 +93,7 @@ def check_share(places: list[str], total: int, limit: float, rule: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["package", "tests"])
-def test_locals_name_what_they_hold(kind: str) -> None:
+def test_locals_have_descriptive_names(kind: str) -> None:
     names = [
         (f"{path}:{node.lineno}: {node.id}", node.id)
         for path, tree in parse(kind).items()

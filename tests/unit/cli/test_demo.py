@@ -20,7 +20,9 @@ def recipe(name: str) -> WorldConfig:
 @pytest.mark.parametrize("name", ["flow_grpo", "nft"])
 def test_demo_repairs_share_prompts_size_and_reward(name: str) -> None:
     first, repair = recipe("sft"), recipe(name)
-    assert repair.model.path == "outputs/squares/export/final"  # the output of the command in the first recipe's comment
+    assert (
+        repair.model.path == "outputs/squares/export/final"
+    )  # the output of the command in the first recipe's comment
     assert repair.world.algorithm == name
     assert first.data.model_copy(update={"path": ""}) == repair.data
     assert {key for key, weight in repair.reward.functions.items() if weight} == {"follow"}

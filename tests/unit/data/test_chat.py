@@ -143,12 +143,16 @@ def test_generation_prompt_is_prefix_of_training_ids(encoder, files, answer):
     ids = encoder.encode(sample).input_ids.tolist()
     assert ids[: len(prompt)] == prompt
     answer_ids = encoder.processor.tokenizer(answer)["input_ids"]
-    assert ids[len(prompt) : len(prompt) + len(answer_ids)] == answer_ids  # the ids that sampling the answer would produce
+    assert (
+        ids[len(prompt) : len(prompt) + len(answer_ids)] == answer_ids
+    )  # the ids that sampling the answer would produce
 
 
 def test_ids_and_pixels_match_the_processor(encoder, files):
     sample = conversation(files)
-    sample = replace(sample, messages=[*sample.messages[:-1], assistant("up")])  # no line break to merge with the next token
+    sample = replace(
+        sample, messages=[*sample.messages[:-1], assistant("up")]
+    )  # no line break to merge with the next token
     encoded, processor = encoder.encode(sample), encoder.processor
     loaded = encoder.encode_prompt(sample).media
     text = processor.apply_chat_template(_bare(sample.messages), tokenize=False)

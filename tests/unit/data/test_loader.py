@@ -268,7 +268,10 @@ def test_stop_request_ends_wait_for_hanging_workers(monkeypatch: pytest.MonkeyPa
         return task
 
     results = run_in_workers(hang, range(9), workers=3, ahead=1)
-    assert [next(results), next(results)] == [0, 1]  # the delay exceeds the loader's interval for checking stop requests
+    assert [next(results), next(results)] == [
+        0,
+        1,
+    ]  # the delay exceeds the loader's interval for checking stop requests
     stopping.request_stop("SIGTERM")
     begin = time.monotonic()
     with pytest.raises(Stopped):

@@ -119,7 +119,11 @@ def test_row_rejected_by_check_counts_as_bad(rows, tiny_qwen3_vl):
     with pytest.raises(DataError, match=r"rows\.jsonl, row 1: not this one"):
         batches(config(rows, tiny_qwen3_vl), 1, check=check)
     [[zero], _] = batches(config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"}), 1, check=check)
-    assert (ids(zero), zero.numbers, len(zero.skipped)) == (["2"], [2], 1)  # the number is the position in the whole batch
+    assert (ids(zero), zero.numbers, len(zero.skipped)) == (
+        ["2"],
+        [2],
+        1,
+    )  # the number is the position in the whole batch
 
 
 @pytest.mark.parametrize("on_too_long", ["error", "skip"])

@@ -17,7 +17,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize(("content", "expected"), [("Größe\n", "Größe\n".encode()), (b"\xff", b"\xff")])
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path, content: str | bytes, expected: bytes, durable: bool) -> None:
+def test_file_is_replaced_atomically(tmp_path: Path, content: str | bytes, expected: bytes, durable: bool) -> None:
     (tmp_path / "a.json").write_text("old")
     write_file(tmp_path / "a.json", content, durable=durable)
     assert (tmp_path / "a.json").read_bytes() == expected
@@ -55,7 +55,7 @@ def test_one_thread_builds_and_all_get_folder(tmp_path: Path) -> None:
     assert names(tmp_path / "cache") == ["folder"]
 
 
-def test_folder_built_meanwhile_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_built_in_the_meantime_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic.fcntl, "flock", lambda lock, how: (tmp_path / "folder").mkdir())
     assert build_once(tmp_path / "folder", lambda partial: pytest.fail("built")) == tmp_path / "folder"
 

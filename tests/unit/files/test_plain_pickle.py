@@ -36,7 +36,7 @@ def test_arrays_are_recovered_from_every_protocol(tmp_path: Path, array: np.ndar
     assert np.array_equal(loaded, array)
 
 
-def test_an_index_and_embeddings_are_converted(tmp_path: Path) -> None:
+def test_index_and_embeddings_are_converted(tmp_path: Path) -> None:
     index = {"root": "s3://bucket/x", "data_list": ["000.tar", "001.tar"], "total_key_count": 2, "chunk_size": None}
     assert convert_pickle(write(tmp_path, pickle.dumps(index)), tmp_path) == [tmp_path / "x.json"]
     assert json.loads((tmp_path / "x.json").read_text()) == index

@@ -160,7 +160,10 @@ def test_unused_files_in_model_folder_are_ignored(here: Path) -> None:
     (here / "rows.json").touch()
     os.truncate(here / "rows.json", 10 * 2**30)
     (here / "old.json").mkdir()
-    for name in ("notes.txt", "consolidated.safetensors"):  # such as a link to a file that was removed from the Hub's cache
+    for name in (
+        "notes.txt",
+        "consolidated.safetensors",
+    ):  # such as a link to a file that was removed from the Hub's cache
         (here / name).symlink_to("gone")
     assert found_folder(here) == here
 

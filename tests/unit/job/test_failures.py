@@ -45,7 +45,11 @@ def late(rank: int, time: float) -> Failure:
     [
         ([crash(0, 8.0), crash(1, 5.0)], {0: 1, 1: 1}, "crash of 1"),  # the earliest
         ([crash(0, 5.0), crash(1, 5.0)], {0: 1, 1: 1}, "crash of 0"),
-        ([crash(0, 5.0), told(1, 8.0)], {0: 1, 1: 2}, "error of 1"),  # an error that the user can fix explains the other failures
+        (
+            [crash(0, 5.0), told(1, 8.0)],
+            {0: 1, 1: 2},
+            "error of 1",
+        ),  # an error that the user can fix explains the other failures
         (
             [crash(0, 5.0)],
             {0: 1, 1: KILL},

@@ -80,7 +80,7 @@ def test_first_host_shares_selected_variables(name: str, given: bool) -> None:
         ({"AWS_PROFILE": "own"}, {"HF_TOKEN", "AWS_REGION"}),  # one key of the first host would not match the others
     ],
 )
-def test_a_host_keeps_its_own_variables(environment: dict[str, str], taken: set[str]) -> None:
+def test_host_keeps_its_own_variables(environment: dict[str, str], taken: set[str]) -> None:
     assert (
         find_missing_variables(["HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"], environment)
         == taken
@@ -122,7 +122,7 @@ def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
 
 
-def test_taken_port_is_reported(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_is_reported(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(DsReasonError, match=rf"port {taken_port} is used by another process on this host"):
         hosts.join()
@@ -173,7 +173,7 @@ def test_missing_rank_is_named_when_store_is_file(tmp_path: Path, monkeypatch: p
     hosts.release_store()
 
 
-def test_rank_beside_deepspeed_takes_its_credentials(
+def test_rank_on_deepspeed_host_takes_its_credentials(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sent: list[object] = []

@@ -66,7 +66,7 @@ def test_files_of_killed_process_are_removed(owner: subprocess.Popen[str], place
     assert len(list_files_of(os.getpid(), place)) == 1
 
 
-def test_reused_process_id_is_told_apart(place: Path) -> None:
+def test_reused_process_id_is_distinguished(place: Path) -> None:
     prefix = build_prefix()
     (place / f"{prefix}mine").mkdir()
     old = place / prefix.replace(f"-{prefix.split('-')[-2]}-", "-1-") / "inner"
@@ -94,7 +94,7 @@ def test_links_and_foreign_files_stay(place: Path, monkeypatch: pytest.MonkeyPat
     assert (place / f"{dead}folder").is_dir()
 
 
-def test_start_removes_leftovers_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_first_removes_leftovers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / f"dsreason-{os.getuid()}-{get_scope()}-4194305-1-x").mkdir()
     monkeypatch.setattr(launch, "_run_once", lambda *given: None)
     launch.start_ranks(lambda attempt: [], ranks=1, log_dir=place)

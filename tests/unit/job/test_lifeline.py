@@ -159,7 +159,7 @@ def test_forked_child_does_not_hold_connection(ranks: Ranks) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_silent_host_is_probed_and_given_up(ranks: Ranks) -> None:
+def test_silent_host_is_probed_and_reported_dead(ranks: Ranks) -> None:
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
     connection = ranks.connection(1)
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

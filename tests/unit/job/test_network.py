@@ -69,7 +69,7 @@ def test_single_process_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_store(TIME), dist.HashStore)
 
 
-def test_ranks_of_our_launcher_meet_at_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dsreason_launcher_ranks_meet_at_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_job(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=1, DSREASON_ERROR_DIR=tmp_path)
     store = open_store(TIME)
     store.set("a", "1")
@@ -109,7 +109,7 @@ def test_listener_for_a_name_uses_all_interfaces(address: str) -> None:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
 
 
-def test_loopback_replaces_interfaces_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_replaces_user_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
     for name in names:
         monkeypatch.setenv(name, "eth7")

@@ -36,7 +36,7 @@ def test_random_numbers_depend_on_seed_and_rank() -> None:
     assert drawn(7, 0) == first
 
 
-def test_sums_over_ranks_have_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_sums_keep_float64_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.dist, "all_reduce", lambda total, group: total.mul_(2))
     assert ranks.reduce_sum(2.0**24 + 1) == 2.0**25 + 2  # float32 would drop the 1
 

@@ -208,7 +208,10 @@ def test_qwen2_5_video_defaults_apply_per_frame():
     ("limits", "family"),
     [
         (PixelLimits(28, 4 * 784, 16384 * 784), QWEN2_5_VISION),  # published values; the limits apply to each frame
-        (PixelLimits(32, 4 * 1024, 24576 * 1024), QWEN3_VISION),  # published values; the limits apply to all frames together
+        (
+            PixelLimits(32, 4 * 1024, 24576 * 1024),
+            QWEN3_VISION,
+        ),  # published values; the limits apply to all frames together
         (PixelLimits(32, 1, 2 * 768 * 1024), QWEN3_VISION),  # exactly two frames of the maximum size fit
     ],
 )

@@ -131,7 +131,9 @@ def test_media_tokens_number_images_before_videos(model: PreTrainedModel) -> Non
     assert media is not None
     assert media.grids.tolist() == [[1, 4, 8], [1, 4, 4], [2, 4, 4]]
     assert media.numbers == (0, 1, 0, 2, 2)
-    width = len(rows[0])  # first row: 8 video tokens from 1 and 8 image tokens from 10; second row: 4 image tokens from 1
+    width = len(
+        rows[0]
+    )  # first row: 8 video tokens from 1 and 8 image tokens from 10; second row: 4 image tokens from 1
     images = [*range(10, 18), *range(width + 1, width + 5), *range(2 * width + 10, 2 * width + 18)]
     assert media.indices.tolist() == [*images, *range(1, 9), *range(2 * width + 1, 2 * width + 9)]
 

@@ -86,7 +86,7 @@ def test_marker_is_refused_for_replaced_files(tmp_path: Path, make: Callable[[Pa
         (lambda folder: (folder / "COMPLETE").write_text("{}"), "COMPLETE: does not list the checkpoint's files"),
     ],
 )
-def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+def test_incomplete_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
     folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
     spoil(folder)
     with pytest.raises(CheckpointError) as caught:
@@ -372,7 +372,7 @@ def test_failed_upload_is_logged_and_retried_later(
     )
 
 
-def test_failed_upload_is_retried_with_next(run: Path, storage: FakeStorage) -> None:
+def test_failed_upload_is_retried_with_next_folder(run: Path, storage: FakeStorage) -> None:
     storage.errors = [StorageError("busy"), StorageError("busy")]
     uploader = Uploader(TARGET, what="all", include=EVERYTHING)
     first, second = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
@@ -537,7 +537,7 @@ def add_all(uploader: uploads.Uploads, run: Path) -> None:
     uploader.add(run / "export" / "final", last=True)
 
 
-def test_s3_gets_all_and_hub_final_export(run: Path, places: dict[str, list[str]]) -> None:
+def test_s3_gets_everything_and_hub_final_export(run: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload=("s3://bucket/outputs", "hub:user/name"))
     with open_uploads(config) as uploader:
         add_all(uploader, run)

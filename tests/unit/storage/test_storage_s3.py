@@ -101,7 +101,7 @@ def package(tmp_path: Path) -> Package:
     return open_package(make_checkpoint(tmp_path / "checkpoints" / "step_4"))
 
 
-def test_the_marker_is_sent_after_all_files(bucket: Bucket, package: Package) -> None:
+def test_marker_is_sent_after_all_files(bucket: Bucket, package: Package) -> None:
     done: list[int] = []
     sent = S3Storage(PLACE).upload(package, done.append)
     assert bucket.calls == [("put_object", name) for name in (*package.files, "COMPLETE")]

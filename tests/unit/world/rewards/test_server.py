@@ -228,7 +228,9 @@ def test_pending_scores_are_answered_with_400(server: RewardHTTPServer) -> None:
         400,
         {"message": f"Not found scores for {first['uuid']}"},
     )
-    assert post(server, "pull", {"uuid": second["uuid"], "type": "level"})[0] == 400  # the functions run one after another
+    assert (
+        post(server, "pull", {"uuid": second["uuid"], "type": "level"})[0] == 400
+    )  # the functions run one after another
     GATE.set()
     assert scored(server, first["uuid"], "slow")[1]["scores"] == {"slow": [1, 1]}
     assert scored(server, second["uuid"], "level")[0] == 200
