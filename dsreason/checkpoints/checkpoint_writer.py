@@ -248,7 +248,7 @@ class CheckpointWriter:
 
     def finish_pending(self) -> None:
         """Complete the current checkpoint after an error if all ranks call this; otherwise leave it to the next run."""
-        if self.writing is None or not wait_for_all_ranks(self.world):
+        if self.writing is None or not wait_for_all_ranks(self.world, "finish the pending checkpoint"):
             return
         log.info("completing %s before the run ends", self.writing.final)
         try:
@@ -309,10 +309,14 @@ class CheckpointWriter:
         )
 
 
-def wait_for_all_ranks(world: World) -> bool:
-    """Return whether all ranks call this within `PATIENCE_S`. A collective, unlike the store, would hang if a rank did not."""
+def wait_for_all_ranks(world: World, purpose: str) -> bool:
+    """Return whether all ranks call this within `PATIENCE_S`. A collective, unlike the store, would hang if a rank did not.
+
+    Args:
+        purpose: what the ranks do next; ranks with different purposes do not wait for each other.
+    """
     store = connect_to_store()
-    keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
+    keys = [f"{LEAVING}/{purpose}/{rank}" for rank in range(world.size)]
     deadline = time.monotonic() + PATIENCE_S
     arrived = False
     with contextlib.suppress(dist.DistError):  # the process that holds the store has ended

@@ -95,7 +95,8 @@ def _try_template(processor: Any, conversations: Sequence[list[dict[str, Any]]],
 
 def _find_problem(processor: Any, conversation: list[dict[str, Any]]) -> str:
     try:
-        processor.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        for is_prompt in (True, False):  # training renders conversations, and generation prompts
+            processor.apply_chat_template(conversation, tokenize=False, add_generation_prompt=is_prompt)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 (the template may raise anything)

@@ -107,7 +107,8 @@ class TrainingRun(Generic[J]):
             yield
         except DsReasonError as error:
             is_between_steps = not self.is_in_step and self.engine.global_steps == self.state.step
-            if is_between_steps and not isinstance(error, SaveError) and wait_for_all_ranks(self.job.world):
+            is_sound = is_between_steps and not isinstance(error, SaveError)
+            if is_sound and wait_for_all_ranks(self.job.world, "save before an error"):
                 self.checkpoints.save_before_error(error, self.state)
             raise
 

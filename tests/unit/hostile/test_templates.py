@@ -49,6 +49,7 @@ REFUSED = {
     "a number without end": ("{{ 10 ** (10 ** 9) }}", LIMIT),
     "loops after another turn": ("{% if messages|length > 1 %}" + nested(3, "") + "{% endif %}", LIMIT),
     "loops for a long text": ("{% if messages[0].content|length > 999 %}" + nested(3, "") + "{% endif %}", LIMIT),
+    "loops for a conversation": ("{% if not add_generation_prompt %}" + nested(3, "") + "{% endif %}", LIMIT),
     "doubling": (
         "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
         LIMIT,

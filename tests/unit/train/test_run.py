@@ -94,7 +94,7 @@ class Saved:
         self.uploads: Any = job.uploads
         monkeypatch.setattr(saving, "run_on_rank_zero", lambda call: call())
         self.all_ranks_end = True
-        monkeypatch.setattr(run, "wait_for_all_ranks", lambda world: self.all_ranks_end)
+        monkeypatch.setattr(run, "wait_for_all_ranks", lambda world, purpose: self.all_ranks_end)
         self.losses = [0.5, 0.3, 0.4, 0.6]  # after the steps 3, 6, 9 and 10
 
     def validate(self, step: int) -> ValidationResult:
