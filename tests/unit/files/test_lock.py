@@ -116,7 +116,7 @@ def test_untouched_lock_expires(tmp_path: Path, kind: str) -> None:
 
 
 def test_stopped_job_does_not_wait_for_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "STALE_AFTER_S", 600)
+    monkeypatch.setattr(lock, "STALE_AFTER_S", 15)
     write_lock(tmp_path, replace(describe_process(), machine="another"))
     stopped = pytest.raises(
         Stopped, match=r"stopped by SIGTERM while waiting to see whether the holder of .*\.lock is still running"
