@@ -77,7 +77,7 @@ def write_model_folder(
         SaveError: the folder cannot be written; it has been removed.
     """
     max_bytes = parse_size(max_shard_size)
-    check_target(source, output)
+    check_target(source, output, with_code=trust_remote_code)
     with write_folder_atomically(output, durable=durable) as partial:
         copy_base_files(source, partial, with_code=trust_remote_code)
         set_config_dtype(partial / "config.json", dtype)
@@ -188,7 +188,7 @@ def export_engine(
         trust_remote_code: whether to copy the Python files of `source`, too.
     """
     weights = iter_unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
-    run_on_rank_zero(lambda: check_target(source, output))
+    run_on_rank_zero(lambda: check_target(source, output, with_code=trust_remote_code))
     with share_errors():
         try:
             if world.is_main:
@@ -238,7 +238,8 @@ def export_checkpoint(
     dtype = saved.precision if dtype == "auto" else dtype
     run, adapter, step = checkpoint.absolute().parent.parent, saved.state.adapter, saved.state.step
     source, merge = Path(saved.state.model_path), Merge(dtype, adapter)
-    check_target(source, output)
+    trust_remote_code = trusts_remote_code(run)
+    check_target(source, output, with_code=trust_remote_code)
     limits = find_limits(source, saved.state.vision, run)
     if adapter is None:
         tensors = iter_checkpoint_tensors(checkpoint, saved)
@@ -255,7 +256,7 @@ def export_checkpoint(
             run, step, dtype=dtype, scores=scores, adapter=merge.summary, vision=limits.describe() if limits else {}
         ),
         limits=limits,
-        trust_remote_code=trusts_remote_code(run),
+        trust_remote_code=trust_remote_code,
         durable=durable,
     )
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from dsreason.files.disk import read_small
 from dsreason.problems import describe_first_problem
 
 DIGESTS_FILE = "dsreason_digests.json"
+UNLISTED = (CARD, DIGESTS_FILE)
+"""Names of files without a digest; model cards are meant to be edited."""
 THREADS = 8
 """Maximum number of files that are read at the same time."""
 
@@ -41,7 +44,7 @@ class Document(TypedDict):
 def write_digests(folder: Path) -> None:
     """Write the digests of all files in a complete export, except model cards, which are meant to be edited."""
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [name for name in names if Path(name).name not in (CARD, DIGESTS_FILE)]
+    names = [name for name in names if Path(name).name not in UNLISTED]
     digests = compute_digests(folder, names)
     files = {name: {"size": (folder / name).stat().st_size, ALGORITHM: digests[name]} for name in names}
     (folder / DIGESTS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
@@ -58,7 +61,7 @@ def check_digests(folder: Path) -> None:
     files = read_digests(folder)
     advice = f"export the model again, or, if you changed it on purpose, remove its entry in {DIGESTS_FILE}"
     for name, expected in files.items():
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):  # `Path.is_file` raises OSError if the name is too long
             raise CheckpointError(f"{folder / name}: is missing, but is listed in {DIGESTS_FILE}; {advice}")
         if (size := (folder / name).stat().st_size) != expected["size"]:
             raise CheckpointError(
@@ -70,6 +73,14 @@ def check_digests(folder: Path) -> None:
                 f"{folder / name}: is damaged or was changed: its digest is {digest}, but {DIGESTS_FILE} lists "
                 f"{files[name]['xxh3_128_of_64mib']:.100}; {advice}"
             )
+
+
+def list_unlisted(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the `names` that are not in the digests of an export, so that something else wrote them; [] without digests."""
+    if not (folder / DIGESTS_FILE).exists():
+        return []
+    files = read_digests(folder)
+    return [name for name in names if name not in files and Path(name).name not in UNLISTED]
 
 
 def read_digests(folder: Path) -> Mapping[str, FileDigest]:

@@ -24,8 +24,8 @@ TAKEN = re.compile(
     r"(generation_|processor_|preprocessor_|video_preprocessor_|tokenizer_)?config\.json|"
     r"tokenizer\.(json|model)|special_tokens_map\.json|added_tokens\.json|"
     r"vocab\.(json|txt|bpe)|merges\.txt|(spiece|sentencepiece|sentencepiece\.bpe|spm|tiktoken)\.model|"
-    r"chat_template\.(json|jinja)|"
-    r"(LICENSE|NOTICE)(\.md|\.txt)?"
+    r"chat_template\.(json|jinja)|additional_chat_templates/[^/.][^/]*\.jinja|"
+    r"(?i:(licen[cs]e|notice)(\.md|\.txt)?)"
 )
 """Pattern of the base model's files that an export takes: what transformers reads for a config, tokenizer or processor, and the
 license, which must accompany a changed model."""
@@ -133,18 +133,18 @@ def flush_parents(output: Path, existing: Path) -> None:
             return
 
 
-def check_target(source: Path, output: Path) -> None:
+def check_target(source: Path, output: Path, *, with_code: bool) -> None:
     check_target_empty(output)
     if not (source / "config.json").is_file():
         raise CheckpointError(
             f"{source}: config.json is missing from this folder, which the model was loaded from; restore the base model"
         )
-    check_base_links(source)
+    check_base_links(source, with_code=with_code)
 
 
-def check_base_links(source: Path) -> None:
+def check_base_links(source: Path, *, with_code: bool) -> None:
     """Raise CheckpointError if a file that exports take from the base model's folder is a link that leaves it."""
-    for path in list_base_files(source, with_code=False):
+    for path in list_base_files(source, with_code=with_code):
         check_link(path, source)
 
 
@@ -155,8 +155,9 @@ def check_target_empty(output: Path) -> None:
 
 def list_base_files(source: Path, *, with_code: bool) -> list[Path]:
     """Return the files of the base model that belong to its config, tokenizer or processor, and its code if `with_code`."""
-    files = [path for path in sorted(source.iterdir()) if path.is_file()]
-    return [file for file in files if TAKEN.fullmatch(file.name) or (with_code and CODE.fullmatch(file.name))]
+    paths = sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")])
+    names = {path: path.relative_to(source).as_posix() for path in paths if path.is_file()}
+    return [file for file, name in names.items() if TAKEN.fullmatch(name) or (with_code and CODE.fullmatch(name))]
 
 
 def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
@@ -166,10 +167,11 @@ def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
         CheckpointError: one of these files is a link that leaves the folder.
     """
     for file in list_base_files(source, with_code=with_code):
-        copy_file(source, file.name, output)
+        copy_file(source, file.relative_to(source).as_posix(), output)
 
 
 def copy_file(source: Path, name: str, output: Path) -> None:
     """Copy the file `name` of a folder; raise CheckpointError if it is a link that leaves the folder."""
     check_link(source / name, source)
+    (output / name).parent.mkdir(exist_ok=True)
     shutil.copyfile(source / name, output / name)

@@ -28,6 +28,8 @@ MOST_BYTES = 64 * 1024**2
 """Maximum size, in bytes, of a small file written by dsreason: a lock, a marker or a run's `config.json`."""
 MOST_REPORT_BYTES = 2**32
 """Maximum size, in bytes, of a report that is read again, such as `metrics.jsonl`."""
+HUB_CACHE = re.compile(r"(models|datasets|spaces)--.+")
+"""Pattern of the names of the folders in the Hub's cache, such as `models--Qwen--Qwen2.5-VL-3B-Instruct`."""
 END_BYTES = 64 * 1024
 BLOCK_BYTES = 1024 * 1024
 
@@ -108,14 +110,23 @@ def check_links(folder: Path) -> None:
 def check_link(path: Path, folder: Path) -> None:
     """Raise CheckpointError if `path`, which is in `folder`, leads out of it, itself or through a linked folder on the way.
 
-    In the cache of the Hugging Face Hub, the files in `snapshots/<revision>/` are links to `blobs/` beside it; they are allowed.
+    In the cache of the Hugging Face Hub, links from `models--<name>/snapshots/<commit>/` to `models--<name>/blobs/` are allowed.
     """
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    blobs = [place.parent.parent / "blobs" for place in (root, *root.parents) if place.parent.name == "snapshots"]
-    if not (target.is_relative_to(root) or target.parent in blobs):
+    if not (target.is_relative_to(root) or target.parent in list_blob_folders(root)):
         raise CheckpointError(
             f"{path}: is a link to {target}, which is outside the folder; replace the link with the file itself"
         )
+
+
+def list_blob_folders(folder: Path) -> list[Path]:
+    """Return the `blobs` folder of the Hub's cache if `folder` is in one of its snapshots; it may be a link to another disk."""
+    caches = [
+        place.parent.parent
+        for place in (folder, *folder.parents)
+        if place.parent.name == "snapshots" and HUB_CACHE.fullmatch(place.parent.parent.name)
+    ]
+    return [Path(os.path.realpath(cache / "blobs")) for cache in caches]
 
 
 def remove(path: Path) -> None:

@@ -31,7 +31,7 @@ from dsreason.job.launchers import PDSH, find_launchers
 from dsreason.job.record import read_versions
 from dsreason.problems import join_first
 from dsreason.screen import print_message
-from dsreason.secrets import VARIABLES, hide_in_json, hide_secrets, is_secret_variable
+from dsreason.secrets import VARIABLES, hide_in_json, is_secret_variable
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """Time limit for all ranks to reach the store, and again for connecting to each other; later collectives may take longer."""
@@ -236,8 +236,12 @@ def share_environment() -> None:
 
 
 def is_credential(name: str, value: str) -> bool:
-    """Return whether a variable's name or value shows that it is secret; the proxy `http://user:password@host` is, too."""
-    return name in VARIABLES or is_secret_variable(name) or hide_secrets(value) != value
+    """Return whether a variable's name or value shows that it is secret.
+
+    So does the query of a URL, and a proxy with a password, such as `http://user:password@host` or `user:password@host`.
+    """
+    is_named = name in VARIABLES or is_secret_variable(name)
+    return is_named or hide_in_json(value) != value or re.search(r"\S:\S*@", value) is not None
 
 
 def read_caller_environment() -> dict[str, str]:

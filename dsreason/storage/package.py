@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from dsreason.checkpoints.checkpoint_folder import check_complete, find_complete_checkpoints
-from dsreason.checkpoints.export_digests import DIGESTS_FILE, check_digests
+from dsreason.checkpoints.export_digests import DIGESTS_FILE, check_digests, list_unlisted
 from dsreason.checkpoints.marker import MARKER, check_content, read_json
 from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError, StorageError
@@ -50,8 +50,8 @@ class Package:
     folder: Path
     files: Mapping[str, int]
     marker: str
-    stamps: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Inode and modification time of each file when the package was opened."""
+    stamps: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
+    """Inode and modification time of each file and of the marker, when the package was opened; None: it did not exist."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Package:
         """Build the marker's content: that of the checkpoint's marker, or a manifest with the size and SHA-256 of each file.
 
         Raises:
-            StorageError: a file has been replaced since the package was opened, so what was uploaded may be a mixture.
+            StorageError: a file has been replaced or deleted since the package was opened, so what was uploaded may be a mixture.
         """
         if changed := [name for name, stamp in self.stamps.items() if read_stamp(self.folder / name) != stamp]:
             raise StorageError(f"{self.folder / changed[0]}: was changed during the upload; upload the folder again")
@@ -76,11 +76,14 @@ class Package:
 
 
 def make_package(folder: Path, files: Mapping[str, int], marker: str) -> Package:
-    return Package(folder, files, marker, {name: read_stamp(folder / name) for name in files})
+    return Package(folder, files, marker, {name: read_stamp(folder / name) for name in (*files, marker)})
 
 
-def read_stamp(file: Path) -> tuple[int, int]:
-    status = file.stat()
+def read_stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
     return status.st_ino, status.st_mtime_ns
 
 
@@ -172,9 +175,13 @@ def open_export(folder: Path) -> Package:
     check_links(folder)
     check_digests(folder)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files.pop(MANIFEST, None)
     if hidden := [name for name in files if HIDDEN.search(name)]:
         log.warning("%s: hidden files are not uploaded: %s", folder, join_first(hidden, 5, separator=", "))
         files = {name: path for name, path in files.items() if name not in hidden}
+    if unlisted := list_unlisted(folder, files):
+        names = join_first(unlisted, 5, separator=", ")
+        log.warning("%s: files that are not in %s, but `push` uploads them, too: %s", folder, DIGESTS_FILE, names)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_json(index, "export the model again").get("weight_map")
@@ -189,7 +196,7 @@ def open_export(folder: Path) -> Package:
     for name, path in files.items():
         if name.endswith(".safetensors"):
             check_not_truncated(path)
-    sizes = {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
     return make_package(folder, sizes, MANIFEST)
 
 

@@ -57,7 +57,7 @@ def check_model(config: RunConfig) -> Encoder:
     model_path = find_model(config)
     check_digests(model_path)
     if config.checkpoint.export != "none":
-        check_base_links(model_path)
+        check_base_links(model_path, with_code=config.model.trust_remote_code)
     check_freeze(read_parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
         check_adapters(config, model_path)

@@ -51,8 +51,11 @@ MAX_MESSAGE_LENGTH = 1000
 """Maximum number of characters in an error message."""
 HEADER_LIMIT = 5.0
 """Seconds within which a request's headers must arrive, counted from the connection or from the previous response."""
-BODY_LIMIT = 60.0
-"""Seconds within which a request's body must arrive, in addition to the time that it takes at LOWEST_RATE."""
+BODY_LIMIT = 10.0
+"""Seconds within which a request's body must arrive, in addition to the time that it takes at LOWEST_RATE.
+
+Two clients that send slow bodies can hold all connections for as long.
+"""
 LOWEST_RATE = 1e6
 """Minimum rate of a long body, in bytes per second."""
 MOST_CONNECTIONS = 256
@@ -183,9 +186,13 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        if peer is None:  # the client has already reset the connection
+            transport.abort()
+            return
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         limit = min(MOST_CONNECTIONS, files // 2) if files > 0 else MOST_CONNECTIONS
-        self.network = get_network(transport.get_extra_info("peername")[0])
+        self.network = get_network(peer[0])
         connections = [item for item in self.connections if isinstance(item, LimitedConnection)]
         of_client = sum(item.network == self.network for item in connections)
         if len(self.connections) > limit or of_client > limit // 2:

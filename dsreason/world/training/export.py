@@ -103,7 +103,6 @@ def write_folder(
 def copy_pipeline(source: Path, output: Path) -> None:
     """Copy the index and the configurations of the scheduler and the transformer."""
     for name in (INDEX, "transformer/config.json", "scheduler/scheduler_config.json"):
-        (output / name).parent.mkdir(exist_ok=True)
         copy_file(find_component_folder(source, Path(name).parts[0], get_cache_dir() / "models"), name, output)
 
 

@@ -58,11 +58,16 @@ def test_damaged_file_is_named_before_upload(export: Path, name: str, kind: str)
         assert f"remove its entry in {DIGESTS_FILE}" in str(caught.value)
 
 
-def test_card_and_added_files_may_change(export: Path) -> None:
+def test_card_and_added_files_may_change(export: Path, caplog: pytest.LogCaptureFixture) -> None:
     (export / CARD).write_text("# a better description")
+    open_package(export)
+    assert caplog.text == ""
+    (export / "UPLOADED.json").write_text("of a download")
     (export / "picture.png").write_bytes(b"1")
+    (export / "adapter" / "credentials.json").write_text("{}")
     check_digests(export)
-    assert {CARD, "picture.png", DIGESTS_FILE} <= open_package(export).files.keys()
+    assert {CARD, "picture.png", "adapter/credentials.json", DIGESTS_FILE} <= open_package(export).files.keys()
+    assert f"not in {DIGESTS_FILE}, but `push` uploads them, too: adapter/credentials.json, picture.png" in caplog.text
 
 
 def test_changed_file_is_accepted_without_its_entry(export: Path) -> None:
@@ -71,6 +76,14 @@ def test_changed_file_is_accepted_without_its_entry(export: Path) -> None:
     del digests["files"]["config.json"]
     (export / DIGESTS_FILE).write_text(json.dumps(digests))
     check_digests(export)
+
+
+@pytest.mark.parametrize("name", ["a" * 900, "a\0b"])
+def test_impossible_name_is_a_missing_file(export: Path, name: str) -> None:
+    digests = {"files": {name: {"size": 1, "xxh3_128_of_64mib": ""}}}
+    (export / DIGESTS_FILE).write_text(json.dumps(digests))
+    with pytest.raises(CheckpointError, match="is missing, but is listed in"):
+        check_digests(export)
 
 
 def test_older_export_has_no_digests(tmp_path: Path) -> None:

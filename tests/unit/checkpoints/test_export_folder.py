@@ -26,6 +26,7 @@ NEEDED = (
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
     *("generation_config.json", "chat_template.json", "chat_template.jinja", "LICENSE", "LICENSE.md", "NOTICE.txt"),
+    *("LICENCE", "License.txt", "notice", "additional_chat_templates/tool_use.jinja"),
 )
 FOREIGN = (
     *(".env", ".netrc", ".hidden", "token", "stored_tokens", "credentials.json", "hf_token.txt", "id_rsa", "key.pem"),
@@ -33,6 +34,7 @@ FOREIGN = (
     *("model.onnx", "flax_model.msgpack", "consolidated.pth", "scheduler.pkl", "training_args.bin", "data.npz"),
     *("README.md", "notes.txt", "tokenizer.json.bak", "tokenizer_secret.json", "my_config.json", "config.json~"),
     *("modeling_custom.py", "trainer_state.json", "model.safetensors", "model.safetensors.index.json"),
+    *("TOKENIZER.JSON", "additional_chat_templates/token", "additional_chat_templates/.hidden.jinja"),
 )
 
 
@@ -56,13 +58,14 @@ def list_names(folder: Path) -> set[str]:
 
 
 def test_only_files_of_tokenizer_and_processor_are_copied(source: Path, tmp_path: Path) -> None:
+    (source / "additional_chat_templates").mkdir()
     for name in (*NEEDED, *FOREIGN):
         (source / name).write_text("{}")
     (source / "onnx").mkdir()
     (source / "onnx" / "tokenizer.json").write_text("{}")
     os.mkfifo(source / "vocab.bpe")
     names = list_names(write_export(source, tmp_path / "out"))
-    assert names == {*NEEDED, "config.json", "model.safetensors", DIGESTS_FILE}
+    assert names == {*NEEDED, "additional_chat_templates", "config.json", "model.safetensors", DIGESTS_FILE}
 
 
 @pytest.mark.parametrize("trusted", [True, False])
@@ -88,10 +91,11 @@ LINKS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", LINKS)
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "LICENSE"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "LICENSE", "additional_chat_templates/a.jinja"])
 def test_link_out_of_base_model_is_refused(source: Path, tmp_path: Path, kind: str, name: str) -> None:
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "secret").write_text('{"password": "sentinel"}')
+    (source / name).parent.mkdir(exist_ok=True)
     (source / name).unlink(missing_ok=True)
     LINKS[kind](source / name, tmp_path / "private" / "secret")
     with pytest.raises(CheckpointError, match=f"{source / name}: is a link to .*secret, which is outside the folder"):
@@ -99,12 +103,16 @@ def test_link_out_of_base_model_is_refused(source: Path, tmp_path: Path, kind: s
     assert {path.name for path in tmp_path.iterdir()} == {"base", "private"}
 
 
-def test_link_is_refused_before_the_run_starts(source: Path, tmp_path: Path) -> None:
-    (source / "vocab.json").symlink_to(tmp_path / "base" / ".." / "secret")
-    check_base_links(source)  # the link leads nowhere, so that no export takes it
+@pytest.mark.parametrize("name", ["vocab.json", "modeling_custom.py"])
+def test_link_is_refused_before_the_run_starts(source: Path, tmp_path: Path, name: str) -> None:
+    is_code = name.endswith(".py")
+    (source / name).symlink_to(tmp_path / "base" / ".." / "secret")
+    check_base_links(source, with_code=is_code)  # the link leads nowhere, so that no export takes it
     (tmp_path / "secret").touch()
-    with pytest.raises(CheckpointError, match="vocab.json: is a link to"):
-        check_base_links(source)
+    with pytest.raises(CheckpointError, match=f"{name}: is a link to"):
+        check_base_links(source, with_code=is_code)
+    if is_code:
+        check_base_links(source, with_code=False)
 
 
 def test_link_inside_base_model_is_followed(source: Path, tmp_path: Path) -> None:
@@ -140,6 +148,36 @@ def test_hub_cache_links_are_allowed(source: Path, tmp_path: Path) -> None:
         "model.safetensors",
         DIGESTS_FILE,
     }
+
+
+def test_hub_cache_links_of_subfolder_are_allowed(source: Path, tmp_path: Path) -> None:
+    snapshot = make_snapshot(source, tmp_path / "hub", "../../blobs/1f")
+    (snapshot / "text").mkdir()
+    (snapshot / "text" / "config.json").symlink_to("../../../blobs/1f")
+    assert (write_export(snapshot / "text", tmp_path / "out") / "config.json").is_file()
+
+
+def test_hub_cache_on_two_disks_is_followed(source: Path, tmp_path: Path) -> None:
+    snapshot = make_snapshot(source, tmp_path / "hub", "../../blobs/1f")
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.rename(tmp_path / "disk")
+    blobs.symlink_to(tmp_path / "disk")
+    assert (write_export(snapshot, tmp_path / "out") / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "model", ["snapshots/abc", "snapshots/abc/deep/model", "models--user--name/mine/snapshots/abc"]
+)
+def test_only_the_hub_cache_has_blobs(source: Path, tmp_path: Path, model: str) -> None:
+    folder = tmp_path / model
+    folder.parent.mkdir(parents=True)
+    source.rename(folder)
+    blobs = next(place for place in folder.parents if place.name == "snapshots").with_name("blobs")
+    blobs.mkdir()
+    (blobs / "id_rsa").write_text("sentinel")
+    (folder / "tokenizer.json").symlink_to(blobs / "id_rsa")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: is a link to .*id_rsa"):
+        write_export(folder, tmp_path / "out")
 
 
 def test_hub_cache_links_elsewhere_are_refused(source: Path, tmp_path: Path) -> None:

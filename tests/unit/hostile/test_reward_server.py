@@ -6,7 +6,9 @@ import json
 import re
 import resource
 import socket
+import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -212,6 +214,25 @@ def test_idle_connections_do_not_shut_out_others(start: Callable[..., RewardHTTP
             assert other.recv(65536).startswith(b"HTTP/1.1 200 ")
         with connect(server.address) as further:
             assert rest(further).startswith(b"HTTP/1.1 503 ")
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_reset_connections_are_not_counted(
+    start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loop: str
+) -> None:
+    if loop == "asyncio":
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    server = start()
+    for _ in range(50):
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with RST
+            connection.connect(server.address)
+    assert post(server, "ping", {})[0] == 200
+    deadline = time.monotonic() + 4  # earlier than HEADER_LIMIT
+    while server.num_connections and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.num_connections == 0
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

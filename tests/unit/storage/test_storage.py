@@ -77,6 +77,15 @@ def test_marker_is_refused_for_replaced_files(tmp_path: Path, make: Callable[[Pa
         package.build_marker(dict.fromkeys(package.files, ""))
 
 
+@pytest.mark.parametrize(("make", "name"), [(make_export, "config.json"), (make_checkpoint, "COMPLETE")])
+def test_marker_is_refused_for_deleted_files(tmp_path: Path, make: Callable[[Path], Path], name: str) -> None:
+    folder = make(tmp_path / "final")
+    package = open_package(folder)
+    (folder / name).unlink()
+    with pytest.raises(StorageError, match=rf"{name}: was changed during the upload; upload the folder again"):
+        package.build_marker(dict.fromkeys(package.files, ""))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
