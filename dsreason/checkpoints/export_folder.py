@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from dsreason.checkpoints.export_digests import write_digests
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.files.atomic import flush
-from dsreason.files.disk import check_link, remove
-from dsreason.files.lock import LOCK_FILE, FolderLock
+from dsreason.files.disk import check_link, find_existing, remove
+from dsreason.files.lock import LOCK_FILE, FolderLock, LockWriteError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ TAKEN = re.compile(
 and the license, which must accompany a changed model."""
 CODE = re.compile(r"[A-Za-z_]\w*\.py")
 """Pattern of files with a model's own code, which an export copies only with `model.trust_remote_code`."""
+
+
+ATTEMPTS = 100
+"""Number of attempts to lock a folder that other processes delete."""
 
 
 @contextmanager
@@ -49,6 +53,7 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
     if output.is_symlink() or output.is_dir():
         output = Path(os.path.realpath(output))  # replace the target, so that a link to another disk remains a link
     try:
+        existing = find_existing(output.parent)
         with hold_draft(output) as draft:
             check_target_empty(output)
             yield draft
@@ -58,7 +63,7 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
             check_target_empty(output)
             draft.rename(output)
             if durable:
-                flush(output.parent)
+                flush_parents(output, existing)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{output}: cannot be written ({error}); free disk space, or choose another folder") from error
 
@@ -71,16 +76,14 @@ def hold_draft(output: Path) -> Iterator[Path]:
     rename the draft of another process.
     """
     drafts = output.with_name(f".{output.name}.partial")
-    if drafts.is_symlink() or not drafts.is_dir():
-        drafts.unlink(missing_ok=True)
-        drafts.mkdir(parents=True, exist_ok=True)
     try:
         with FolderLock(lambda error: log.warning("%s", error)) as lock:
             try:
-                lock.take(drafts)
+                lock_drafts(drafts, lock)
+            except LockWriteError as error:
+                raise SaveError(f"{output}: cannot be written now: {error}") from None
             except ConfigError as error:
-                kind = ConfigError if (drafts / LOCK_FILE).exists() else SaveError  # SaveError: the disk is full
-                raise kind(f"{output}: cannot be written now: {error}") from None
+                raise ConfigError(f"{output}: cannot be written now: {error}") from None
             delete_drafts(drafts)
             draft = drafts / os.urandom(4).hex()
             draft.mkdir()
@@ -93,6 +96,23 @@ def hold_draft(output: Path) -> Iterator[Path]:
             drafts.rmdir()
 
 
+def lock_drafts(drafts: Path, lock: FolderLock) -> None:
+    """Create the folder for drafts and lock it; try again if another process, which is just ending, deletes it in between."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            if drafts.is_symlink() or not drafts.is_dir():
+                drafts.unlink(missing_ok=True)
+                drafts.mkdir(parents=True, exist_ok=True)
+            lock.take(drafts)
+            return
+        except (FileNotFoundError, FileExistsError, IsADirectoryError):
+            if attempt == ATTEMPTS:
+                raise
+        except LockWriteError as error:
+            if attempt == ATTEMPTS or not error.no_folder:
+                raise
+
+
 def delete_drafts(drafts: Path) -> None:
     for path in drafts.iterdir():
         if path.name != LOCK_FILE:
@@ -103,6 +123,14 @@ def flush_folder(folder: Path) -> None:
     """Sync a folder to disk, with all files and folders in it."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
+
+
+def flush_parents(output: Path, existing: Path) -> None:
+    """Sync the entries of the parents of `output` up to `existing`, the nearest one that existed before."""
+    for folder in output.absolute().parents:
+        flush(folder)
+        if folder == existing:
+            return
 
 
 def check_target(source: Path, output: Path, *, with_code: bool) -> None:

@@ -12,13 +12,14 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
 from dsreason.errors import ConfigError, StorageError
-from dsreason.files.atomic import build_once, hold_lock, write_file
-from dsreason.files.disk import compute_sha256, read_small, remove, to_os_error
+from dsreason.files.atomic import build_once, build_or_replace, hold_lock, write_file
+from dsreason.files.disk import compute_sha256, read_small, to_os_error
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
     """Return `folder` like `build_once`, but build it again, with a warning, if one of its files has been damaged.
 
     The files are compared with a record that was written when the folder was built, see `find_damage`. A folder without a
-    record is built again.
+    record, which an older version made, gets one. A damaged folder is replaced only by a complete new one.
     """
     record = folder.parent / RECORDS / f"{folder.name}.json"
 
@@ -78,13 +79,29 @@ def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
         build(partial)
         write_record(record, record_folder(partial))
 
-    if folder.is_dir() and find_damage(record, folder):
+    if folder.is_dir() and not record.exists():
+        adopt_copy(record, folder)
+    elif folder.is_dir() and find_damage(record, folder):
         with hold_lock(folder):
             # another process may have built it while this one waited
             if folder.is_dir() and (damage := find_damage(record, folder)):
                 log.warning("%s: %s, so this copy is made again", folder, damage)
-                remove(folder)
+                build_or_replace(folder, build_and_record)
     return build_once(folder, build_and_record)
+
+
+def adopt_copy(record: Path, folder: Path) -> None:
+    """Write the record of a copy that an older version made, if the cache is writable."""
+    if not os.access(folder.parent, os.W_OK):
+        warn_unrecorded(folder.parent)
+        return
+    log.info("%s: was made by an older version, so its files are recorded now", folder)
+    write_record(record, record_folder(folder))
+
+
+@cache
+def warn_unrecorded(cache_folder: Path) -> None:
+    log.warning("%s: is read-only and has copies without a record, so damage to them would go unnoticed", cache_folder)
 
 
 def record_folder(folder: Path) -> dict[str, FileRecord]:

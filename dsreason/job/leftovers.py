@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -25,14 +26,18 @@ from dsreason.job.failures import ERROR_DIR
 
 SHARED_MEMORY = Path("/dev/shm")
 MAX_PATH, SOCKET_NAME = 107, 40
-"""Maximum number of characters of a socket's path, and of the names of vLLM's and multiprocessing's sockets."""
+"""Maximum length of a socket's path, and of the names of vLLM's and multiprocessing's sockets."""
+UNKNOWN_START = "0"
+"""Start time in the name of a file whose owner is not visible, such as the parent of a process started by `docker exec`."""
+KEEP_UNKNOWN_S = 24 * 3600
+"""Age in seconds from which files of such owners are deleted."""
 OWNER = re.compile(r"dsreason-([0-9]+)-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.*", re.DOTALL)
 
 
 def build_prefix(pid: int | None = None) -> str:
     """Return the prefix of the names of a process's temporary files (None: of this process)."""
     pid = os.getpid() if pid is None else pid
-    return f"dsreason-{os.getuid()}-{get_scope()}-{pid}-{read_start_time(pid) or 0}-"
+    return f"dsreason-{os.getuid()}-{get_scope()}-{pid}-{read_start_time(pid) or UNKNOWN_START}-"
 
 
 @cache
@@ -90,7 +95,10 @@ def check_private(folder: Path) -> None:
 
 
 def remove_leftovers() -> None:
-    """Delete this user's temporary files and shared memory whose owner no longer exists. Links are not followed."""
+    """Delete this user's temporary files and shared memory whose process no longer exists. Links are not followed.
+
+    Files of owners that are not visible are kept for a day.
+    """
     for folder in (Path(tempfile.gettempdir()), SHARED_MEMORY, locate_user_folder()):
         with suppress(OSError, ConfigError):  # the folder does not exist, or belongs to somebody else
             if folder == locate_user_folder():
@@ -104,5 +112,8 @@ def remove_leftovers_in(folder: Path) -> None:
         if owner is None or owner[2] != get_scope() or read_start_time(int(owner[3])) == owner[4]:
             continue
         with suppress(OSError):  # another process may delete it at the same time
-            if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+            status = entry.stat(follow_symlinks=False)
+            if owner[4] == UNKNOWN_START and time.time() - status.st_mtime < KEEP_UNKNOWN_S:
+                continue
+            if status.st_uid == os.getuid():
                 remove(Path(entry.path))

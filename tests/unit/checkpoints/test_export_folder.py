@@ -18,7 +18,8 @@ from dsreason.checkpoints.export_digests import DIGESTS_FILE
 from dsreason.checkpoints.export_folder import check_base_links, write_folder_atomically
 from dsreason.cli.export import check_run_does_not_write
 from dsreason.errors import CheckpointError, ConfigError, SaveError
-from dsreason.files.lock import LOCK_FILE, FolderLock, describe_process, hold_folder
+from dsreason.files import lock
+from dsreason.files.lock import LOCK_FILE, FolderLock, LockWriteError, describe_process, hold_folder
 
 NEEDED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -220,12 +221,46 @@ def test_running_run_keeps_its_exports_to_itself(tmp_path: Path, name: str, refu
 
 def test_lock_on_full_disk_is_a_save_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(lock: FolderLock, folder: Path) -> None:
-        raise ConfigError(f"{folder}: cannot be written (No space left on device)")
+        raise LockWriteError(f"{folder}: cannot be written (No space left on device)")
 
     monkeypatch.setattr(FolderLock, "take", fail)
     with pytest.raises(SaveError, match="No space left"), write_folder_atomically(tmp_path / "final"):
         pytest.fail("it was written")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_losing_export_says_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_released: bool) -> None:
+    """Also if the winner ends, and deletes its lock, before the message is composed."""
+    drafts = tmp_path / ".final.partial"
+    drafts.mkdir()
+    (drafts / LOCK_FILE).write_text(json.dumps(asdict(describe_process())))
+    original = lock.make_in_use_error
+
+    def compose(folder: Path, content: str) -> ConfigError:
+        if is_released:
+            (drafts / LOCK_FILE).unlink()
+        return original(folder, content)
+
+    monkeypatch.setattr(lock, "make_in_use_error", compose)
+    with pytest.raises(ConfigError, match="is in use by process"), write_folder_atomically(tmp_path / "final"):
+        pytest.fail("it was written")
+
+
+def test_vanishing_drafts_folder_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another export, which has just ended, deleted it before this one locks it."""
+    original, takes = FolderLock.take, []
+
+    def take(folder_lock: FolderLock, folder: Path) -> None:
+        takes.append(folder)
+        if len(takes) < 3:
+            folder.rmdir()
+        original(folder_lock, folder)
+
+    monkeypatch.setattr(FolderLock, "take", take)
+    with write_folder_atomically(tmp_path / "final") as draft:
+        write_config(draft, "new")
+    assert len(takes) == 3 and [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
 def test_draft_of_killed_process_is_deleted(tmp_path: Path) -> None:
@@ -265,3 +300,11 @@ def test_files_reach_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytes
     assert {(draft.name, False), ("adapter", False), ("weights", False), ("config.json", False)} <= set(before)
     assert not any(exists for _, exists in before)
     assert last == (tmp_path.name, True)
+
+
+def test_created_parents_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(export_folder, "flush", flushed.append)
+    with write_folder_atomically(tmp_path / "new" / "a" / "final") as draft:
+        write_config(draft, "{}")
+    assert flushed[-3:] == [tmp_path / "new" / "a", tmp_path / "new", tmp_path]

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.errors import Stopped
 from dsreason.files import atomic
-from dsreason.files.atomic import build_once, open_draft, write_file
+from dsreason.files.atomic import build_once, hold_lock, open_draft, write_file
+from dsreason.stopping import forget_stop, request_stop
 
 
 def names(folder: Path) -> list[str]:
@@ -71,3 +73,13 @@ def test_failed_build_leaves_no_folder_and_resumes(tmp_path: Path) -> None:
         build_once(tmp_path / "folder", build)
     assert not (tmp_path / "folder").exists()
     assert build_once(tmp_path / "folder", build).is_dir()
+
+
+def test_stopped_process_does_not_wait_for_builder(tmp_path: Path) -> None:
+    with hold_lock(tmp_path / "folder"):
+        request_stop("SIGTERM")
+        try:
+            with pytest.raises(Stopped, match="stopped by SIGTERM"):
+                build_once(tmp_path / "folder", lambda partial: pytest.fail("built"))
+        finally:
+            forget_stop()

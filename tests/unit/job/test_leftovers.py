@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,17 @@ def test_reused_process_id_is_distinguished(place: Path) -> None:
     old.mkdir(parents=True)
     remove_leftovers()
     assert [path.name for path in place.iterdir()] == [f"{prefix}mine"]
+
+
+def test_files_of_invisible_parent_stay_a_day(place: Path) -> None:
+    """The parent of a process that `docker exec` starts has the id 0."""
+    file = place / f"{build_prefix(0)}value"
+    file.touch()
+    remove_leftovers()
+    assert file.exists()
+    os.utime(file, (time.time() - 25 * 3600,) * 2)
+    remove_leftovers()
+    assert not file.exists()
 
 
 def test_links_and_foreign_files_stay(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
