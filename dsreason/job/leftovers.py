@@ -47,9 +47,9 @@ def make_temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def get_socket_folder() -> str | None:
-    """Return the folder for sockets of libraries: that of the launcher, or one that this process deletes at its end.
+    """Return the folder in which libraries create their sockets: the launcher's, or else one that this process deletes at exit.
 
-    None if its path is too long for sockets; then the libraries use the temporary folder itself.
+    Return None if its path is too long for a socket; libraries then create their sockets directly in the temporary folder.
     """
     folder = os.environ.get(ERROR_DIR)
     if folder is None:
