@@ -216,7 +216,7 @@ def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def get_next_answer(answer: str) -> str:
-    """Return the next, and therefore wrong, answer in the group of a correct answer; the first answer follows the last."""
+    """Return the answer after `answer` in its group, wrapping around at the end. It is wrong if `answer` is correct."""
     answers = next(group for group in ANSWERS if answer in group)
     return answers[(answers.index(answer) + 1) % len(answers)]
 

@@ -37,7 +37,7 @@ class RowMedia:
     """Names of the cameras, one per media item, images first; empty if the columns have none."""
 
     has_system_tags: bool = True
-    """Whether tags in a system message show media; they are text if the row has none."""
+    """Whether tags in a system message stand for media. False if the row has no media: the tags are then plain text."""
 
     def take(self, kind: MediaKind) -> dict[str, Any]:
         return self.waiting[kind].pop(0)

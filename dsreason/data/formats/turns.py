@@ -1,4 +1,4 @@
-"""The messages of a row, in any of the common spellings: roles, text, media parts, tool calls, and which replies are trained."""
+"""Functions that read a row's messages in any common format: roles, text, media parts, tool calls, and replies to train on."""
 
 from __future__ import annotations
 
