@@ -41,7 +41,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the report; its function is `<module>.<name>(setting)`, which yields names and values."""
+    """A part of the report; its function is `<module>.<name>(setup)`, which yields names and values."""
 
     name: str
     module: str
@@ -227,7 +227,7 @@ CHECKS_SHARE = 0.3
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchmarkSetup:
     """The folder, the devices and the sizes that a part uses."""
 
     scratch: Path
