@@ -155,7 +155,7 @@ class EvaluationConfig(Section):
     engine."""
     media_memory_gib: float = Field(4.0, gt=0)
     """Host memory per rank for decoded media that wait for the engine, in GiB. If the media need more, the questions are passed
-    in parts, each with at least the number of questions that the engine answers at a time."""
+    to the engine in several parts, each large enough to keep it fully occupied."""
     skip_saved: bool = True
     """Accepted but ignored, because saved answers are always kept unless `overwrite` is set."""
     overwrite: bool = False

@@ -530,7 +530,7 @@ def test_lost_server_connection_ends_the_evaluation(stand_in: StandIn) -> None:
         ask(server, *[text_sample()] * 5)
 
 
-def test_closed_replies_stop_further_requests(stand_in: StandIn) -> None:
+def test_closing_replies_stops_further_requests(stand_in: StandIn) -> None:
     server = answerer(stand_in.url, concurrency=1)
     replies = server.ask(requests_of([text_sample()] * 50))
     next(replies)
