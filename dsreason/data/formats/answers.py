@@ -17,7 +17,7 @@ from dsreason.data.options import find_option_letter
 from dsreason.errors import DataError
 
 COLUMNS = ("answer", "answers", "solution", "ground_truth")
-"""Columns with the reference answer, in the order of precedence."""
+"""Columns with the reference answer, in order of precedence."""
 TEXT_COLUMNS = (
     *("answerKey", "answer_key", "correct_answer", "correct_option", "gold"),
     *("expected_answer", "final_answer", "reference_answer", "multiple_choice_answer"),
@@ -119,7 +119,7 @@ def to_text(value: Any) -> str:
 
 
 def check_option(row: Mapping[str, Any], options: Mapping[str, str], labels: Mapping[str, str]) -> None:
-    """Raise DataError if the answer to a question with options is a number, a truth value or a letter that is none of them.
+    """Raise DataError if the answer to a question with options is a number, a truth value or a letter that names no option.
 
     Some data sets count options from 0 and others from 1, so the option that a number means cannot be known, except if the
     row itself numbers its options: `labels` maps such spellings of the answer to letters or texts.

@@ -142,7 +142,7 @@ def list_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def count_slots(messages: Sequence[Message], media: RowMedia) -> dict[MediaKind, int]:
-    """Count the media that tags and parts without a file show, by kind; those with the same number show the same item."""
+    """Count by kind the media that tags and parts without a file stand for; tags with the same number stand for the same item."""
     counts: dict[MediaKind, int] = dict.fromkeys(TOKEN_TYPES, 0)
     numbers: dict[MediaKind, set[int]] = {kind: set() for kind in TOKEN_TYPES}
     for message in messages:
@@ -212,7 +212,7 @@ def to_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def fill_message(message: Message, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> Message:
-    """Replace the tags and the parts without a file by media; `numbered` has all media, for tags with a number."""
+    """Replace the tags and the parts without a file by media; tags with a number get their item from `numbered`."""
     if not any(is_empty(part) for part in list_parts(message)) and not any(iter_tags(message, media)):
         return message
     filled: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ from dsreason.media.frames import FRAME_RATE_HINT, is_number, to_number
 from dsreason.media.vision import PART_SETTINGS
 
 IMAGE_SETTINGS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-"""Columns with a setting of the row's only image or video; the others of `PART_SETTINGS` are only for videos."""
+"""Columns with a setting of the row's only image or video; the remaining `PART_SETTINGS` apply only to videos."""
 FRAMES_HINT = ", or, if the images are the frames of a video, rename their column to 'video'"
 LIMITS = {
     "video_start": (

@@ -282,7 +282,7 @@ def test_frame_count_matches_qwen_vl_utils_rounding():
         (3, 2, {"fps": 0.5, "min_frames": 4}, [0, 1, 2, 2]),
     ],
 )
-def test_given_frames_are_shown_whole(num_frames, rate, part, expected):
+def test_frame_list_sampling_follows_settings(num_frames, rate, part, expected):
     info = video(num_frames, rate, is_frames=True)
     assert list(sample_frames(info, part, QWEN3_VISION).indices) == expected
 
