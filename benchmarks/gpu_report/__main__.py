@@ -154,7 +154,7 @@ class Runner:
                 yield part, self.run(part, min(get_limit(part, self.setup), remaining))
 
     def run(self, part: Part, limit: float, later: float = 0.0) -> Ended:
-        """Run a part; show the time so far, and the maximum time that it and the `later` parts still need, on the screen."""
+        """Run a part, and display the elapsed time and the maximum time that it and the `later` parts still need."""
         cards = self.setup.cards
         if cards and cards < part.cards:
             return Ended("skipped", 0.0, {}, f"needs {part.cards} GPUs, but only {cards} are visible")

@@ -31,7 +31,7 @@ ANSWER = "The ball moves to the left, and the square is green."
 
 
 def build_random_model(setup: BenchmarkSetup, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
-    """Return the folder of a model with random weights, which is built once per call of the report, on the device that trains."""
+    """Return the folder of a model with random weights, which is built once per report, on the device that trains."""
     from dsreason.models.tiny import build_tiny
     from dsreason.train.common.preflight import DTYPES
 

@@ -46,7 +46,7 @@ class Part:
     name: str
     module: str
     seconds: int
-    """Time limit on a GPU, in seconds."""
+    """Time limit in seconds on a GPU."""
     about: str
     goals: tuple[Goal, ...] = ()
     cards: int = 1
@@ -231,7 +231,7 @@ class BenchmarkSetup:
     """The folder, the devices and the sizes that a part uses."""
 
     scratch: Path
-    """Folder for models and runs, which all parts of a call share."""
+    """Folder for models and runs, which all parts of an invocation share."""
     cards: int
     """Number of GPUs; 0 runs everything on the CPU."""
     tiny: bool

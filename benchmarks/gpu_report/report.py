@@ -79,7 +79,7 @@ def hide_machine(text: str) -> str:
 
 
 def shorten_path(path: re.Match[str]) -> str:
-    """Return at most the last two components of a path, but none of its first two, which may be a person's folder."""
+    """Return at most the last two components of a path, but never its first two, which may be a person's folder."""
     parts = path.group().split("/")[3:]
     return "/".join(["…", *parts[-2:]])
 
@@ -89,7 +89,7 @@ def clean_value(value: Any) -> Any:
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """Read the records that earlier calls have written, by part."""
+    """Read the records that earlier invocations have written: part → record."""
     file = folder / JSON_FILE
     return json.loads(file.read_text())["parts"] if file.is_file() else {}
 
