@@ -65,7 +65,7 @@ def value(path: Path) -> object:
     return import_file(path, "reward").value()
 
 
-def test_file_imports_its_neighbours_early_and_late(write: Write) -> None:
+def test_user_file_imports_neighbours_at_load_and_call(write: Write) -> None:
     write("helper.py", "ONE = 1")
     write("late.py", "TWO = 2")
     file = write("own.py", "import helper\ndef value():\n    from late import TWO\n    return helper.ONE + TWO\n")

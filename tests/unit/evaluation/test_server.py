@@ -305,7 +305,7 @@ def test_clip_can_be_sent_as_sampled_frames(stand_in: StandIn, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", ["file", "frames"])
-def test_impossible_setting_fails_only_its_question(stand_in: StandIn, tmp_path: Path, form: str) -> None:
+def test_unusable_clip_fails_only_its_question(stand_in: StandIn, tmp_path: Path, form: str) -> None:
     clip = write_video(tmp_path / "v.mp4")
     bad = media_sample({"type": "video", "video": str(clip), "nframes": 50})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())

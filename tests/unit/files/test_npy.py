@@ -20,7 +20,7 @@ def described(shape: str) -> str:
 
 
 @pytest.mark.parametrize("fortran", [False, True])
-def test_array_is_read_as_numpy_wrote_it(fortran: bool) -> None:
+def test_reading_restores_array_that_numpy_saved(fortran: bool) -> None:
     array = np.arange(24, dtype=">i2").reshape(2, 3, 4)
     file = io.BytesIO()
     np.save(file, np.asfortranarray(array) if fortran else array)
