@@ -102,7 +102,7 @@ class ServerConfig(Section):
     concurrency: int = Field(16, ge=1, le=1024)
     """Maximum number of concurrent requests."""
     time_limit: float = Field(120.0, gt=0)
-    """Time limit of one attempt of a request, in seconds."""
+    """Seconds that one attempt at a request may take."""
     max_retries: int = Field(5, ge=0)
     """Maximum number of times a failed request is retried. The pause doubles after each retry, unless the server requests a
     different pause."""

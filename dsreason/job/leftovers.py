@@ -30,7 +30,7 @@ OWNER = re.compile(r"dsreason-([0-9]+)-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.*", re.D
 
 
 def build_prefix(pid: int | None = None) -> str:
-    """Return the start of the names of temporary files of a process (None: this one)."""
+    """Return the prefix of a process's temporary files; `pid` None stands for this process."""
     pid = os.getpid() if pid is None else pid
     return f"dsreason-{os.getuid()}-{get_scope()}-{pid}-{read_start_time(pid) or 0}-"
 

@@ -85,7 +85,7 @@ def _open_tcp_store(timeout: timedelta) -> dist.TCPStore:
 def listen(address: str, port: int = 0, *, backlog: int = 2048) -> socket.socket:
     """Listen on `address` if it is an IP address of this host, and else on all interfaces.
 
-    A name may lead other hosts to another address than this one; they reach each of them.
+    Other hosts may resolve a name to a different address of this host, so all of its addresses must be reachable.
     """
     is_own = find_interface(address) is not None
     dual = not is_own and socket.has_dualstack_ipv6()

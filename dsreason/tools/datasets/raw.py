@@ -274,7 +274,7 @@ def fetch_file(plan: RawPlan, source: ServedFile, file: Path) -> None:
 
 
 def locate_partial(plan: RawPlan, source: ServedFile, *part: str | int) -> Path:
-    """Return the path of the partial download of a part of this version of a file."""
+    """Return the path at which a partial download of `part` is stored, for this version of the file."""
     key = " ".join(map(str, (source.url, *source.version, *part)))
     return plan.folder / PARTIALS / hashlib.sha256(key.encode()).hexdigest()[:24]
 
