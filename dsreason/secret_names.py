@@ -1,6 +1,7 @@
 """The rule that decides which names belong to secrets.
 
-It is the same for keys of the configuration, options, HTTP headers, environment variables, and parameters of URLs and JSON.
+The same rule applies to configuration keys, options, HTTP headers, environment variables, URL parameters and JSON keys, except
+that a few ambiguous words are secret only in variables, headers and URLs.
 """
 
 from __future__ import annotations
@@ -14,60 +15,96 @@ def read_words(text: str) -> frozenset[str]:
 
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-"""Pattern of the words in `api_key`, `x-api-key`, `apiKey`, `APIKey` and `API_KEY2`."""
+"""Pattern of the single words in names such as `api_key`, `x-api-key`, `apiKey`, `APIKey` and `API_KEY2`."""
 ENDINGS = (
     *("password", "passwd", "pwd", "passphrase", "passcode", "secret", "credential"),
     *("apikey", "authkey", "accesskey", "accesskeyid", "accountkey", "privatekey", "secretkey", "subscriptionkey"),
     *("authtoken", "accesstoken", "refreshtoken", "bearertoken", "sastoken", "hftoken", "apitoken", "authorization"),
-    *("connectionstring", "connstring", "connstr", "sessionid", "sessionkey", "webhookurl"),
+    *("connectionstring", "connstring", "connstr", "sessionid", "sessid", "sessionkey", "webhookurl", "secretid"),
+    *("accesssignature", "authcode", "accesscode", "sasurl", "sasuri", "signedurl", "serviceaccountjson"),
 )
-"""Ends of secret names, whether or not their words are separated: `db_password`, `PGPASSWORD`, `Api-Key`, `clientsecret`."""
+"""Suffixes of secret names, with or without word separators: `db_password`, `PGPASSWORD`, `Api-Key`, `clientsecret`."""
 SECRET_WORDS = read_words(
-    "token key pw pass auth oauth bearer cookie cookies session sas sig signature dsn jwt otp cred creds webhook"
+    "token key pw pass auth oauth bearer cookie cookies session sas sig signature dsn jwt jwk jwks hmac pat otp cred creds "
+    "webhook"
 )
 """Last words of secret names."""
+JOINED = re.compile("(.+)(token|key|pass)")
+"""Pattern of a word that ends in a secret word: `githubtoken`, `masterkey`, `dbpass`."""
 COUNTED = read_words("per each max min num")
-"""Words before the last one that make every name harmless: `cost_per_token`."""
+"""Words that make every name harmless if they precede the last word: `cost_per_token`."""
 HARMLESS = {
     "token": read_words(
         "eos bos pad unk sep cls mask image video audio vision stop end start begin next first last special turn think "
-        "box new input output decoder encoder prompt padding"
+        "box new input output decoder encoder prompt padding completion response total generated reasoning cached mean avg "
+        "call tool assistant chosen rejected reference logprob thinking patch grid frame time object modality mm sub"
     ),
     "key": read_words(
         "score data row field column image video media audio clip text prompt question answer response completion message "
         "messages label id index sort group cache primary foreign partition metric meta dict json config state parameter "
-        "weight tensor layer registry reward class caption path file name item time step map"
-    )
-    | {""},
-    "pass": read_words("forward backward single multi first second one two full must low high band by"),
+        "weight tensor layer registry reward class caption path file name item time step map fn "
+        "gold problem solution option target source object sample category context instruction template conversation tool "
+        "feature lookup choice entry tag split subset timestamp unique hash bucket truth prefix frame task value letter uuid "
+        "mon tur hoc don joc whis hot sub"
+    ),
+    "pass": read_words(
+        "forward backward single multi first second one two full must low high band by prompt test fail com encom sur tres"
+    ),
+    "signature": read_words("function method class tool call reward"),
 }
-"""Words before the last one that make a name harmless: `eos_token`, `score_key`. A `key` with no word before it is harmless."""
+"""Words, or beginnings of the last word, that make a name harmless: `eos_token`, `score_key`, `monkey`."""
+AMBIGUOUS = read_words("key pass session signature")
+"""Words that, without another word, are secret only in variables, headers and URLs, as are plurals such as `GH_TOKENS`."""
 QUALIFIERS = read_words(
     "value val plain base prod production dev staging test read write ro rw primary secondary backup old new default hash "
-    "header headers"
+    "header headers str string text pem json v b"
 )
-"""Words after the one that makes a name secret: `HF_TOKEN_READ`, `API_KEY_2`, `password_base64`."""
+"""Words that may follow the word that makes a name secret: `HF_TOKEN_READ`, `API_KEY_V2`, `password_b64`."""
 VARIABLE_WORDS = read_words("env environment variable var")
-"""Words after a secret name in the key of a variable: `token_env`, `api_key_variable`."""
+"""Last words of keys whose value names an environment variable with a secret: `token_env`, `api_key_variable`."""
 
 
 @lru_cache(maxsize=4096)
-def is_secret_name(name: str) -> bool:
+def is_secret_name(name: str, *, ambiguous: bool = False) -> bool:
     """Return whether a name belongs to a secret: `hf_token`, `X-Api-Key` or `dbPassword`, but not `max_tokens` or `author`.
 
-    A name of a function in a file, such as `judge.py:token`, is not secret.
+    The name of a function in a file, such as `judge.py:token`, is not secret.
+
+    Args:
+        ambiguous: whether ambiguous words count, as they do for names of variables, headers and URL parameters.
     """
-    words = [] if ":" in name else split_words(name)
-    while len(words) > 1 and (words[-1].isdecimal() or words[-1] in QUALIFIERS):
-        words.pop()
+    words = read_significant_words(name)
     if not words:
         return False
     last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if ambiguous and before and last in ("tokens", "keys"):
+        last = last.removesuffix("s")
+    elif last not in SECRET_WORDS and (joined := JOINED.fullmatch(last)):
+        before, last = joined.groups()
     if before in COUNTED:
         return False
-    return "".join(words).removesuffix("s").endswith(ENDINGS) or (
-        last in SECRET_WORDS and before not in HARMLESS.get(last, ())
+    return is_clearly_secret(name) or (
+        last in SECRET_WORDS
+        and not {before, before.removesuffix("s")} & HARMLESS.get(last, frozenset())
+        and (ambiguous or before != "" or last not in AMBIGUOUS)
     )
+
+
+def is_clearly_secret(name: str) -> bool:
+    """Return whether a name cannot mean anything else than a secret: `db_password`, `api_key`, but not `user_token`."""
+    return has_secret_ending(read_significant_words(name))
+
+
+def has_secret_ending(words: list[str]) -> bool:
+    return "".join(words).removesuffix("s").endswith(ENDINGS)
+
+
+def read_significant_words(name: str) -> list[str]:
+    """Return the words of a name up to the one that may make it secret; none for the name of a function in a file."""
+    words = [] if ":" in name else split_words(name)
+    while len(words) > 1 and (words[-1].isdecimal() or words[-1] in QUALIFIERS) and not has_secret_ending(words):
+        words.pop()
+    return words
 
 
 def names_secret_variable(key: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dsreason.screen import escape_control, format_message
-from dsreason.secret_names import is_secret_name, names_secret_variable
+from dsreason.secret_names import is_clearly_secret, is_secret_name, names_secret_variable
 
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
@@ -35,9 +35,14 @@ SHORTEST = 6
 """Minimum length of a value to hide; a shorter one would also occur in unrelated text."""
 SHORTEST_BY_NAME = 8
 """Minimum length of a value to hide if only its name marks it as secret; a shorter one, such as `true`, may be a setting."""
+IDENTIFIER = re.compile("[a-z]+(_[a-z]+)*")
+"""Pattern of plain words, such as a column's name; hidden everywhere only if the key is clearly secret."""
+REQUEST = re.compile(r"(^|[._-])(headers|env|environ|environment|query)(\.\d+)*$", re.IGNORECASE)
+"""Pattern of keys that hold headers, variables or parameters of a URL."""
 ASSIGNMENT = re.compile(
-    r"(?<!\\)(?P<quote>\\*['\"])(?P<quoted>[\w .$/-]{1,100})(?P=quote)(?P<colon>\s*:\s*|\s*=\s*)"
+    r"(?<!\\)(?P<quote>\\*['\"])(?P<quoted>[\w .$/-]{1,100})(?P=quote)(?P<colon>\s*[:=,]\s*)"
     r"|(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\s*[:=]\s*)"
+    r"|(?<!\S)(?P<option>--[\w-]+) +"
 )
 """Pattern of a name and the sign before its value, as in JSON, Python, TOML, URLs, command lines and HTTP headers."""
 QUOTED = re.compile(
@@ -47,13 +52,23 @@ QUOTED = re.compile(
 """Pattern of a value in quotes, which may be cut off."""
 # Punctuation after the value belongs to the sentence and is kept.
 BARE = re.compile(r"[^&\s'\"<\\](?:[^&\s'\"\\]*[^&\s'\").,:;}\]\\])?")
+WEAK = re.compile(r"(?:\\*['\"])?((?=[^\s'\"\\]{0,199}\d)(?=[^\s'\"\\]{0,199}[^\W\d])[^\s'\"\\,;)}\]]{8,})")
+"""Pattern of a value that looks like a secret; after a weak sign, as in `password: wrong`, other values are ordinary text."""
+LIST = re.compile(r"\[(\s*\\*['\"][^\]\n]*)")
 NUMBER = re.compile(r"\d{4,}(?![\w.])")
 HEADER = re.compile(r"(?:(?:basic|bearer|token|digest)\s+)?([^\s'\",]+)", re.IGNORECASE)
+AUTHORIZATION = re.compile(
+    HEADER.pattern.removesuffix(")") + r"(?:,? *\b\w+=(?:\"[^\"\n]*\"|[^\s'\",]+))*)", re.IGNORECASE
+)
+"""Pattern of a value with further fields, as in `AWS4-HMAC-SHA256 Credential=…, Signature=…`."""
 COOKIES = re.compile(r"([^\n'\"]+)")
 MARKUP = re.compile(r"<[^<>]*>")
-"""Pattern of values that are left unchanged: names of variables (`<HF_TOKEN>`) and special tokens (`<|im_end|>`)."""
+"""Pattern of values that are not masked: names of variables (`<HF_TOKEN>`) and special tokens (`<|im_end|>`)."""
+PREFIXES = r"hf_|sk-|gh[a-z]_|github_pat_|AKIA|xox[a-z]-|glpat-|AIza|nvapi-|[rs]k_(?:live|test)_"
 PATTERNS = {
-    re.compile(r"\b(hf_|sk-|gh[a-z]_|AKIA)[A-Za-z0-9_-]{16,}"): r"\1…",
+    re.compile(rf"\b({PREFIXES})[A-Za-z0-9_-]{{16,}}"): r"\1…",
+    re.compile(r"\b(ASIA)[A-Z0-9]{16}\b"): r"\1…",
+    re.compile(r"\b(eyJ)[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"): r"\1…",
     re.compile(r"(\bbearer\s+)[\w.~+/-]{16,}=*", re.IGNORECASE): r"\1…",
     re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)"): r"\1…",
 }
@@ -65,12 +80,14 @@ EMBEDDED = re.compile(r"(['\"]bytes['\"]: b)(?:'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\
 RAW_BYTES = re.compile(
     r"(?<!\w)b(?:'(?=(?:[^'\\]|\\[^x])*\\x)(?:\\.|[^'\\])*'?|\"(?=(?:[^\"\\]|\\[^x])*\\x)(?:\\.|[^\"\\])*\"?)"
 )
-"""Pattern of a byte string with bytes that are not text, as Python prints it; it may be cut off."""
+"""Pattern of the `repr` of a byte string with non-text bytes; it may be cut off."""
 BASE64 = re.compile(r"(?<![\w+=-])(?=[\w+/-]*[0-9])(?=[\w+/-]*[A-Z])([\w+/-]{24})[\w+/-]{176,}={0,2}", re.ASCII)
 """Pattern of an unbroken text of at least 200 characters that may be base64: it has digits and capital letters."""
+PROXY_USER = re.compile(r"(?<![^\s'\"=(<,])[\w.~%+-]{1,100}:(?!//)[^\s'\"@]{1,200}(?=@[\w.-]{1,255}:\d{1,5}(?!\w))")
+"""Pattern of the credentials in `user:password@proxy:3128`, a proxy without a scheme."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
-MASK = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|AKIA)…|\bbearer\s+…|PRIVATE KEY-----…|://…@", re.IGNORECASE)
-"""Pattern of the masks that `PATTERNS` and `mask_credentials` put into a text."""
+MASK = re.compile(rf"\b(?:{PREFIXES}|ASIA|eyJ)…|\bbearer\s+…|PRIVATE KEY-----…|…@", re.IGNORECASE)
+"""Pattern of the masks that `PATTERNS` and `mask_credentials` insert into a text."""
 VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
@@ -88,7 +105,7 @@ VERBOSE_LOGGERS = (
 def hide_secrets(text: str) -> str:
     """Replace the values of secret variables in a text with their names, and mask other secrets, such as `user:password@`.
 
-    The content of media, which fills a screen, is left out as well.
+    The content of media is also omitted, because it would fill the screen.
     """
     for name, value in list_secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
@@ -106,9 +123,10 @@ def iter_secret_values(text: str) -> Iterator[tuple[int, int]]:
     """Yield start and end of every value in a text that follows a secret name: `token=…`, `"api_key": "…"`, `X-Api-Key: …`."""
     last_end = 0
     for match in ASSIGNMENT.finditer(text):
-        name = match["quoted"] or match["name"]
+        name = match["quoted"] or match["name"] or match["option"]
         is_parameter = match.start() > 0 and text[match.start() - 1] in "?&"
-        if match.start() < last_end or not is_secret_name(f"url-{name}" if is_parameter else name):
+        is_variable = "_" in name and name.isupper()
+        if match.start() < last_end or not is_secret_name(name, ambiguous=is_parameter or is_variable):
             continue
         if value := find_value(text, match):
             last_end = value.end()
@@ -117,17 +135,22 @@ def iter_secret_values(text: str) -> Iterator[tuple[int, int]]:
 
 def find_value(text: str, name: re.Match[str]) -> re.Match[str] | None:
     """Return the match of the value after a name; its last group, if it has any, is the part to mask."""
-    sign = name["colon"] or name["sign"]
+    sign = (name["colon"] or name["sign"] or "").strip()
+    if name["option"] or sign == ",":  # `--password …`, or a pair in a list
+        is_option = name["option"] or name["quoted"].startswith("--")
+        return WEAK.match(text, name.end()) if is_option or is_clearly_secret(name["quoted"]) else None
     if value := QUOTED.match(text, name.end()):
         return None if MARKUP.fullmatch(value[value.lastindex or 0]) else value
     header = name["name"] and ("-" in name["name"] or name["name"].lower() in ("authorization", "cookie"))
-    if header and sign.strip() == ":":
-        return (COOKIES if "cookie" in name["name"].lower() else HEADER).match(text, name.end())
     if name["name"] and name["name"].lower().endswith("authorization"):
-        return HEADER.match(text, name.end())
+        return AUTHORIZATION.match(text, name.end())
+    if header and sign == ":":
+        return (COOKIES if "cookie" in name["name"].lower() else HEADER).match(text, name.end())
     if name["quoted"]:
-        return NUMBER.match(text, name.end())
-    return BARE.match(text, name.end()) if sign == "=" else None
+        return NUMBER.match(text, name.end()) or LIST.match(text, name.end())
+    if sign == "=":
+        return BARE.match(text, name.end())
+    return WEAK.match(text, name.end()) if is_clearly_secret(name["name"]) else None
 
 
 def hide_payloads(text: str) -> str:
@@ -143,7 +166,7 @@ _values: dict[str, str] = {}
 
 
 def add_secret_variable(name: str) -> None:
-    """Treat the value of this environment variable as secret, whatever its name is."""
+    """Treat the value of this environment variable as secret, whatever its name."""
     if name not in _variables:
         _variables.add(name)
         list_secret_variables.cache_clear()
@@ -151,7 +174,7 @@ def add_secret_variable(name: str) -> None:
 
 def register_secrets(document: Any, place: str = "") -> None:
     """Register all secrets in a configuration, and the environment variables that it names as secret, for `hide_secrets`."""
-    for key, item, is_secret in iter_items(document):
+    for key, item, is_secret in iter_items(document, place):
         below = f"{place}.{key}" if place else key
         if names_secret_variable(key) and isinstance(item, str):
             add_secret_variable(item)
@@ -159,8 +182,10 @@ def register_secrets(document: Any, place: str = "") -> None:
             register_secrets(item, below)
         elif isinstance(item, (dict, list)):
             register_secrets({f"{number}_secret": value for number, value in enumerate(iter_leaves(item))}, below)
-        elif is_set(item) and len(str(item).strip()) >= SHORTEST_BY_NAME:
-            _values[below] = str(item).strip()
+        elif is_set(item) and len(text := str(item).strip()) >= SHORTEST_BY_NAME:
+            if IDENTIFIER.fullmatch(text) and not is_clearly_secret(key):
+                continue
+            _values[below] = text
             list_secret_variables.cache_clear()
 
 
@@ -188,34 +213,40 @@ def list_secret_variables(count: int) -> list[tuple[str, str]]:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether the environment variable's name marks its value as secret; a variable named KEY is, too."""
-    return name in _variables or is_secret_name(f"variable-{name}")
+    """Return whether the environment variable's name marks its value as secret; the name KEY also does."""
+    return name in _variables or name.upper().endswith("_HEADERS") or is_secret_name(name, ambiguous=True)
 
 
-def hide_in_json(value: Any) -> Any:
+def hide_in_json(value: Any, place: str = "") -> Any:
     """Mask secrets in JSON values: within strings, in query strings of URLs, and as the values of secret names."""
     if isinstance(value, str):
         return ADDRESS.sub(strip_query, hide_secrets(value))
-    if isinstance(value, dict):
-        return {
-            key: "…" if is_secret and is_set(item) else hide_in_json(item) for key, item, is_secret in iter_items(value)
-        }
-    return [hide_in_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    items = {
+        key: "…" if is_secret and is_set(item) else hide_in_json(item, f"{place}.{key}")
+        for key, item, is_secret in iter_items(value, place)
+    }
+    return items if isinstance(value, dict) else [*items.values()]
 
 
-def iter_items(value: Any) -> Iterator[tuple[str, Any, bool]]:
+def iter_items(value: Any, place: str = "") -> Iterator[tuple[str, Any, bool]]:
     """Yield the keys and values of a dict or list, and whether the value belongs to a secret name.
 
-    In `{name = "X-Api-Key", value = "…"}`, as in lists of headers, the secret is the value.
+    In `{name = "X-Api-Key", value = "…"}`, as in lists of headers, the secret is the value; in a command line, it is the item
+    after an option such as `--password`.
     """
     if isinstance(value, dict):
         names = [value.get(key) for key in ("name", "key", "header")]
-        is_pair = any(isinstance(name, str) and is_secret_name(name) for name in names)
+        is_pair = any(isinstance(name, str) and is_secret_name(name, ambiguous=True) for name in names)
+        is_request = bool(REQUEST.search(place))
         for key, item in value.items():
-            yield key, item, is_secret_name(key) or (is_pair and key == "value")
+            yield key, item, is_secret_name(key, ambiguous=is_request) or (is_pair and key == "value")
     elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield str(number), item, False
+        for number, (option, item) in enumerate(zip(["", *value], value, strict=False)):
+            is_option = isinstance(option, str) and option.startswith("--") and "=" not in option
+            is_value = isinstance(item, (str, int)) and not str(item).startswith("-")
+            yield str(number), item, is_option and is_value and is_secret_name(option)
 
 
 def iter_leaves(value: Any) -> Iterator[Any]:
@@ -226,7 +257,7 @@ def iter_leaves(value: Any) -> Iterator[Any]:
 
 def iter_masked_keys(value: Any, place: str = "") -> Iterator[str]:
     """Yield the dotted keys of JSON values that `hide_in_json` has masked, such as `reward.options.judge.api_key`."""
-    for key, item, is_secret in iter_items(value):
+    for key, item, is_secret in iter_items(value, place):
         below = f"{place}.{key}" if place else key
         yield from [below] if item == "…" and is_secret else iter_masked_keys(item, below)
     if isinstance(value, str):
@@ -273,13 +304,16 @@ class HidingFormatter(logging.Formatter):
 
 
 def mask_credentials(text: str) -> str:
-    """Mask user, password or token in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. The password may contain slashes."""
+    """Mask user, password or token in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. The password may contain slashes.
+
+    Without a scheme, `user:password@` is masked before a host and a port.
+    """
 
     def mask_user(match: re.Match[str]) -> str:
         user, at, remainder = match[0].rpartition("@")
         return f"…@{remainder}" if at and (":" in user or not set("/?#") & set(user)) else match[0]
 
-    return re.sub(r"(?<=://)[^\s'\"]+", mask_user, text)
+    return PROXY_USER.sub("…", re.sub(r"(?<=://)[^\s'\"]+", mask_user, text))
 
 
 def quiet_libraries() -> None:

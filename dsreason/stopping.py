@@ -1,4 +1,4 @@
-"""The request to stop this process, and waits that end as soon as there is one.
+"""Requests to stop this process, and waits that end as soon as such a request arrives.
 
 A signal can only be handled between two steps of a run, but a step may have to wait for minutes: for a server, a worker process
 or a data worker. Such waits therefore check for a request several times per second.

@@ -31,7 +31,7 @@ SAVING, DELETING = ".saving_", ".deleting_"
 DAMAGED = "damaged_"
 """Prefix of the names of checkpoints that were found to be damaged."""
 MAX_RANKS = 100_000
-"""Maximum number of ranks in a checkpoint. A larger number must be an error, and checking every rank's files would take long."""
+"""Maximum number of ranks in a checkpoint. A larger number must be an error; checking the files of all ranks would take long."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ def write_model_folder(
     """Write `tensors` as safetensors files, and copy the config, tokenizer and processor files of `source`.
 
     The weights and the model card of `source` are not copied; generation_config.json also names the token that ends a turn in the
-    chat template. Memory holds at most one shard (`max_shard_size`, or one larger
-    tensor) and one other tensor at a time. The folder gets its final name only once it is complete.
+    chat template. Memory holds at most one shard (`max_shard_size`, or one larger tensor) and one other tensor at a time. The
+    folder gets its final name only once it is complete.
 
     Args:
         dtype: precision of the weights, "bf16" or "fp32".

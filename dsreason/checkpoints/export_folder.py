@@ -1,4 +1,4 @@
-"""Folders of exports: a draft that belongs to one process, and the files that are taken from the base model's folder."""
+"""Folders of exports: drafts, which only one process at a time can write, and the files copied from the base model's folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from dsreason.checkpoints.export_digests import write_digests
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.files.atomic import flush
-from dsreason.files.disk import check_link, remove
-from dsreason.files.lock import LOCK_FILE, FolderLock
+from dsreason.files.disk import check_link, find_existing, remove
+from dsreason.files.lock import LOCK_FILE, FolderLock, LockWriteError
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,14 @@ TAKEN = re.compile(
     r"chat_template\.(json|jinja)|additional_chat_templates/[^/.][^/]*\.jinja|"
     r"(?i:(licen[cs]e|notice)(\.md|\.txt)?)"
 )
-"""Pattern of the base model's files that an export takes: what transformers reads for a config, tokenizer or processor, and the
-license, which must accompany a changed model."""
+"""Pattern of the base model's files that an export copies: the files that transformers reads for config, tokenizer and processor,
+and the license, which must accompany a changed model."""
 CODE = re.compile(r"[A-Za-z_]\w*\.py")
-"""Pattern of files with a model's own code, which an export takes only with `model.trust_remote_code`."""
+"""Pattern of files with a model's own code, which an export copies only with `model.trust_remote_code`."""
+
+
+ATTEMPTS = 100
+"""Number of attempts to lock a folder that other processes delete."""
 
 
 @contextmanager
@@ -38,7 +42,7 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
     """Yield a temporary folder, which is renamed to `output` once the block has succeeded.
 
     Args:
-        durable: add a file with digests, and sync all files to disk before the name, so that a complete folder survives a power
+        durable: add a file with digests, and sync all files to disk before renaming, so that a complete folder survives a power
             failure.
 
     Raises:
@@ -49,6 +53,7 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
     if output.is_symlink() or output.is_dir():
         output = Path(os.path.realpath(output))  # replace the target, so that a link to another disk remains a link
     try:
+        existing = find_existing(output.parent)
         with hold_draft(output) as draft:
             check_target_empty(output)
             yield draft
@@ -58,29 +63,27 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
             check_target_empty(output)
             draft.rename(output)
             if durable:
-                flush(output.parent)
+                flush_parents(output, existing)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{output}: cannot be written ({error}); free disk space, or choose another folder") from error
 
 
 @contextmanager
 def hold_draft(output: Path) -> Iterator[Path]:
-    """Yield a new folder beside `output`, and delete it at the end of the block. A lock keeps other processes from making one.
+    """Yield a new folder beside `output`, and delete it at the end of the block. A lock keeps other processes from creating one.
 
-    Drafts that killed processes have left are deleted first. Each draft has another name, so that a process that has lost its
-    lock never renames another one's draft.
+    Drafts of killed processes are deleted first. Each draft has a unique name, so that a process that has lost its lock cannot
+    rename the draft of another process.
     """
     drafts = output.with_name(f".{output.name}.partial")
-    if drafts.is_symlink() or not drafts.is_dir():
-        drafts.unlink(missing_ok=True)
-        drafts.mkdir(parents=True, exist_ok=True)
     try:
         with FolderLock(lambda error: log.warning("%s", error)) as lock:
             try:
-                lock.take(drafts)
+                lock_drafts(drafts, lock)
+            except LockWriteError as error:
+                raise SaveError(f"{output}: cannot be written now: {error}") from None
             except ConfigError as error:
-                kind = ConfigError if (drafts / LOCK_FILE).exists() else SaveError  # SaveError: the disk is full
-                raise kind(f"{output}: cannot be written now: {error}") from None
+                raise ConfigError(f"{output}: cannot be written now: {error}") from None
             delete_drafts(drafts)
             draft = drafts / os.urandom(4).hex()
             draft.mkdir()
@@ -91,6 +94,23 @@ def hold_draft(output: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # another process has taken the lock
             drafts.rmdir()
+
+
+def lock_drafts(drafts: Path, lock: FolderLock) -> None:
+    """Create the folder for drafts and lock it; try again if another process, which is just ending, deletes it in between."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            if drafts.is_symlink() or not drafts.is_dir():
+                drafts.unlink(missing_ok=True)
+                drafts.mkdir(parents=True, exist_ok=True)
+            lock.take(drafts)
+            return
+        except (FileNotFoundError, FileExistsError, IsADirectoryError):
+            if attempt == ATTEMPTS:
+                raise
+        except LockWriteError as error:
+            if attempt == ATTEMPTS or not error.no_folder:
+                raise
 
 
 def delete_drafts(drafts: Path) -> None:
@@ -105,6 +125,14 @@ def flush_folder(folder: Path) -> None:
         flush(path)
 
 
+def flush_parents(output: Path, existing: Path) -> None:
+    """Sync the entries of the parents of `output` up to `existing`, the nearest one that existed before."""
+    for folder in output.absolute().parents:
+        flush(folder)
+        if folder == existing:
+            return
+
+
 def check_target(source: Path, output: Path, *, with_code: bool) -> None:
     check_target_empty(output)
     if not (source / "config.json").is_file():
@@ -115,7 +143,7 @@ def check_target(source: Path, output: Path, *, with_code: bool) -> None:
 
 
 def check_base_links(source: Path, *, with_code: bool) -> None:
-    """Raise CheckpointError if a file that exports take from the base model's folder is a link that leaves it."""
+    """Raise CheckpointError if a file that exports copy from the base model's folder is a link that leads outside this folder."""
     for path in list_base_files(source, with_code=with_code):
         check_link(path, source)
 
@@ -133,17 +161,17 @@ def list_base_files(source: Path, *, with_code: bool) -> list[Path]:
 
 
 def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
-    """Copy the files of `list_base_files`, and nothing else that is beside them.
+    """Copy the files of `list_base_files` and no other files.
 
     Raises:
-        CheckpointError: one of these files is a link that leaves the folder.
+        CheckpointError: one of these files is a link that leads outside the folder.
     """
     for file in list_base_files(source, with_code=with_code):
         copy_file(source, file.relative_to(source).as_posix(), output)
 
 
 def copy_file(source: Path, name: str, output: Path) -> None:
-    """Copy the file `name` of a folder; raise CheckpointError if it is a link that leaves the folder."""
+    """Copy the file `name` of a folder; raise CheckpointError if it is a link that leads outside the folder."""
     check_link(source / name, source)
     (output / name).parent.mkdir(exist_ok=True)
     shutil.copyfile(source / name, output / name)

@@ -1,7 +1,7 @@
-"""The limits of a model folder's image and video processors: those of training, as far as the processors can express them.
+"""Limits for a model folder's image and video processors that reproduce those of training, as far as processors can express them.
 
-Processors of images limit the pixels of each image, as training does. For videos, `size` limits each frame in Qwen2.5-VL and all
-frames together in Qwen3-VL, and `cap_pixels_per_frame` adds the other limit of qwen-vl-utils. See `resize` in transformers'
+Image processors limit the pixels of each image, as training does. For videos, `size` limits each frame in Qwen2.5-VL and all
+frames together in Qwen3-VL; `cap_pixels_per_frame` adds the other limit of qwen-vl-utils. See `resize` in transformers'
 `video_processing_qwen2_vl.py` and `video_processing_qwen3_vl.py`, and `compute_video_size` for the rule of training.
 """
 
@@ -23,23 +23,23 @@ IMAGE_FILE, VIDEO_FILE, BOTH_FILE = (
     "processor_config.json",
 )
 VIDEO_BUDGET = 0.9
-"""Share of `max_video_tokens` that Qwen2.5-VL's processor fills with the frames of a video."""
+"""Fraction of `max_video_tokens` that Qwen2.5-VL's processor uses for the frames of a video."""
 
 
 @dataclass(frozen=True)
 class ProcessorLimits:
-    """Keys of the processors' files, with the values that have the same meaning in training."""
+    """Keys and values for the processor files with which media get the same sizes as in training."""
 
     trained: TrainedVision
     image: dict[str, Any]
     video: dict[str, Any]
     server: dict[str, Any]
-    """vLLM's settings for reading clips, for the same frames as in training."""
+    """Settings with which vLLM reads the same frames of a clip as in training."""
     unexpressed: list[str] = field(default_factory=list)
-    """Settings of training that the files do not express."""
+    """Settings of training that the files cannot express."""
 
     def describe(self) -> dict[str, str]:
-        """Return rows for the model card."""
+        """Return the rows of the model card's table: label → value."""
         settings = self.trained.settings
         rows = {"vision settings": f"`{format_settings(settings)}`" if settings else "the defaults"}
         if self.trained.differing:
@@ -50,7 +50,7 @@ class ProcessorLimits:
 
 
 def compute_limits(processor: Any, trained: TrainedVision, family: Vision) -> ProcessorLimits:
-    """Compute the values for a processor of transformers whose model was trained with the settings `trained`."""
+    """Compute the limits for a transformers processor whose model was trained with the settings `trained`."""
     settings = trained.settings
     image, video = processor.image_processor, processor.video_processor
     low, high = vision.compute_image_bounds(settings, vision.choose_image_limits(get_pixel_limits(image), family))
@@ -72,7 +72,7 @@ def get_pixel_limits(processor: Any) -> vision.PixelLimits:
 
 
 def compute_frames(settings: dict[str, float], family: Vision, patch: int) -> dict[str, float]:
-    """Return `fps` and the bounds of the number of frames; a fixed number is both bounds."""
+    """Return `fps` and the bounds of the number of frames; both bounds are equal if the number is fixed."""
     if "nframes" in settings:
         count = max(patch, round(settings["nframes"] / patch) * patch)
         return {"fps": family.fps, "min_frames": count, "max_frames": count}
@@ -83,7 +83,7 @@ def compute_frames(settings: dict[str, float], family: Vision, patch: int) -> di
 def compute_frame_limits(
     settings: dict[str, float], own: vision.PixelLimits, family: Vision, patch: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of a processor whose `size` limits each frame, and what they do not express."""
+    """Return the keys for a processor whose `size` limits each frame, and the settings that they cannot express."""
     smallest, largest, total = vision.choose_frame_bounds(patch, own, family, patch)
     low = int(settings.get("min_pixels", smallest))
     most, floor = settings.get("max_pixels"), int(low * 1.05)
@@ -102,9 +102,9 @@ def compute_frame_limits(
 def compute_total_limits(
     settings: dict[str, float], own: vision.PixelLimits, family: Vision, patch: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of a processor whose `size` limits all frames together, and what they do not express.
+    """Return the keys for a processor whose `size` limits all frames together, and the settings that they cannot express.
 
-    The processor's own total limit remains unless `total_pixels` is set: a higher one would make vLLM reserve more memory.
+    The processor's own total limit remains unless `total_pixels` is set, because vLLM would reserve more memory for a higher one.
     """
     smallest, largest, total = vision.choose_frame_bounds(patch, own, family, patch)
     most = min(largest, settings.get("max_pixels", largest))
@@ -126,7 +126,7 @@ def compute_total_limits(
 
 
 def write_limits(folder: Path, limits: ProcessorLimits) -> None:
-    """Change the processors' files in a model folder; a folder whose processors share a file gets one for videos."""
+    """Change the processor files in a model folder; if both processors share a file, create a separate one for videos."""
     if not (folder / VIDEO_FILE).is_file() and (shared := folder / IMAGE_FILE).is_file():
         write_json(folder / VIDEO_FILE, read_json(shared))
     for name, keys in ((IMAGE_FILE, limits.image), (VIDEO_FILE, limits.video)):
@@ -141,7 +141,7 @@ def write_limits(folder: Path, limits: ProcessorLimits) -> None:
 
 
 def change_limits(document: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """Return a processor's settings with `keys` changed, also under the older names `min_pixels` and `max_pixels`."""
+    """Return a processor's settings with `keys` changed, including those under the older names `min_pixels` and `max_pixels`."""
     older = {"min_pixels": keys["size"]["shortest_edge"], "max_pixels": keys["size"]["longest_edge"]}
     return document | keys | {name: value for name, value in older.items() if name in document}
 

@@ -1,4 +1,4 @@
-"""Selection of the checkpoint that a run continues from, after all its files have been checked."""
+"""Selection of the checkpoint from which a run continues, after a check of all its files."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def check_together(path: Path, world: World) -> None:
 
 
 def check_readable(path: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError if one of these files exists, but this user may not read it; such a file is not damaged."""
+    """Raise ConfigError if one of these files exists but this user may not read it, which must not count as damage."""
     for name in names:
         if os.access(path / name, os.F_OK) and not os.access(path / name, os.R_OK):
             raise ConfigError(f"{path / name}: this user may not read it; change its permissions")
 
 
 def is_checked_by(name: str, world: World) -> bool:
-    """Return whether this rank checks the file of a checkpoint.
+    """Return whether this rank checks this file of a checkpoint.
 
-    A rank checks the files that it will load, so that it then loads them from the page cache of its host.
+    Each rank checks the files that it will load, because it then finds them in its host's page cache.
     """
     match = re.search(r"rank_([0-9]{1,9})", name)
     owner = int(match[1]) if match else 0
@@ -95,7 +95,7 @@ def set_damaged_aside(path: Path, damage: str) -> None:
 
 
 def check_not_all_damaged(folder: Path) -> None:
-    """Raise CheckpointError if the folder has damaged checkpoints but no complete one: a new run might not be what is wanted."""
+    """Raise CheckpointError if the folder has damaged checkpoints but no complete one: the user may not want a new run."""
     damaged = sorted(path.name for path in folder.glob(f"{DAMAGED}{PREFIX}*"))
     if damaged and not find_complete_checkpoints(folder):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The vision settings with which a model was trained, as checkpoints (`trainer_state.json`) and exports store them."""
+"""The vision settings with which a model was trained, which checkpoints (`trainer_state.json`) and exports store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 VISION_FILE = "dsreason_vision.json"
 """Name of the file in an export."""
 OF_ROWS = ("video_start", "video_end")
-"""Settings that select a part of the training clips; they do not apply to other clips, so they are not stored."""
+"""Settings that select a part of each training clip; they are not stored, because they do not apply to other clips."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class TrainedVision:
     """The vision settings of a run's training rows. Example: `TrainedVision({"fps": 2.0, "max_pixels": 81920})`."""
 
     settings: dict[str, int | float]
-    """Keys of `[data.vision]` that were set, of the first source if there are several."""
+    """Keys that were set in `[data.vision]`; if there are several sources, those of the first one."""
     differing: list[str] = field(default_factory=list)
-    """Paths (or adapters) of the sources that were trained with other settings."""
+    """Paths (or adapters) of the sources with different settings."""
 
     def to_config(self) -> VisionConfig:
         return VisionConfig.model_validate(self.settings)
@@ -49,7 +49,7 @@ def collect_trained_vision(sources: Sequence[tuple[str, VisionConfig]]) -> Train
 
 
 def read_trained_vision(folder: Path) -> TrainedVision | None:
-    """Return the settings of an export, or else those of the run that it is in; None if both have none.
+    """Return the settings of an export, or else those of the run that contains it; None if neither has any.
 
     Raises:
         CheckpointError: the export's file is invalid.
@@ -70,7 +70,7 @@ def read_trained_vision(folder: Path) -> TrainedVision | None:
 
 
 def read_run_vision(run: Path) -> TrainedVision | None:
-    """Return the settings in the record of a run, for exports and checkpoints of older versions; None if it has none."""
+    """Return the settings in a run's `config.json`, for exports and checkpoints of older versions; None if it has none."""
     data = (find_run_record(run) or {"config": {}})["config"].get("data")
     if not isinstance(data, dict):
         return None

@@ -106,8 +106,8 @@ def write_cached(content: bytes, suffix: str) -> Path:
 def unpack(archive: Path) -> Path:
     """Unpack an archive once into `$COSMOS_CACHE` or the cache folder, and return the folder of its members.
 
-    Several processes may call this function at the same time. An archive whose size or modification time has changed is
-    unpacked again, and so is one of whose members the copy was damaged.
+    Several processes may call this function at the same time. An archive is unpacked again if its size or modification time
+    has changed, or if an unpacked member has been damaged.
 
     Raises:
         DataError: the archive is damaged, or a member would be written outside the folder.

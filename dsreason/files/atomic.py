@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from dsreason.stopping import pause
+
+LOCK_POLL_S = 0.02
 
 
 @contextmanager
@@ -14,7 +19,7 @@ def open_draft(file: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path that replaces `file` at the end of the block, or is deleted if the block fails.
 
     Args:
-        durable: sync the content to disk before the name, so that a power failure leaves either the old or the new file.
+        durable: sync the content to disk before renaming, so that a power failure leaves either the old or the new file.
     """
     draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.partial")
     try:
@@ -46,23 +51,43 @@ def flush(path: Path) -> None:
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
     """Return `folder`; if it does not exist, create it with `build`, which fills a temporary folder that is then renamed.
 
-    One process builds the folder while others wait. A `build` that fails leaves its temporary folder behind for the next one to
-    continue.
+    One process builds the folder while others wait.
     """
     if not folder.is_dir():
         with hold_lock(folder):
             if not folder.is_dir():
-                partial = folder.with_name(f"{folder.name}.partial")
-                build(partial)
-                partial.rename(folder)
+                build_or_replace(folder, build)
     return folder
+
+
+def build_or_replace(folder: Path, build: Callable[[Path], object]) -> None:
+    """Fill a temporary folder with `build`, and give it the name `folder`; an old folder is deleted only then.
+
+    A `build` that fails leaves its temporary folder behind for the next one to continue. The caller holds the lock.
+    """
+    partial, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    build(partial)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes from building this folder. All folders in a cache share 256 lock files."""
+    """Keep other processes from building this folder. All folders in a cache share 256 lock files.
+
+    Raises:
+        Stopped: this process was asked to stop while it waited.
+    """
     locks = folder.parent / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / folder.name[-2:]).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pause(LOCK_POLL_S)
         yield

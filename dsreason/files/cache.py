@@ -1,7 +1,7 @@
 """The cache folder for files that can be recreated: tiny models, the built-in task and unpacked archives.
 
-Copies and unpacked files are compared with a record of their sizes, times and hashes when they are used, because a copy that has
-lost its end would be used forever.
+Copies and unpacked files are compared with a record of their sizes, times and hashes when they are used, because a truncated copy
+would otherwise be used forever.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
 from dsreason.errors import ConfigError, StorageError
-from dsreason.files.atomic import build_once, hold_lock, write_file
-from dsreason.files.disk import compute_sha256, read_small, remove, to_os_error
+from dsreason.files.atomic import build_once, build_or_replace, hold_lock, write_file
+from dsreason.files.disk import compute_sha256, read_small, to_os_error
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ ROOT = Path("/")
 
 
 class FileRecord(NamedTuple):
-    """What is known of a file since it was written. Any later write changes its times; copying the cache changes them, too."""
+    """Size, times and hash of a file when it was written. Any later write changes the times, but so does copying the cache."""
 
     size: int
     mtime_ns: int
@@ -67,10 +68,10 @@ def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
 
 
 def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
-    """Return `folder` as `build_once` does, but build it again, with a warning, if one of its files was damaged in the meantime.
+    """Return `folder` like `build_once`, but build it again, with a warning, if one of its files has been damaged.
 
     The files are compared with a record that was written when the folder was built, see `find_damage`. A folder without a
-    record is built again.
+    record, which an older version made, gets one. A damaged folder is replaced only by a complete new one.
     """
     record = folder.parent / RECORDS / f"{folder.name}.json"
 
@@ -78,17 +79,33 @@ def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
         build(partial)
         write_record(record, record_folder(partial))
 
-    if folder.is_dir() and find_damage(record, folder):
+    if folder.is_dir() and not record.exists():
+        adopt_copy(record, folder)
+    elif folder.is_dir() and find_damage(record, folder):
         with hold_lock(folder):
             # another process may have built it while this one waited
             if folder.is_dir() and (damage := find_damage(record, folder)):
                 log.warning("%s: %s, so this copy is made again", folder, damage)
-                remove(folder)
+                build_or_replace(folder, build_and_record)
     return build_once(folder, build_and_record)
 
 
+def adopt_copy(record: Path, folder: Path) -> None:
+    """Write the record of a copy that an older version made, if the cache is writable."""
+    if not os.access(folder.parent, os.W_OK):
+        warn_unrecorded(folder.parent)
+        return
+    log.info("%s: was made by an older version, so its files are recorded now", folder)
+    write_record(record, record_folder(folder))
+
+
+@cache
+def warn_unrecorded(cache_folder: Path) -> None:
+    log.warning("%s: is read-only and has copies without a record, so damage to them would go unnoticed", cache_folder)
+
+
 def record_folder(folder: Path) -> dict[str, FileRecord]:
-    """Read all regular files in a folder and return their records by relative path. Links are left out."""
+    """Read all regular files in a folder and return their records by relative path. Links are skipped."""
     files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
     return record_files((str(file.relative_to(folder)) for file in files if stat.S_ISREG(file.lstat().st_mode)), folder)
 
@@ -123,9 +140,9 @@ def write_record(record: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def find_damage(record: Path, folder: Path = ROOT) -> str | None:
-    """Describe the first file that differs from its record, or return None. Files without a record are no damage.
+    """Describe the first file that differs from its record; None if there is none. Files without a record are ignored.
 
-    Sizes and times are compared; content is read only if nothing but times differ.
+    Sizes and times are compared; the content is read only if just the times differ.
     """
     recorded = read_record(record)
     if recorded is None:

@@ -72,7 +72,7 @@ def read_small(file: Path, max_bytes: int | None = None) -> bytes:
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as opened:
         check_regular(descriptor, file)
-        content = bytearray()  # read in blocks, because `read` allocates what it is asked for
+        content = bytearray()  # read in blocks, because `read` allocates the requested size at once
         while len(content) <= max_bytes and (block := opened.read(min(BLOCK_BYTES, max_bytes + 1))):
             content += block
     if len(content) > max_bytes:
@@ -87,7 +87,7 @@ def check_regular(opened: int | Path, file: Path) -> None:
 
 
 def set_aside(path: Path, reason: str) -> None:
-    """Rename what is in the place of a report that is to be written, and log a warning with the reason."""
+    """Rename an unusable file or folder at the path of a report, and log a warning with the reason."""
     names = (path.with_name(f"{path.name}.{number}.unusable") for number in itertools.count(1))
     place = next(name for name in names if not os.path.lexists(name))
     path.rename(place)
@@ -95,20 +95,20 @@ def set_aside(path: Path, reason: str) -> None:
 
 
 def write_report(file: Path, content: str | bytes) -> None:
-    """Write a file like `write_file`; a folder in its place is renamed, because a report must not end a run."""
+    """Write a file like `write_file`, but rename a folder at its path, because a report must not end a run."""
     if file.is_dir() and not file.is_symlink():
         set_aside(file, "is a folder")
     write_file(file, content)
 
 
 def check_links(folder: Path) -> None:
-    """Raise CheckpointError if a link in the folder leaves it, because the link's target may be private."""
+    """Raise CheckpointError if a link in the folder leads outside it, because the link's target may be private."""
     for path in folder.rglob("*"):
         check_link(path, folder)
 
 
 def check_link(path: Path, folder: Path) -> None:
-    """Raise CheckpointError if `path`, which is in `folder`, leads out of it, itself or through a linked folder on the way.
+    """Raise CheckpointError if `path` in `folder` leads outside it, through a link or through a linked parent folder.
 
     In the cache of the Hugging Face Hub, links from `models--<name>/snapshots/<commit>/` to `models--<name>/blobs/` are allowed.
     """
@@ -173,7 +173,7 @@ def find_existing(path: Path) -> Path:
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file written by dsreason; return an empty one if that fails.
 
-    The content of such files can be recomputed, so a damaged one is no error.
+    The content of such files can be recomputed, so a damaged one is not an error.
     """
     try:
         document = json.loads(read_small(file))
@@ -183,7 +183,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_valid_lines(file: Path, schema: TypeAdapter[Any]) -> tuple[list[dict[str, Any]], str]:
-    """Read the objects in a JSON Lines file that fit `schema`, and describe what is wrong with the other lines ("": nothing).
+    """Read the objects in a JSON Lines file that match `schema`, and describe the faults of the other lines ("" without faults).
 
     `splitlines` would also split at characters such as U+2028, which JSON does not escape.
 

@@ -1,12 +1,13 @@
-"""Downloads by huggingface_hub, which does not check what is in its cache, and its errors with advice for the user."""
+"""Downloads with huggingface_hub, checks of its cache (which it does not do itself), and its errors with advice for the user."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from huggingface_hub.errors import (
 )
 
 from dsreason.errors import DataError, StorageError
-from dsreason.files.cache import get_cache_dir, read_record, record_files, write_record
+from dsreason.files.cache import FileRecord, get_cache_dir, read_record, record_files, write_record
 from dsreason.secrets import hide_secrets
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ ADVICE = {
     404: "the repository or branch does not exist, or the token in HF_TOKEN cannot access it; correct the name",
     429: "there were too many requests; try again later",
 }
+
+
+SHA1 = re.compile("[0-9a-f]{40}")
 
 
 def get_hub_url() -> str:
@@ -105,42 +109,63 @@ def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def fetch_snapshot(repo: str, **options: Any) -> Path:
-    """Call `snapshot_download`; files in its cache that were damaged after their download are downloaded again.
+    """Call `snapshot_download`, and download files again that have been damaged in the cache.
+
+    A damaged file stays until the new one is complete.
 
     Raises:
-        StorageError: a file is still damaged then.
+        StorageError: a file is still damaged then, or could not be downloaded.
     """
     folder = Path(snapshot_download(repo, **options))
     if damaged := find_damaged_files(folder):
-        log.warning("%s: was damaged in the cache (%d files), so it is downloaded again", damaged[0], len(damaged))
-        for file in damaged:
-            file.resolve().unlink()
-            file.unlink()
-        folder = Path(snapshot_download(repo, **options))
-        if damaged := find_damaged_files(folder):
-            raise StorageError(
-                f"{damaged[0]}: is damaged after a second download, too; check the disk and the connection"
-            )
+        others = f" (as are {len(damaged) - 1} others)" if len(damaged) > 1 else ""
+        log.warning("%s: was damaged in the cache%s; downloading it again", next(iter(damaged)), others)
+        names = [glob.escape(file.relative_to(folder).as_posix()) for file in damaged]
+        again = {"revision": folder.name, "allow_patterns": names, "force_download": True}
+        snapshot_download(repo, **{**options, **again})  # returns the cached folder if the Hub cannot be reached
+        for file, record in find_damaged_files(folder, damaged).items():
+            if record == damaged.get(file):
+                raise StorageError(
+                    f"{file}: was damaged in the cache and could not be downloaded again; check the connection and HF_HUB_OFFLINE"
+                )
+            raise StorageError(f"{file}: is damaged after a second download, too; check the disk and the connection")
     return folder
 
 
-def find_damaged_files(snapshot: Path) -> list[Path]:
-    """Return the files of a snapshot whose content does not fit the name of their blob, which is a hash.
+def find_damaged_files(snapshot: Path, earlier: Mapping[Path, FileRecord] | None = None) -> dict[Path, FileRecord]:
+    """Return the files of a snapshot whose content does not fit the name of their blob, which is a hash, with their records.
 
     A file is read only if its size or times have changed since it was last read.
+
+    Args:
+        earlier: files that have been downloaded again since they were returned. If the content of one is the same as before, and
+            its name may be a hash of another kind, it is not damaged.
     """
     key = hashlib.sha256(str(snapshot.absolute()).encode()).hexdigest()[:24]
     record = get_cache_dir() / "hub" / f"{key}.json"
-    blobs = {str(file.resolve()): file for file in snapshot.rglob("*") if file.is_symlink() and file.is_file()}
+    blobs = {locate_blob(file): file for file in snapshot.rglob("*") if file.is_symlink() and file.is_file()}
     known = read_record(record) or {}
     new = [blob for blob in blobs if blob not in known or known[blob][:3] != read_times(blob)]
     read = record_files(new)
-    damaged = [blob for blob in new if not fits_name(Path(blob), read[blob].sha256)]
+    damaged = [
+        blob
+        for blob in new
+        if not (
+            fits_name(Path(blob), read[blob].sha256)
+            or (blob in known and known[blob].sha256 == read[blob].sha256)
+            or is_same_download(Path(blob), read[blob], (earlier or {}).get(blobs[blob]))
+        )
+    ]
     sound = {blob: entry for blob, entry in (known | read).items() if blob in blobs and blob not in damaged}
     if new:
         with suppress(OSError):  # without a record, the files are read again
             write_record(record, sound)
-    return [blobs[blob] for blob in damaged]
+    return {blobs[blob]: read[blob] for blob in damaged}
+
+
+def locate_blob(link: Path) -> str:
+    """Return the path of the blob of a file; a blob may itself be a link, to a store that repositories share."""
+    return os.path.normpath(os.path.join(os.path.realpath(link.parent), os.readlink(link)))
 
 
 def read_times(file: str) -> tuple[int, int, int]:
@@ -150,10 +175,18 @@ def read_times(file: str) -> tuple[int, int, int]:
 
 
 def fits_name(blob: Path, sha256: str) -> bool:
-    """Return whether a blob's name is its hash: SHA-256 for large files, and Git's SHA-1 for others."""
+    """Return whether a blob's name is its hash: SHA-256 for large files, and Git's SHA-1 or plain SHA-1 for others."""
     if re.fullmatch("[0-9a-f]{64}", blob.name):
         return blob.name == sha256
-    if not re.fullmatch("[0-9a-f]{40}", blob.name):
+    if not SHA1.fullmatch(blob.name):
         return True  # a server other than the Hub may use any ETag
     content = blob.read_bytes()
-    return blob.name == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    prefixes = (b"blob %d\0" % len(content), b"")
+    return blob.name in [hashlib.sha1(prefix + content, usedforsecurity=False).hexdigest() for prefix in prefixes]
+
+
+def is_same_download(blob: Path, record: FileRecord, earlier: FileRecord | None) -> bool:
+    """Return whether two downloads of a file have the same content, and its name may be a hash that `fits_name` does not know."""
+    if earlier is None or record == earlier:  # the same file
+        return False
+    return record.sha256 == earlier.sha256 and SHA1.fullmatch(blob.name) is not None

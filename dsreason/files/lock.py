@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from dsreason.errors import ConfigError, Stopped
 from dsreason.files.disk import read_small
+from dsreason.stopping import pause
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ HEARTBEAT_S = 10.0
 STALE_AFTER_S = 180.0
 """Seconds after which a lock held by another machine counts as stale if it has not been touched. The limit is generous, because
 native code may block the thread that touches the lock."""
+
+WRITE_S = 0.2
+"""Seconds to wait for the content of an empty lock file."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +53,24 @@ class Holder:
         return f"process {self.pid} on {self.host} (since {self.since})"
 
 
+class LockWriteError(ConfigError):
+    """A lock file that cannot be created. `no_folder` is True if its folder does not exist, or no longer."""
+
+    def __init__(self, text: str, *, no_folder: bool = False) -> None:
+        super().__init__(text)
+        self.no_folder = no_folder
+
+
 class FolderLock(AbstractContextManager["FolderLock"]):
     """A lock that keeps other jobs from using a folder, from the call of `take` to the end of the block.
 
     Args:
         on_lost: callback for an error to report if another job takes over the folder because this job has not touched its
             lock for STALE_AFTER_S seconds; called in a separate thread.
-        asked_to_stop: returns the name of the signal that asked this job to stop, or ""; checked while `take` waits.
     """
 
-    def __init__(self, on_lost: Callable[[ConfigError], object], asked_to_stop: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, on_lost: Callable[[ConfigError], object]) -> None:
         self.on_lost = on_lost
-        self.asked_to_stop = asked_to_stop
         self.file: Path | None = None
         self.content = ""
         self.over = threading.Event()
@@ -70,12 +80,13 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
         Raises:
             ConfigError: another job uses the folder; the message names its host and process.
-            Stopped: this job was asked to stop while it waited to see whether another job still uses the folder.
+            LockWriteError: the lock file cannot be created.
+            Stopped: this process was asked to stop while it waited to see whether another job still uses the folder.
         """
         file, content = folder / LOCK_FILE, json.dumps(asdict(describe_process()))
         while not create(file, content):
             current = read(file)
-            if is_alive(file, current, self.asked_to_stop):
+            if is_alive(file, current):
                 raise make_in_use_error(folder, current)
             remove_stale(file, current)
         self.file, self.content = file, content
@@ -123,21 +134,31 @@ def make_in_use_error(folder: Path, content: str) -> ConfigError:
     )
 
 
-def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool:
-    """Return whether the holder of a lock is alive; this takes up to STALE_AFTER_S seconds if it runs on another machine."""
+def is_alive(file: Path, content: str) -> bool:
+    """Return whether the holder of a lock is alive; this takes up to STALE_AFTER_S seconds if it runs on another machine.
+
+    False if the lock no longer exists, or has another content.
+    """
     holder = parse(content)
     if holder is not None and holder.machine == read_machine_id():
         return read_start_time(holder.pid) == holder.started
+    if not content:
+        pause(WRITE_S)  # the holder may be writing it at this moment
+        if read(file):
+            return False
+    if (touched := get_last_touch(file)) is None:
+        return False
     log.warning(
         "%s: waiting up to %g s to see whether %s is still running", file, STALE_AFTER_S, holder or "another job"
     )
-    touched, alive, deadline = get_last_touch(file), False, time.monotonic() + STALE_AFTER_S
+    alive, deadline = False, time.monotonic() + STALE_AFTER_S
     while time.monotonic() < deadline:
-        time.sleep(STALE_AFTER_S / 60)
-        if name := asked_to_stop():
-            raise Stopped(f"stopped by {name} while waiting to see whether the holder of {file} is still running")
+        try:
+            pause(STALE_AFTER_S / 60)
+        except Stopped as stop:
+            raise Stopped(f"{stop} while waiting to see whether the holder of {file} is still running") from None
         now = get_last_touch(file)
-        if now is None:
+        if now is None or read(file) != content:
             return False
         alive = alive or now != touched
     return alive
@@ -153,8 +174,9 @@ def create(file: Path, content: str) -> bool:
     except OSError as error:
         with suppress(OSError):
             file.unlink()  # otherwise, a full disk would leave an empty file
-        raise ConfigError(
-            f"{file}: cannot be written ({error.strerror}); free disk space, or choose another folder"
+        raise LockWriteError(
+            f"{file}: cannot be written ({error.strerror}); free disk space, or choose another folder",
+            no_folder=isinstance(error, FileNotFoundError),
         ) from None
     return True
 

@@ -51,7 +51,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
         except RemoteEntryNotFoundError:
             continue
         except (HfHubHTTPError, OSError, ValueError):
-            return  # `datasets` will meet the same error and report it
+            return  # `datasets` will get the same error and report it
         for key, text in _iter_named_files(file):
             if _is_local(text):
                 raise DataError(

@@ -1,8 +1,8 @@
 """Local copies of S3 objects. Each object is fetched into the cache once, atomically, however many processes need it.
 
 The path of a copy contains the bucket and a hash of the key, ETag, size and time, so an object that was replaced is fetched
-again. An interrupted fetch resumes where it stopped, even in a later run. Each process checks only once whether an
-object has changed, or its copy was damaged.
+again. An interrupted fetch resumes where it stopped, even in a later run. Each process checks only once whether an object has
+changed or its copy has been damaged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_address(text: str) -> S3Address:
 
 
 def check_location(key: str, text: str) -> None:
-    """Raise DataError for a URL other than an S3 URI; otherwise, it would be used as a path, and a password in it displayed."""
+    """Raise DataError for URLs that are not S3 URIs; they would be used as paths, and passwords in them would be displayed."""
     if is_s3(text):
         read_address(text)
     elif "://" in text:
@@ -143,10 +143,9 @@ def _get_cache_folder(address: S3Address, version: str) -> Path:
 
 
 def _fetch(source: S3Object, file: Path) -> None:
-    """Fetch the missing part of the file. A partial file that an earlier process left has the same version.
+    """Fetch the missing part of the file. A partial file from an earlier process has the same version.
 
-    If it continues such a file, the result is compared with the object's ETag if that is an MD5, and fetched again if they
-    differ.
+    The result is then compared with the object's ETag if that is an MD5 hash, and fetched again if they differ.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     start = file.stat().st_size if file.exists() else 0
@@ -169,7 +168,7 @@ def _fetch(source: S3Object, file: Path) -> None:
 
 
 def has_other_md5(source: S3Object, file: Path) -> bool:
-    """Return whether the object's ETag is an MD5 other than the file's. ETags of uploads in several parts are no MD5."""
+    """Return whether the object's ETag is an MD5 hash that differs from the file's; ETags of multipart uploads are not hashes."""
     etag = source.etag.strip('"')
     if not re.fullmatch("[0-9a-f]{32}", etag):
         return False

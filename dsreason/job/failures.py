@@ -191,8 +191,7 @@ def record_failure(failure: Failure) -> None:
 
     dsreason's launcher reads the file of every rank, so each rank reports only its own failure. torchrun considers the report
     with the earliest timestamp (in whole seconds) the cause. A killed rank leaves no report, so a peer that reports its death
-    sets the time of its report back by
-    one second.
+    sets the time of its report back by one second.
     """
     if ERROR_DIR in os.environ:
         if failure.rank == read_rank():

@@ -31,12 +31,12 @@ from dsreason.job.launchers import PDSH, find_launchers
 from dsreason.job.record import read_versions
 from dsreason.problems import join_first
 from dsreason.screen import print_message
-from dsreason.secrets import VARIABLES, hide_in_json, hide_secrets, is_secret_variable
+from dsreason.secrets import VARIABLES, hide_in_json, is_secret_variable
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """Time limit for all ranks to reach the store, and again for connecting to each other; later collectives may take longer."""
 GRACE = timedelta(seconds=10)
-"""Additional time during which torch can still report the cause itself."""
+"""Additional time after a time limit in which torch can still report the cause itself."""
 
 SHARED = re.compile(
     "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
@@ -128,7 +128,7 @@ def exchange(name: str, value: Any) -> list[Any]:
         raise DsReasonError(
             f"{describe_rank()}: lost the connection to {get_master_address()} ({error}); check the output of rank 0"
         ) from error
-    except RuntimeError as error:  # a store in a file raises no subclass of it
+    except RuntimeError as error:  # a store in a file raises RuntimeError itself, not a subclass
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
             f"{describe_rank()}: rank {missing} did not connect to {get_master_address()} within "
@@ -236,8 +236,12 @@ def share_environment() -> None:
 
 
 def is_credential(name: str, value: str) -> bool:
-    """Return whether a variable's name or value shows that it is secret; the proxy `http://user:password@host` is, too."""
-    return name in VARIABLES or is_secret_variable(name) or hide_secrets(value) != value
+    """Return whether a variable's name or value shows that it is secret.
+
+    URLs with a query and proxies with a password, such as `http://user:password@host` or `user:password@host`, are secret.
+    """
+    is_named = name in VARIABLES or is_secret_variable(name)
+    return is_named or hide_in_json(value) != value or re.search(r"\S:\S*@", value) is not None
 
 
 def read_caller_environment() -> dict[str, str]:
@@ -296,10 +300,8 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 
 def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Describe each fact that differs between hosts.
-
-    A description has the first host's value, the first value that differs from it, and the number of further hosts that differ.
-    """
+    """Describe each fact that differs between hosts: its value on the first host, the first other value, and how many other
+    hosts differ."""
     (first, facts), *other_hosts = hosts
     texts = []
     for name in dict.fromkeys(name for _, host_facts in hosts for name in host_facts):

@@ -67,7 +67,7 @@ NUMBERS = (
 """Integer-valued environment variables that launchers set."""
 PR_SET_PDEATHSIG = 1
 NEVER = 10**8
-"""Seconds between two events of which the second must not happen."""
+"""Interval in seconds that is never reached, for periodic events that must not happen."""
 
 
 def is_rank() -> bool:

@@ -1,4 +1,4 @@
-"""Temporary files whose names tell their owner, so that a later start can delete what killed processes left behind.
+"""Temporary files whose names identify their owner, so that a later start can delete the files of killed processes.
 
 A name begins with `dsreason-<user>-<scope>-<pid>-<start time>-`. The scope is a hash of the boot and container in which the
 process id is valid; files of other scopes are left alone, because their processes are not visible.
@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,13 +27,17 @@ from dsreason.job.failures import ERROR_DIR
 SHARED_MEMORY = Path("/dev/shm")
 MAX_PATH, SOCKET_NAME = 107, 40
 """Maximum length of a socket's path, and of the names of vLLM's and multiprocessing's sockets."""
+UNKNOWN_START = "0"
+"""Start time in the name of a file whose owner is not visible, such as the parent of a process started by `docker exec`."""
+KEEP_UNKNOWN_S = 24 * 3600
+"""Age in seconds from which files of such owners are deleted."""
 OWNER = re.compile(r"dsreason-([0-9]+)-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.*", re.DOTALL)
 
 
 def build_prefix(pid: int | None = None) -> str:
-    """Return the prefix of a process's temporary files; `pid` None stands for this process."""
+    """Return the prefix of the names of a process's temporary files (None: of this process)."""
     pid = os.getpid() if pid is None else pid
-    return f"dsreason-{os.getuid()}-{get_scope()}-{pid}-{read_start_time(pid) or 0}-"
+    return f"dsreason-{os.getuid()}-{get_scope()}-{pid}-{read_start_time(pid) or UNKNOWN_START}-"
 
 
 @cache
@@ -41,15 +46,15 @@ def get_scope() -> str:
 
 
 def make_temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a temporary folder that belongs to this process; the caller closes it."""
+    """Create a temporary folder that belongs to this process; the caller must clean it up."""
     return tempfile.TemporaryDirectory(prefix=build_prefix())
 
 
 @cache
 def get_socket_folder() -> str | None:
-    """Return the folder in which libraries create their sockets: the launcher's, or else one that this process deletes at exit.
+    """Return the folder for libraries' sockets: the launcher's, or one that this process deletes when it ends.
 
-    Return None if its path is too long for a socket; libraries then create their sockets directly in the temporary folder.
+    Return None if the path is too long for sockets; libraries then use the temporary folder itself.
     """
     folder = os.environ.get(ERROR_DIR)
     if folder is None:
@@ -59,13 +64,13 @@ def get_socket_folder() -> str | None:
 
 
 def keep_sockets_together() -> None:
-    """Let multiprocessing create its sockets in `get_socket_folder`; its own folders have names without an owner."""
+    """Let multiprocessing create its sockets in `get_socket_folder`, because the names of its own folders show no owner."""
     if folder := get_socket_folder():
         multiprocessing.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]
 
 
 def get_user_folder() -> Path:
-    """Return the folder for files that this user's processes share; create it if it is missing.
+    """Return the folder for files shared between this user's processes; create it if it is missing.
 
     Raises:
         ConfigError: others can write to the folder.
@@ -82,7 +87,7 @@ def locate_user_folder() -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Raise ConfigError unless the folder belongs to this user, and only to this user."""
+    """Raise ConfigError unless the folder belongs to this user and is closed to others."""
     if (status := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise ConfigError(
             f"{folder}: must be a folder that you own and only you can access; remove it, or set TMPDIR to a folder that you own"
@@ -90,7 +95,10 @@ def check_private(folder: Path) -> None:
 
 
 def remove_leftovers() -> None:
-    """Delete this user's temporary files and shared memory whose process no longer exists. Links are not followed."""
+    """Delete this user's temporary files and shared memory whose process no longer exists. Links are not followed.
+
+    Files of owners that are not visible are kept for a day.
+    """
     for folder in (Path(tempfile.gettempdir()), SHARED_MEMORY, locate_user_folder()):
         with suppress(OSError, ConfigError):  # the folder does not exist, or belongs to somebody else
             if folder == locate_user_folder():
@@ -104,5 +112,8 @@ def remove_leftovers_in(folder: Path) -> None:
         if owner is None or owner[2] != get_scope() or read_start_time(int(owner[3])) == owner[4]:
             continue
         with suppress(OSError):  # another process may delete it at the same time
-            if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+            status = entry.stat(follow_symlinks=False)
+            if owner[4] == UNKNOWN_START and time.time() - status.st_mtime < KEEP_UNKNOWN_S:
+                continue
+            if status.st_uid == os.getuid():
                 remove(Path(entry.path))

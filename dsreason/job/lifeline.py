@@ -42,8 +42,8 @@ IDLE, INTERVAL, PROBES = 10, 5, 4
 CONNECT_TIME = 20.0
 """Time limit in seconds for connecting to rank 0."""
 SETTLING = 0.5
-"""Seconds that rank 0 waits for further reports of failures after the first, because a failure may be reported before the one
-that caused it."""
+"""Seconds that rank 0 waits for more failure reports after the first one, because a knock-on failure may be reported before the
+failure that caused it."""
 VERDICT_TIME = 5.0
 """Seconds that a failing rank waits for rank 0 to announce the first failure of the job."""
 HELLO_BYTES = 4096
@@ -54,7 +54,7 @@ Message = dict[str, Any]
 
 @dataclass(eq=False)
 class Peer:
-    """The connection to another rank, and what that rank has reported. `rank` is -1 until the rank has sent the job's token."""
+    """The connection to another rank, and that rank's reports. `rank` is -1 until the rank has sent the job's token."""
 
     connection: socket.socket
     rank: int = -1

@@ -42,8 +42,7 @@ class ScreenHandler(logging.Handler):
 
 
 def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
-    """Return whether to show a record on the screen: rank 0 shows dsreason's INFO and all warnings, and
-    the other ranks show only errors.
+    """Return whether to show a record on the screen: rank 0 shows dsreason's INFO and all warnings, other ranks only errors.
 
     Python warnings and the tracebacks of crashes go only to the log file.
     """

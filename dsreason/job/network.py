@@ -1,8 +1,8 @@
-"""Addresses of a job: where its store is, and on which interfaces its ranks listen.
+"""Addresses of a job: the location of its store, and the interfaces on which its ranks listen.
 
-On one machine, nothing listens beyond the loopback interface, and the store needs no port at all if dsreason started the ranks:
-whoever can write to the store can make a rank run code, because ranks exchange pickled objects over the connections that they
-find through it.
+On one machine, a job listens only on the loopback interface, and its store needs no port at all if dsreason started the ranks.
+This matters because anyone who can write to the store can make a rank run code: the store tells the ranks where to connect, and
+they exchange pickled objects over these connections.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def count_local_ranks() -> int:
 def is_on_one_machine() -> bool:
     """Return whether all ranks of the job certainly run on this machine.
 
-    Without LOCAL_WORLD_SIZE or LOCAL_SIZE, the number of hosts is unknown, and only a loopback address as MASTER_ADDR proves it.
+    Without LOCAL_WORLD_SIZE or LOCAL_SIZE, the number of hosts is unknown, so only a loopback address in MASTER_ADDR is proof.
     """
     if any(os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")):
         return not has_several_hosts()
@@ -46,10 +46,10 @@ def is_on_one_machine() -> bool:
 
 
 def open_store(timeout: timedelta) -> dist.Store:
-    """Open the job's store with the smallest audience: this process, this user, this machine, or the given interface.
+    """Open the job's store for as few others as possible: this process, this user, this machine, or the given interface.
 
     Args:
-        timeout: time limit for connecting, and until it is changed for every operation.
+        timeout: time limit for connecting and, until it is changed, for every operation.
     """
     store: dist.Store
     if os.environ["WORLD_SIZE"] == "1":
@@ -65,7 +65,7 @@ def open_store(timeout: timedelta) -> dist.Store:
 
 
 def _open_tcp_store(timeout: timedelta) -> dist.TCPStore:
-    """Open the store that rank 0 serves at MASTER_ADDR:MASTER_PORT, or at the loopback address if all ranks are here.
+    """Open the store that rank 0 serves at MASTER_ADDR:MASTER_PORT, or at the loopback address if all ranks are on this machine.
 
     torch itself would listen on all interfaces.
     """
@@ -83,9 +83,9 @@ def _open_tcp_store(timeout: timedelta) -> dist.TCPStore:
 
 
 def listen(address: str, port: int = 0, *, backlog: int = 2048) -> socket.socket:
-    """Listen on `address` if it is an IP address of this host, and else on all interfaces.
+    """Listen on `address` if it is an IP address of this host, and on all interfaces otherwise.
 
-    Other hosts may resolve a name to a different address of this host, so all of its addresses must be reachable.
+    Other hosts may resolve a name to a different address of this host, so a name must be reachable on all interfaces.
     """
     is_own = find_interface(address) is not None
     dual = not is_own and socket.has_dualstack_ipv6()

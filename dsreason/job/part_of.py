@@ -1,4 +1,4 @@
-"""A pair that identifies one of several equal parts."""
+"""The type that identifies one of several equal parts."""
 
 from __future__ import annotations
 

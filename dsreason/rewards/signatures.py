@@ -1,8 +1,8 @@
-"""Signatures of reward functions: the one of this package, and those of TRL, verl and ms-swift.
+"""Signatures of reward functions: dsreason's own, and those of TRL, verl and ms-swift.
 
 A function is recognised by the names of its parameters. Functions of other tools are wrapped, so that the worker calls all
-functions with positional arguments: `(completion, sample)`, or, if the function scores several completions in one call,
-`(completions, samples, completion_ids)`. Such a batch has the completions of one prompt; `completion_ids` are their tokens,
+functions with positional arguments: `(completion, sample)`, or, if the function scores several completions per call,
+`(completions, samples, completion_ids)`. Such a batch contains the completions of one prompt; `completion_ids` are their tokens,
 `list[list[int]]`, or None if the completions were not sampled.
 """
 
@@ -22,9 +22,9 @@ ACCEPTED = (
     "compute_score(data_source, solution_str, ground_truth, extra_info) [verl], "
     "or a class with __call__(self, completions, **columns) [ms-swift]"
 )
-"""The signatures, for messages."""
+"""Description of all signatures, for messages."""
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
-"""Columns that are the reference answer if the row has no column of this name."""
+"""Argument names that stand for the reference answer if the row has no column of that name."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
 UNAVAILABLE = ("trainer_state", "log_extra", "log_metric", "environments", "rollout_infos")
@@ -35,13 +35,13 @@ Build = Callable[..., dict[str, Any]]
 
 
 def adapt_function(function: Any, options: Mapping[str, Any], name: str) -> Callable[..., Any] | None:
-    """Return a function of another tool as one that the worker can call; None if its parameters are those of no other tool.
+    """Wrap a function written for another tool so that the worker can call it; None if its parameters match no other tool.
 
-    A class is instantiated, with the options as arguments. The options of a function are keyword arguments of every call. A
-    wrapped function that scores batches has the attribute `is_batched`.
+    A class is instantiated with the options as arguments. For a function, every call gets the options as keyword arguments.
+    A wrapped function that scores batches has the attribute `is_batched`.
 
     Raises:
-        ConfigError: a parameter without a default cannot be given, or an option has no parameter.
+        ConfigError: no value is available for a parameter without a default, or an option matches no parameter.
     """
     if inspect.isclass(function):
         return adapt_class(function, options, name)
@@ -98,7 +98,7 @@ def wrap(function: Any, options: Mapping[str, Any], name: str, *, passes_text: b
 
 
 def make_call(function: Any, build_arguments: Build) -> Callable[..., Any]:
-    """Return a function that calls `function` with the arguments that are built from its own; async if `function` is."""
+    """Return a function that calls `function` with the arguments built from its own arguments; it is async if `function` is."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
         @functools.wraps(function)
@@ -115,7 +115,7 @@ def make_call(function: Any, build_arguments: Build) -> Callable[..., Any]:
 
 
 def get_parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; {} for anything that has no signature, such as some builtins."""
+    """Return the parameters of a function by name; {} for objects without a signature, such as some builtins."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -134,7 +134,7 @@ def receives_text(function: Any) -> bool:
 
 
 def build_verl_arguments(completion: str, sample: Sample) -> dict[str, Any]:
-    """Return verl's arguments; those that the row does not have are left out, except `extra_info`, which is then None."""
+    """Return verl's arguments without those that the row lacks, except that a missing `extra_info` is None."""
     model = sample.meta.get("reward_model")
     row_truth = model.get("ground_truth") if isinstance(model, dict) else None
     arguments = {"solution_str": completion, "extra_info": sample.meta.get("extra_info")}
@@ -153,10 +153,10 @@ def build_columns(
     *,
     passes_text: bool,
 ) -> dict[str, Any]:
-    """Return the arguments of TRL and ms-swift: lists with an entry per completion.
+    """Return the arguments of TRL and ms-swift, which are lists with one entry per completion.
 
-    Completions and prompts are lists of messages. They are texts if `passes_text` is set or, as in TRL, if the row's prompt is
-    a text.
+    Completions and prompts are lists of messages, or strings if `passes_text` is set or, as in TRL, if the row's prompt is a
+    string.
     """
     as_text = passes_text or all(sample.has_text_prompt for sample in samples)
     rows = [get_columns(sample) for sample in samples]

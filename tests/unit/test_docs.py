@@ -1,4 +1,4 @@
-"""README.md and docs/: every example is valid, every link leads somewhere, every key exists, and the keys are all described."""
+"""Checks of README.md and docs/: examples are valid, link targets and keys exist, and all keys are described."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NEEDED = {
     "eval": ["datasets=['robovqa']", "model.path=tiny:qwen3_vl"],
     "world": [],
 }
-"""Settings that a part of a configuration leaves to the rest of it."""
+"""Required settings that an excerpt of a configuration may omit."""
 PATHS = re.compile(r"`((?:dsreason|data_adapters|ds_configs|launch|docs|tests|benchmarks)/[\w./-]*)`")
 KEYS = re.compile(r"`([a-z]+(?:\.[a-z_]+)+)(?: = ([^`]*))?`")
 MAX_README_LINES = 120
@@ -65,7 +65,7 @@ def by_name(item: Block | Path) -> str:
 
 
 def load(kind: str, file: Path | None, *overrides: str) -> Any:
-    """The configuration in `file`, where a part that it lacks is made up; of cosmos-rl, what becomes of it."""
+    """Load the configuration in `file` with `NEEDED` settings added; import it if it is a cosmos-rl file."""
     if imported := find_import(file):
         return load_run(imported.trainer, SCHEMAS[imported.trainer], file, overrides, default_recipe="")[0]
     text = file.read_text() if file else ""
@@ -95,7 +95,7 @@ def test_every_code_block_names_its_language(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """Return the headings as GitHub links them: `## What the curves mean` is `what-the-curves-mean`."""
+    """Return the anchors that GitHub creates for headings: `## What the curves mean` → `what-the-curves-mean`."""
     matches = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in matches}
 
@@ -161,7 +161,7 @@ def check_world_rewards(config: WorldConfig) -> None:
 
 
 def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """The command and its parameters, as the command line reads them; nothing is run."""
+    """Parse a command line; return the command and its parameters without running it."""
     command: Any = typer.main.get_command(app)
     name = ""
     while isinstance(getattr(command, "commands", None), dict):
@@ -171,7 +171,7 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def started(words: list[str]) -> list[str] | None:
-    """The words after `dsreason` that a command ends in; None if it starts nothing of ours."""
+    """Return the arguments of `dsreason` in a command line; None if the command does not start dsreason."""
     program, *remainder = words
     if program in ("dsreason", ".venv/bin/dsreason"):
         return remainder
@@ -251,7 +251,7 @@ def check_reward(function: Callable[..., Any]) -> None:
 
 
 def check_adapter(block: Block, folder: Path) -> None:
-    """`to_sample` has an example row in the comment behind it; an adapter that finds its rows finds it as a file."""
+    """Convert the example row in the comment after `to_sample`; pass it as a file to adapters with their own `rows`."""
     (written,) = re.findall(r"def to_sample\(.*\):  # (.*)", block.text)
     row = json.loads(written)
     (folder / "example.py").write_text(block.text)
@@ -279,7 +279,7 @@ def test_json_row_is_accepted_by_jsonl_adapter(block: Block) -> None:
 
 
 def table_after(page: str, heading: str) -> list[list[str]]:
-    """The cells of the rows of the first table after a heading, without backticks."""
+    """Return the cells of the first table after a heading, row by row, without backticks."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
     match = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert match, heading
@@ -322,7 +322,7 @@ def make_keys() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_keys", ROOT / "docs" / "make_keys.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.modules[spec.name] = module  # dataclasses need their module to be registered
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""Requirements of NCCL between machines, in the image and in the Kubernetes manifest."""
+"""NCCL's requirements for several machines, in the container image and in the Kubernetes manifest."""
 
 from __future__ import annotations
 

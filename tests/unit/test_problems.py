@@ -1,4 +1,4 @@
-"""Problems in words, and what counts as one."""
+"""Messages about problems in rows, and the grouping of similar problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stability of what users' adapters, rewards and scripts import, and of the commands that they call."""
+"""The stability of names that users' adapters, rewards and scripts import, and of commands that they call."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_sample_fields_keep_their_order() -> None:
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_shipped_adapter_defines_to_sample(name: str) -> None:
     module = importlib.import_module(f"data_adapters.{name}")
-    if name != "conversations":  # what two of them share
+    if name != "conversations":  # a key that two of the formats share
         assert next(iter(inspect.signature(module.to_sample).parameters)) == "row"
 
 

@@ -1,4 +1,4 @@
-"""No library asks whether to run code from a model's folder: every call that could says so itself."""
+"""Every loader call states whether code from a model's folder may run, so no library asks the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOADERS = {
     *("from_pretrained", "from_config", "_from_config", "from_single_file", "load_custom_generate"),
     *("SentenceTransformer", "CrossEncoder", "get_class_from_dynamic_module"),
 }
-"""Functions of libraries that load models, tokenizers or processors, and take `trust_remote_code`."""
+"""Library functions that load models, tokenizers or processors, and accept `trust_remote_code`."""
 WITHOUT_CODE = {
     "getattr(diffusers, name).from_config",  # these classes are diffusers' own, and from_config has no such argument
     "getattr(diffusers, family.transformer).from_config",

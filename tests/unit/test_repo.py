@@ -1,4 +1,4 @@
-"""Contents of the repository: recipes and DeepSpeed files that load, and only files that belong in it."""
+"""Contents of the repository: recipes and DeepSpeed files must load, and no stray or private files may be tracked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 MAX_BYTES = 500_000
 
-# In pieces, so that this file does not hold what it looks for.
+# Split into pieces, so that this file does not match its own patterns.
 PERSONAL = {
     "a folder of one machine": "|".join(
         [r"(?<![\w.~}-])/" + "work/", "/" + r"home/\w", "/" + r"Users/\w", "/" + r"root/\w", "/" + r"opt/(pypi|wheels)"]
@@ -59,7 +59,7 @@ def tracked_files() -> list[Path]:
 
 
 def head_of(recipe: Path) -> str:
-    """The comment that a recipe begins with, its lines joined."""
+    """Return the comment at the beginning of a recipe as one line."""
     lines = takewhile(lambda line: line.startswith("#"), recipe.read_text().splitlines())
     return "\n".join(line.removeprefix("#") for line in lines)
 
@@ -76,7 +76,7 @@ def test_recipe_loads_and_its_names_exist(recipe: Path) -> None:
             find_reward(name, config.reward.options.get(name))
     if isinstance(config, WorldConfig):
         for name in config.reward.functions:
-            if ":" not in name:  # a server's
+            if ":" not in name:  # the name of a server's reward
                 find_clip_reward(name, config.reward.options.get(name))
 
 
@@ -99,7 +99,7 @@ def test_recipe_has_one_command_that_starts_it(recipe: Path) -> None:
 @pytest.mark.parametrize("recipe", EVAL_RECIPES, ids=lambda path: path.name)
 def test_evaluation_recipe_loads_with_model_and_questions(recipe: Path) -> None:
     overrides = ["model.path=tiny:qwen2_5_vl"]
-    if recipe.name == "eval.toml":  # what is asked is the command line's to say
+    if recipe.name == "eval.toml":  # the command line selects the questions
         overrides.append('datasets=["robovqa"]')
     config = load_config(EvalConfig, recipe, overrides, default_recipe="eval.toml")
     for source in config.sources:
@@ -109,10 +109,10 @@ def test_evaluation_recipe_loads_with_model_and_questions(recipe: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("ds_config", DS_CONFIGS, ids=lambda path: path.name)
-def test_a_recipe_runs_with_every_deepspeed_file(ds_config: Path, device: Literal["cpu", "cuda"], recipe: Path) -> None:
+def test_recipe_accepts_every_deepspeed_file(ds_config: Path, device: Literal["cpu", "cuda"], recipe: Path) -> None:
     config = load(recipe)
     resolved = resolve_deepspeed(str(ds_config), config, device=device, world_size=4)
-    # The trainer cuts the last round itself, so DeepSpeed is told whole rounds.
+    # The trainer shortens the last round itself, so DeepSpeed gets complete rounds.
     round_size = resolved["train_micro_batch_size_per_gpu"] * 4
     assert resolved["train_batch_size"] == resolved["gradient_accumulation_steps"] * round_size
     assert 0 <= resolved["train_batch_size"] - config.samples_per_step < round_size

@@ -1,4 +1,4 @@
-"""The rooms of the house: imports point one way, not even inside a function back; no circles, and no room overfull."""
+"""Layers of the package: imports point only to lower layers, even inside functions; no cycles and no overfull folders."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-"""The floors, from the ground up. A room may import from itself and from the floors below."""
+"""Layers from bottom to top. A room (folder or module) may import from itself and from the layers below."""
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 EXCEPTIONS = {("dsreason.data.adapters", "data_adapters")}
-"""(module, room): the one that finds adapters by name has to see the shipped ones."""
+"""Allowed exceptions (module, room): the module that finds adapters by name must import the shipped ones."""
 MOST_FILES = 16
 
 
@@ -49,13 +49,13 @@ MODULES = {module_name(file): file for file in sources()}
 
 
 def room_of(module: str) -> str:
-    """`dsreason.data.chat` → `data`; `dsreason` → `dsreason`; `data_adapters.llava` → `data_adapters`."""
+    """Return a module's room: `dsreason.data.chat` → `data`, `dsreason` → `dsreason`, `data_adapters.llava` → `data_adapters`."""
     first, _, remainder = module.partition(".")
     return remainder.partition(".")[0] or first if first == "dsreason" else first
 
 
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, full name) of every import in the source, wherever it stands; `from a import b` gives `a.b`."""
+    """Yield (line, full name) of every import in the source, also inside functions; `from a import b` yields `a.b`."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -67,7 +67,7 @@ def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
 
 
 def target_room(name: str) -> str | None:
-    """The room that an import reaches; None for a library. `from dsreason import __version__` reaches the package."""
+    """Return the room that an import refers to; None for a library. `from dsreason import __version__` → the package."""
     if name.partition(".")[0] not in ("dsreason", "data_adapters"):
         return None
     room = room_of(name)

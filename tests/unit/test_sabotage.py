@@ -1,4 +1,4 @@
-"""The table of deliberate faults fits the code as it is now; whether tests see them is asked by `python -m tests.sabotage`."""
+"""The table of deliberate faults, which must match the current code. `python -m tests.sabotage` checks that tests catch them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_planted_fault_changes_code_and_parses(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_the_tests_of_a_fault_exist(fault: Fault) -> None:
+def test_tests_of_each_fault_exist(fault: Fault) -> None:
     assert fault.tests
     assert [name for name in fault.tests if not (ROOT / name).is_file()] == []
 
 
-def test_names_and_texts_are_unique() -> None:
+def test_fault_names_and_texts_are_unique() -> None:
     for values in ([fault.name for fault in FAULTS], [fault.what for fault in FAULTS]):
         assert [value for value, count in Counter(values).items() if count > 1] == []
 

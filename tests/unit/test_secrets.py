@@ -1,4 +1,4 @@
-"""Masking of secrets in logs and in every configuration that is written."""
+"""The masking of secrets in logs and in every configuration file that is written."""
 
 from __future__ import annotations
 
@@ -106,17 +106,24 @@ api_key apikey API-Key apiKey APIKey X-Api-Key x.api.key Ocp-Apim-Subscription-K
 access_key accessKey AWSAccessKeyId AWS_ACCESS_KEY_ID private_key ssh-key AccountKey SharedAccessKey openai_key kms.key
 token hf_token HF_TOKEN_READ authToken authtoken sas_token X-Amz-Security-Token per_user_token
 api_keys access_tokens passwords auth_header
-password db_passwd PGPASSWORD passphrase pwd userPwd DB_PWD pw db.pw smtp_pass pass password_base64
+password db_passwd PGPASSWORD passphrase pwd userPwd DB_PWD pw db.pw smtp_pass password_base64 password_b64 dbpass userpass
 secret client.secret clientsecret secrets credential credentials X-Amz-Credential creds
-auth basic_auth OAuth oauth2 Authorization Proxy-Authorization bearer cookie Set-Cookie cookies session PHPSESSIONID
-session_id session.key sas sig signature X-Amz-Signature SharedAccessSignature dsn SENTRY_DSN jwt otp
+auth basic_auth OAuth oauth2 Authorization Proxy-Authorization bearer cookie Set-Cookie cookies login_session PHPSESSID
+session_id session.key sas sig api_signature X-Amz-Signature sharedaccesssignature dsn SENTRY_DSN jwt otp
 connection_string ConnectionString connection-string AZURE_STORAGE_CONNECTION_STRING conn_str slack_webhook SLACK_WEBHOOK_URL
+GITHUB_PAT hf_pat API_KEY_V2 api_token_v2 private_key_pem credentials_json service_account_json token_string secret_text
+secret_id api_key_str masterkey signingkey encryptionkey deploykey licensekey githubtoken usertoken mytoken hmac jwks
+sas_url presigned_url auth_code access_code api_key_b64
 """
+AMBIGUOUS = ["session", "signature", "pass", "key", "GH_TOKENS", "openai_keys"]
 HARMLESS = """
 tokenizer tokenizers max_tokens token_count max_completion_length tokens eos_token pad_token image_token cost_per_token
 key keys key_frames keyframes keyword keyboard monkey num_key_value_heads score_key image_key answerKey primary_key
 author authors authority pass_rate forward_pass passworded passed compass secretary signatures_file session_timeout
 api_key_env token_env api_key_variable password_file auth_type cookie_policy design sign assign dsnoop sass judge.py:token
+gold_key reward_fn_key my_fn_key problem_key solution_key options_key images_key videos_key target_key object_key call_token
+assistant_token mean_token tests_pass function_signature session signature pass turkey bypass compass hotkey eostoken subtoken
+token_file password_policy pattern path token_text_file
 """
 
 
@@ -148,6 +155,63 @@ def test_harmless_value_is_not_hidden(name: str) -> None:
     assert hide_in_json({name: "visible"}) == {name: "visible"}
 
 
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_ambiguous_name_is_secret_only_outside(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Check that it counts in variables, headers and URLs, but not in the configuration."""
+    assert not is_secret_name(name)
+    assert hide_in_json({name: "planted-1", "headers": [{name: "planted-2"}]}) == {
+        name: "planted-1",
+        "headers": [{name: "…"}],
+    }
+    assert hide_secrets(f"https://a/x?{name}=planted-1") == f"https://a/x?{name}=…"
+    monkeypatch.setenv(name, "planted-value")
+    assert hide_secrets("got planted-value") == f"got <{name}>"
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"), [("s3_key", False), ("auth", False), ("password", True), ("api_key", True)]
+)
+def test_plain_word_is_hidden_elsewhere_if_clearly_secret(name: str, hidden: bool) -> None:
+    """Check that a column's name is not replaced in all output because its key may be secret."""
+    options = {"judge.py:f": {name: "ground_truth"}}
+    read_values(GRPOConfig, {"reward": {"functions": {"judge.py:f": 1.0}, "options": options}}, "run.toml")
+    text = "field ground_truth is missing; tests: pass=30"
+    assert (hide_secrets(text) != text) == hidden
+
+
+@pytest.mark.parametrize(
+    ("items", "shown"),
+    [
+        (["--password", "short", "--token", 123], ["--password", "…", "--token", "…"]),
+        (["--api-key", "--verbose", "x"], ["--api-key", "--verbose", "x"]),
+        (["--max-tokens", "512", "--session", "a"], ["--max-tokens", "512", "--session", "a"]),
+    ],
+)
+def test_option_in_command_line_hides_next_item(items: list[Any], shown: list[Any]) -> None:
+    assert hide_in_json({"args": items}) == {"args": shown}
+    masked = [f"args.{number}" for number, item in enumerate(shown) if item == "…"]
+    assert [*iter_masked_keys({"args": shown})] == masked
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "xoxb-123456789012-abcdefghijklmn",
+        "glpat-abcdefghijklmnopqrst",
+        "AIzaSyA1234567890abcdefghijklmnopqrstuv",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.abcdefghijk",
+        "ASIAABCDEFGHIJKLMNOP",
+        "sk_live_abcdefghijklmnop1234",
+        "nvapi-abcdefghijklmnopqrstuvwxyz",
+    ],
+)
+def test_key_is_recognized_by_its_format(token: str) -> None:
+    shown = hide_secrets(f"got {token}.")
+    assert shown.endswith("….")
+    assert token[-10:] not in shown
+    assert [*iter_masked_keys({"a": shown})] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -166,6 +230,17 @@ def test_harmless_value_is_not_hidden(name: str) -> None:
         (f"the bearer {'sentinel' * 3}.", "the bearer …"),
         ("{'token': 0.5, 'session': 12}", "{'token': 0.5, 'session': 12}"),
         ("sorted(rows, key=sentinel)", "sorted(rows, key=sentinel)"),
+        ("password: sentinel22\napi_key: 'sentinel'", "password: …\napi_key: '…'"),
+        ("run --password sentinel22 --token 'sentinel22' now", "run --password … --token '…' now"),
+        ("pass --token to it; unexpected token: step_00001", "pass --token to it; unexpected token: step_00001"),
+        ("['--password', 'sentinel22'], ('password', \"sentinel22\")", "['--password', '…'], ('password', \"…\")"),
+        ("'password', 'username' or 'session', 'state_0001'", "'password', 'username' or 'session', 'state_0001'"),
+        ('{"X-Api-Key": ["sentinel", "sentinel"], "n": [1]}', '{"X-Api-Key": […], "n": [1]}'),
+        ("Authorization: AWS4 Credential=sentinel, Signature=sentinel\nn=1", "Authorization: …\nn=1"),
+        ("MY_PASS=sentinel, tests: pass=30, session=default", "MY_PASS=…, tests: pass=30, session=default"),
+        ("no route to me:sen/ti:nel@proxy:3128", "no route to …@proxy:3128"),
+        ("https_proxy=me:sentinel@proxy:3128.", "https_proxy=…@proxy:3128."),
+        ("registry/image:tag@sha256:0123abcd, a:b@c", "registry/image:tag@sha256:0123abcd, a:b@c"),
     ],
 )
 def test_secret_is_hidden_in_unusual_text(text: str, shown: str) -> None:
@@ -280,8 +355,8 @@ def test_recorded_command_line_hides_secrets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Look at https://a/b?c=1", "Say token=abc", "My name is sentinel"])
-def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
-    """Check that a run with masked values can be resumed, even if its record has values that this version masks."""
+def test_run_with_masked_values_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
+    """Check that a run with masked values can be resumed, even if its older record contains values that are masked now."""
     options = {"judge.py:f": {"api_key": "sk-sentinel"}}
     config = judged(options=options, remote={"url": "https://judge/score?k=1"})
     config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": prompt})})
@@ -295,9 +370,11 @@ def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest
         check_output_dir(tmp_path, other, "auto")
 
 
-@pytest.mark.parametrize("part", ["https://", "a:b@", "://a:", "token='", "?key=", "api_key_"])
+@pytest.mark.parametrize(
+    "part", ["https://", "a:b@", "://a:", "token='", "?key=", "api_key_", "=a:", "--a ", "'a', ", "a.eyJ"]
+)
 def test_long_hostile_text_is_scanned_quickly(part: str) -> None:
-    """Check for linear time; a pattern that scans the rest of the text from every position would take minutes."""
+    """Require linear time: a pattern that scans the rest of the text from every position would take minutes."""
     long = part * (200_000 // len(part))
     assert "sentinel" not in hide_in_json(f"{long} api_key=sentinel")
     assert [*iter_masked_keys(f"{long} api_key=…")] == [""]

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch with stand-ins for Slurm's commands and for torchrun."""
+"""The script launch/slurm.sbatch, run with stand-ins for Slurm's commands and for torchrun."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ COMMANDS = {
     "scontrol": 'case $1 in show) echo node-0 ;; requeue) echo "$2" > requeued ;; esac',
     "scancel": 'kill -USR1 "$(cat rank)"; echo >> warnings',
     "srun": 'while [[ $1 != bash ]]; do shift; done; exec "$@"',
-    "sleep": "exec /bin/sleep 0.2",  # seconds pass faster here
-    # As a rank: it hears the signal only once it can save.
+    "sleep": "exec /bin/sleep 0.2",  # shortens all waits
+    # Like a rank, it handles the signal only once it can save.
     "torchrun": "echo $$ > rank; while [[ ! -f warnings ]]; do /bin/sleep 0.1; done\n[[ $* == *fails* ]] && exit 1\n"
     "exec python3 -c 'import signal, time; signal.signal(signal.SIGUSR1, lambda *_: exit(75)); time.sleep(30)'",
 }

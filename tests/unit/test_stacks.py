@@ -1,4 +1,4 @@
-"""The two sets of locked versions, the newest and the oldest, are the ends of what pyproject.toml claims."""
+"""The two sets of locked versions, which must be the newest and oldest ones that pyproject.toml allows."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def test_install_command_fits_this_environment(extra: str, pip: bool, monkeypatc
     [("newest", ".venv/", ""), ("oldest", ".venv-oldest/", ""), ("latest", "", 'newest or oldest, not "latest"')],
 )
 def test_each_stack_has_a_separate_environment(stack: str, environment: str, says: str) -> None:
-    plain = {
-        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
-    }  # this may run under make
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # make may run this test
     command = ["make", "-n", "unit", f"STACK={stack}"]
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True)
     assert f"{environment}bin/python -m pytest tests/unit" in done.stdout or says

@@ -1,4 +1,4 @@
-"""Imports of user code and of libraries: only user code finds modules in its folder and in the current one."""
+"""Imports of user code and libraries: only user code finds modules in its own folder and in the current folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, which is not on the import path; nothing that is imported in a test stays."""
+    """The current folder, which is not on the import path; modules that a test imports are removed afterwards."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is not FINDER])
@@ -42,7 +42,7 @@ def write(here: Path) -> Write:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed library that looks for an optional package, when it is imported and later."""
+    """An installed library that looks for an optional package when it is imported, and again later."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "a_library.py").write_text(
         "import importlib, importlib.util\n"
@@ -65,7 +65,7 @@ def value(path: Path) -> object:
     return import_file(path, "reward").value()
 
 
-def test_user_file_imports_neighbours_at_load_and_call(write: Write) -> None:
+def test_file_can_import_neighbours_at_any_time(write: Write) -> None:
     write("helper.py", "ONE = 1")
     write("late.py", "TWO = 2")
     file = write("own.py", "import helper\ndef value():\n    from late import TWO\n    return helper.ONE + TWO\n")
@@ -83,7 +83,7 @@ def test_own_folder_precedes_current_folder_in_imports(write: Write, tmp_path: P
 
 
 @pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
-def test_imported_files_may_import_further_files(write: Write, init: bool) -> None:
+def test_imported_file_can_import_other_files(write: Write, init: bool) -> None:
     if init:
         write("parts/__init__.py", "")
     write("parts/deep.py", "from parts.deeper import ONE\nimport helper\nSUM = ONE + helper.ONE\n")

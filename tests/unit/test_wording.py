@@ -1,4 +1,4 @@
-"""Names and docstrings are plain English, as CONTRIBUTING.md says under "How we write". The limits only ever go down."""
+"""Names and docstrings follow "How we write" in CONTRIBUTING.md. The limits may only become stricter."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ VAGUE = """
 found one own told given asked said shown left whole seen meant wanted what kept taken named known chosen others
 rest few once mine ours theirs its it that this these those such again there
 """
-"""Names of local variables that do not say what they hold."""
+"""Names that do not say what a local variable holds."""
 FRAGMENT_STARTS = """
 of in by with for on as to what where which who whose how whether when from also none so that than but and or
 """
-"""First words of a docstring that is neither a sentence nor a noun phrase."""
+"""First words of docstrings that are neither sentences nor noun phrases."""
 VERBS = """
 accept accumulate add advance allocate allow answer append apply ask assemble assert assign attach average await
 backward begin bind bound broadcast build cache calculate call cast catch change check choose chunk clamp clean
@@ -48,15 +48,15 @@ weigh wrap write yield can does
 """
 
 MAX_VAGUE_LOCALS = {"package": 0.005, "tests": 0.01}
-"""Largest share of assignments to names that are vague."""
+"""Maximum fraction of assignments to vague names."""
 MAX_FRAGMENTS = {"package": 0.03, "tests": 0.03}
-"""Largest share of docstrings that are fragments."""
+"""Maximum fraction of docstrings that are fragments."""
 MIN_VERBS = 0.85
-"""Smallest share of the package's functions that start with a verb."""
+"""Minimum fraction of the package's functions that start with a verb."""
 MAX_TEST_WORDS = 7
-"""Largest median of the words in a test's name."""
+"""Maximum median number of words in a test's name."""
 MAX_DOUBLE_CLASSES = 0
-"""Most names that two classes of the package share."""
+"""Maximum number of class names that occur more than once in the package."""
 
 
 @cache
@@ -93,7 +93,7 @@ def check_share(places: list[str], total: int, limit: float, rule: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["package", "tests"])
-def test_locals_name_what_they_hold(kind: str) -> None:
+def test_locals_have_descriptive_names(kind: str) -> None:
     names = [
         (f"{path}:{node.lineno}: {node.id}", node.id)
         for path, tree in parse(kind).items()

@@ -1,1 +1,1 @@
-"""The row formats of other tools: which format a row has, and how it becomes a `Sample`."""
+"""The row formats of other tools: their detection, and the conversion of rows to `Sample`."""

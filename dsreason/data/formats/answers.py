@@ -1,4 +1,4 @@
-"""The reference answer of a row: a text, a number, a truth value, or a list of accepted answers."""
+"""The reference answer of a row, which is a string, a number, true or false, or a list of accepted answers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from dsreason.data.options import find_option_letter
 from dsreason.errors import DataError
 
 COLUMNS = ("answer", "answers", "solution", "ground_truth")
-"""Columns with the reference answer, in order of precedence."""
+"""Columns that may contain the reference answer, in order of precedence."""
 TEXT_COLUMNS = (
     *("answerKey", "answer_key", "correct_answer", "correct_option", "gold"),
     *("expected_answer", "final_answer", "reference_answer", "multiple_choice_answer"),
 )
-"""Columns with the reference answer, as a text, if the others have none."""
+"""Columns that may contain the reference answer as a string, if no column of `COLUMNS` does."""
 INDEX_COLUMNS = ("answer_idx", "answer_index", "correct_idx", "correct_index", "gold", "cop", "label")
-"""Columns that may have the index of the right option."""
+"""Columns that may contain the index of the right option."""
 FULL_DIGITS = 15
-"""Number of digits of a number from which it may be a 32-bit one that a table has converted to 64 bits."""
+"""Number of digits at which a number may be a 32-bit float that a table has converted to 64 bits."""
 REMEDY = "write the letter or the text of the right option (whether a number counts from 0 or 1 is unknown)"
 
 
 def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
-    """Return the accepted answers of a row, and the column that has them.
+    """Return the accepted answers of a row, and the column that contains them.
 
-    A solution or ground truth that is an object or coordinates is not read, because no text can equal it; rewards find it
-    in `sample.meta`.
+    A solution or ground truth that is an object or coordinates is ignored, because no text can equal it; rewards can read
+    it in `sample.meta`.
     """
     model = parse_json_text(row.get("reward_model"))
     ground_truth = model.get("ground_truth") if isinstance(model, dict) else None
@@ -71,7 +71,7 @@ def read_votes(value: Any) -> list[str]:
 
 
 def parse_json_text(value: Any) -> Any:
-    """Parse a list or object that a table stores as text, as JSON or as Python writes it; return other values unchanged."""
+    """Parse a list or object that a table stores as JSON text or as Python's `repr`; return other values unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     for parse in (json.loads, ast.literal_eval):
@@ -94,13 +94,13 @@ def is_coordinates(value: Any) -> bool:
 
 
 def to_answers(value: Any) -> list[str]:
-    """Convert a value to the accepted answers, as texts; [] if it is missing or blank."""
+    """Convert a value to the accepted answers, as strings; [] if it is missing or blank."""
     items = value if isinstance(value, list) else [value]
     return [text for item in items if not is_missing(item) and (text := to_text(item)).strip()]
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value stands for no value: None, or a number that is not finite, as tables write it."""
+    """Return whether a value means "missing": None, or a non-finite number, which tables use for missing values."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
@@ -119,10 +119,10 @@ def to_text(value: Any) -> str:
 
 
 def check_option(row: Mapping[str, Any], options: Mapping[str, str], labels: Mapping[str, str]) -> None:
-    """Raise DataError if the answer to a question with options is a number, a truth value or a letter that names no option.
+    """Raise DataError if the answer to a question with options is a number, true or false, or a letter without an option.
 
-    Some data sets count options from 0 and others from 1, so the option that a number means cannot be known, except if the
-    row itself numbers its options: `labels` maps such spellings of the answer to letters or texts.
+    Some data sets count options from 0 and others from 1, so the meaning of a number is unknown unless the row numbers its
+    options: `labels` maps such spellings of the answer to letters or texts.
     """
     accepted, column = read_answers(row)
     index = next((name for name in INDEX_COLUMNS if not is_missing(row.get(name)) and row[name] != ""), None)

@@ -1,4 +1,4 @@
-"""Names of cameras, which the model sees before each image or video: in a column, or in the object of each item."""
+"""Names of cameras, which the model reads before each image or video; they are in a column, or in the item's object."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NAME_COLUMNS = ("cameras", "views", "camera_names", "camera_labels", "view_names
 
 
 def find_label(item: Any, name: str | None) -> str | None:
-    """Return the name of an item's camera: `name`, or a key of the item. The name of a file is not that of a camera.
+    """Return the name of an item's camera: `name`, or the value of one of the item's keys. File names do not count.
 
     Raises:
-        DataError: there are two names, or one is not text.
+        DataError: the item has two names, or a name that is not a string.
     """
     labels = [] if name is None else [name]
     for key in sorted(LABEL_KEYS & item.keys()) if isinstance(item, dict) else ():

@@ -1,4 +1,4 @@
-"""The options of a question in a row's columns: a list, an object, ARC's labels and texts, or the columns A, B, C …"""
+"""The options of a question: a list, an object, ARC's labels and texts, or the columns A, B, C …"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMN_NAMES = (
     re.compile(r"a(\d)"),  # NExT-QA
     re.compile("([a-z])"),
 )
-"""Names of columns with an option each, such as `A`, `option_a`, `opa` (MedMCQA) or `option1`."""
+"""Patterns of columns that contain one option each, such as `A`, `option_a`, `opa` (MedMCQA) or `option1`."""
 BARE_LETTER = COLUMN_NAMES[-1]
 TRUTH = {True: ("true", "yes"), False: ("false", "no")}
 LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s+")
@@ -30,7 +30,7 @@ LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s+")
 
 
 def read_options(row: Mapping[str, Any]) -> tuple[dict[str, str] | None, set[str]]:
-    """Return the options by letter or number (None if the row has none), and the columns that have them."""
+    """Return the options by letter or number (None if the row has none), and the columns that contain them."""
     column = next((column for column in QUESTION_COLUMNS if row.get(column) is not None), None)
     if column is None:
         return read_option_columns(row)
@@ -45,7 +45,7 @@ def read_options(row: Mapping[str, Any]) -> tuple[dict[str, str] | None, set[str
 
 
 def read_option_columns(row: Mapping[str, Any]) -> tuple[dict[str, str] | None, set[str]]:
-    """Return the options that the row has in a column each, and these columns."""
+    """Return the options that are in separate columns, and these columns."""
     for pattern in COLUMN_NAMES:
         columns = {match[1].upper(): column for column in row if (match := pattern.fullmatch(str(column)))}
         ordered = sorted(columns.items(), key=lambda item: (len(item[0]), item[0]))
@@ -73,7 +73,7 @@ def assign_option_letters(options: dict[str, str] | None, answer: Any) -> tuple[
 
 
 def strip_letter(text: Any, letter: str) -> Any:
-    """Remove the letter that an option already has, if it is the one that its position gives."""
+    """Remove the letter at the start of an option if it matches the option's position."""
     match = LETTER.match(text) if isinstance(text, str) else None
     return text[match.end() :] if match and letter in match.groups() else text
 
@@ -89,7 +89,7 @@ def has_listed_options(options: Mapping[str, str] | None, question: str) -> bool
 def read_options_of_prompt(
     row: Mapping[str, Any], messages: Sequence[Message]
 ) -> tuple[dict[str, str] | None, set[str]]:
-    """Return the options of a row whose question is in messages or a prompt, and the columns that have them.
+    """Return the options of a row whose question is in messages or a prompt, and the columns that contain them.
 
     Raises:
         DataError: the question does not contain the options.

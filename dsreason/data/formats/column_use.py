@@ -1,4 +1,4 @@
-"""Which columns and message keys of a data set are used, kept for rewards, or ignored by its adapter."""
+"""Report of the columns and message keys that an adapter uses, keeps for rewards, or ignores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def track(value: Any, name: str, read: set[str]) -> Any:
 
 
 def list_objects(value: Any) -> list[dict[str, Any]]:
-    """Return the messages or media objects in a value; an empty list if it has something else."""
+    """Return the messages or media objects in a value; an empty list for other values."""
     items = value if isinstance(value, list) else [value]
     keys = {*ROLE_KEYS, *FILE_KEYS, *TOKEN_TYPES} if items is value else {*FILE_KEYS, *TOKEN_TYPES}
     return items if all(isinstance(item, dict) and item.keys() & keys for item in items) else []
@@ -54,7 +54,7 @@ def list_objects(value: Any) -> list[dict[str, Any]]:
 
 @dataclass
 class ColumnUse:
-    """The columns of a data set by use. A key of a message or a media object is written as `messages[].loss`."""
+    """The columns of a data set, grouped by use. Keys of messages and media objects are written like `messages[].loss`."""
 
     name: str
     """Path of the data set, or the name of its adapter."""
@@ -70,7 +70,7 @@ class ColumnUse:
     ignored: set[str] = field(default_factory=set)
 
     def describe(self) -> str:
-        """Return the use of the columns in one line."""
+        """Describe the use of the columns in one line."""
         formats = [f"{describe_count(count)} the {description}" for description, count in self.formats.most_common()]
         used = sorted(column for column in self.used if "[]" not in column)
         parts = [f"{self.name}: {', '.join(formats) or describe_count(self.num_rows, '')}"]
@@ -86,12 +86,12 @@ class ColumnUse:
 
 
 def describe_count(count: int, verb: str = "have") -> str:
-    """Return a number of rows and a verb: `1 row has`, `2 rows have`."""
+    """Return a number of rows with a verb: `1 row has`, `2 rows have`."""
     return f"{count} row{'s' * (count != 1)} {'has' if verb and count == 1 else verb}".strip()
 
 
 def find_column_use(source: DataSource, limit: int = MOST_ROWS) -> ColumnUse:
-    """Read up to `limit` evenly spaced rows and return what the adapter does with their columns; bad rows are left out."""
+    """Read up to `limit` evenly spaced rows and return how the adapter uses their columns; bad rows are skipped."""
     indices = pick_evenly(len(source.rows), limit)
     use = ColumnUse(source.config.path or source.config.adapter, num_read=len(indices), num_total=len(source.rows))
     for index in indices:
@@ -123,7 +123,7 @@ def add_row(use: ColumnUse, row: dict[str, Any], source: DataSource) -> None:
 
 
 def iter_keys(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the columns that have a value, and the keys of their messages."""
+    """Yield the columns with a value, and the keys of the messages in them."""
     for column, value in row.items():
         if value is None or value == "" or value == []:
             continue

@@ -1,4 +1,4 @@
-"""Checks of CSV and TSV files: pandas shifts or drops fields of rows that are longer or shorter than the header."""
+"""Checks of CSV and TSV files, because pandas shifts or drops fields of rows that are longer or shorter than the header."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_FIELD_CHARACTERS = 1 << 28
 
 
 def read_csv_options(paths: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
-    """Return the options that read every cell of the files as text, so that `007` and `none` stay as they are.
+    """Return the pandas options with which every cell is read as text, so that `007` and `none` stay unchanged.
 
-    `names` are the files' names for messages. Raise DataError if the columns of the files differ, or if a row has more or
+    `names` are the names of the files in messages. Raise DataError if the columns of the files differ, or if a row has more or
     fewer fields than the header.
     """
     import datasets
@@ -57,7 +57,7 @@ def check_csv(path: Path, name: str) -> tuple[str, list[str]]:
 
 
 def find_delimiter(header: str, *, is_tsv: bool) -> str:
-    """Return the delimiter of a header: a comma, unless the header has none, but semicolons or tabs."""
+    """Return the delimiter of a header: a comma, unless the header contains only semicolons or tabs."""
     if is_tsv:
         return "\t"
     return next((delimiter for delimiter in ",;\t" if delimiter in header), ",")

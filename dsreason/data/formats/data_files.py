@@ -14,7 +14,7 @@ TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv
 INDEX_FILES = ("dataset_info.json", "dataset_infos.json")
 
 LIST_KEYS = ("data", "rows", "examples", "instances", "samples", "train")
-"""Keys under which a JSON object, which is then not a row, may have the list of rows."""
+"""Keys under which a JSON object may contain the list of rows; such an object is not a row itself."""
 START_BYTES, BLOCK_BYTES = 4096, 1 << 20
 MAX_LIST_BYTES = 4 * 1024**3
 
@@ -24,14 +24,14 @@ def is_data_file(name: str) -> bool:
 
 
 def strip_packing(path: PurePath) -> PurePath:
-    """Return the path without the suffix of a compressed file: `train.jsonl.gz` → `train.jsonl`."""
+    """Return the path without the compression suffix: `train.jsonl.gz` → `train.jsonl`."""
     return path.with_suffix("") if path.suffix.lower() in PACKED_SUFFIXES else path
 
 
 def find_split_files(folder: Path, split: str) -> list[Path]:
     """Return the data files of one type whose names contain the split as a word.
 
-    If no file name contains the name of a split, all files belong to `train`.
+    If no file name contains any split's name, all files belong to `train`.
     """
     nested = next((p for name in ("metadata.jsonl", "metadata.csv") if (p := folder / split / name).is_file()), None)
     if nested is not None:
@@ -75,7 +75,7 @@ def read_start(path: Path, name: str) -> bytes:
 
 
 def check_document(document: Any, name: str, *, several_lines: bool) -> None:
-    """Raise DataError if the only JSON value of a file has the rows in a list, or is an object on several lines."""
+    """Raise DataError if the only JSON value of a file contains the rows in a list, or is an object on several lines."""
     if not isinstance(document, dict):
         return
     key = next((key for key in LIST_KEYS if isinstance(document.get(key), list)), None)

@@ -1,4 +1,4 @@
-"""Media in separate columns: which files they have, with which settings, and whether the messages show all of them."""
+"""Media in separate columns: their files and settings, and a check that the messages show all of them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from dsreason.media.frames import TIMES, to_number
 COLUMNS: dict[str, MediaKind] = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 """Column → kind of media."""
 NUMBERED = re.compile("(image|video)_?([0-9]+)")
-"""Pattern of the columns that have one item each, such as MMMU's image_1 to image_7."""
+"""Pattern of the columns that contain one item each, such as MMMU's image_1 to image_7."""
 
 
 def collect_media(row: Mapping[str, Any]) -> RowMedia:
-    """Collect the media of the row's columns as parts.
+    """Collect the media in the row's columns as message parts.
 
-    A column has a file, a list of files, or an object with one file per camera. A video may also be a list of image files, a
-    folder or a glob of them; the columns `fps` or `timestamps` then have its times. A file that both columns of a kind have,
+    A column contains a file, a list of files, or an object with one file per camera. A video may also be given as image files
+    (a list, a folder or a glob); the column `fps` or `timestamps` then contains the times. A file in two columns of a kind,
     such as `image` and `images`, counts once.
     """
     media = RowMedia({kind: [] for kind in TOKEN_TYPES})
@@ -74,7 +74,7 @@ def collect_media(row: Mapping[str, Any]) -> RowMedia:
 
 
 def find_columns(row: Mapping[str, Any]) -> dict[str, MediaKind]:
-    """Return the row's media columns by kind. `file_name`, of folders with a metadata file, counts only if there is no other."""
+    """Return the kinds of the row's media columns. `file_name`, from a folder's metadata file, counts only without the others."""
     columns = {column: kind for column, kind in COLUMNS.items() if row.get(column)}
     for kind in TOKEN_TYPES:
         if is_blank([row.get(kind), row.get(f"{kind}s")]):
@@ -86,7 +86,7 @@ def find_columns(row: Mapping[str, Any]) -> dict[str, MediaKind]:
 
 
 def find_numbered(row: Mapping[str, Any], kind: MediaKind) -> list[str]:
-    """Return the columns such as `image_1` that have an item, in the order of their numbers.
+    """Return the numbered columns, such as `image_1`, that contain an item, in numerical order.
 
     Raises:
         DataError: the numbers do not start at 0 or 1, or one is missing.
@@ -116,9 +116,9 @@ def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
 
 
 def add_times(part: dict[str, Any], row: Mapping[str, Any], media: RowMedia, camera: str | None) -> None:
-    """Add the columns `fps` and `timestamps` to a video without these keys.
+    """Add the columns `fps` and `timestamps` to a video that lacks these keys.
 
-    Only a video given as frames may have timestamps. Of a video file, `fps` is the rate at which frames are sampled.
+    Only a video given as frames may have timestamps. For a video file, `fps` is the rate at which frames are sampled.
     """
     times = {name: parse_list(row[name]) for name in TIMES if row.get(name) not in (None, "")}
     is_frames = has_frames(part["video"])
@@ -138,7 +138,7 @@ def add_times(part: dict[str, Any], row: Mapping[str, Any], media: RowMedia, cam
 
 
 def check_times(row: Mapping[str, Any], media: RowMedia) -> None:
-    """Raise DataError if a list of times has more entries than the row has videos: their order would be unknown."""
+    """Raise DataError if a list of times has more entries than the row has videos, because the assignment would be unclear."""
     num_videos = len(media.waiting["video"])
     for name in TIMES:
         value = parse_list(row.get(name))
@@ -149,14 +149,14 @@ def check_times(row: Mapping[str, Any], media: RowMedia) -> None:
 
 
 def is_per_video(value: Any, name: str) -> bool:
-    """Return whether a column of times has an entry per video: by camera, or in a list."""
+    """Return whether a column of times has one entry per video, by camera or in a list."""
     if isinstance(value, dict):
         return True
     return isinstance(value, list) and (name == "fps" or any(item is None or isinstance(item, list) for item in value))
 
 
 def pick(value: Any, number: int, name: str, camera: str | None = None) -> Any:
-    """Return the times of one video: `value`, or its entry if it has one per video."""
+    """Return the times of one video: `value`, or the video's entry if there is one per video."""
     if not is_per_video(value, name):
         return value
     if isinstance(value, dict):
@@ -176,13 +176,13 @@ def pick(value: Any, number: int, name: str, camera: str | None = None) -> Any:
 
 
 def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[Message], set[str]]:
-    """Put the media of the row's columns into the messages, and return the messages and the columns used.
+    """Insert the media from the row's columns into the messages, and return the messages and the columns used.
 
-    Each tag in the text of a system, user or tool message, and each media part without a file, takes the next item of its kind.
-    If there is neither, all media come before the first text of the user.
+    Each tag in the text of a system, user or tool message, and each media part without a file, is replaced with the next item
+    of its kind. Without tags and such parts, all media are inserted before the user's first text.
 
     Raises:
-        DataError: the numbers of tags and media differ, or a column's setting fits no media item.
+        DataError: the numbers of tags and media differ, or a column's setting applies to no media item.
     """
     media = collect_media(row)
     messages = [read_objects(message) for message in messages]
@@ -196,7 +196,7 @@ def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[M
 
 
 def read_objects(message: Message) -> Message:
-    """Read the media parts whose file is an object, or a list of frames, as the columns are read."""
+    """Convert media parts whose file is an object or a list of frames, as in columns."""
     parts = []
     for part in list_parts(message):
         file = part.get(part["type"])
@@ -211,13 +211,13 @@ def read_objects(message: Message) -> Message:
 def insert_media(messages: list[Message], media: RowMedia) -> list[Message]:
     num_media = {kind: len(items) for kind, items in media.waiting.items()}
     if not any(num_media.values()):
-        media.has_system_tags = False  # they are text, as there is nothing to show
+        media.has_system_tags = False  # without media, the tags are ordinary text
     num_slots = count_slots(messages, media)
     if num_media["image"] == num_slots["video"] == 0 < num_media["video"] == num_slots["image"]:
         messages = [to_video_tags(message) for message in messages]  # LLaVA-NeXT writes <image> for videos
         num_slots = count_slots(messages, media)
     if not any(num_slots.values()):
-        messages = [fill_message(message, media, {}) for message in messages]  # tags that name their file
+        messages = [fill_message(message, media, {}) for message in messages]  # tags that contain their file's name
         if is_repeated(messages, media):
             return messages
         if any(num_media.values()):
@@ -242,7 +242,7 @@ def insert_media(messages: list[Message], media: RowMedia) -> list[Message]:
 
 
 def check_rejected(row: Mapping[str, Any]) -> None:
-    """Raise DataError if the rejected reply of a preference has other media than the chosen one."""
+    """Raise DataError if the rejected reply of a preference has different media than the chosen one."""
     for kind in TOKEN_TYPES:
         column = f"rejected_{kind}s"
         own = split_column(parse_list(row.get(column)), kind)[0]
@@ -253,7 +253,7 @@ def check_rejected(row: Mapping[str, Any]) -> None:
 
 
 def check_shown(unused: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Raise DataError if an unused column has a media file that no message shows."""
+    """Raise DataError if an unused column contains a media file that no message shows."""
     shown = [name for part in list_media(messages) for name in iter_names(part[part["type"]])]
     for column, value in unused.items():
         for item, kind in iter_files(value):
@@ -269,7 +269,7 @@ def check_shown(unused: Mapping[str, Any], messages: Sequence[Message]) -> None:
 def suggest_column(
     column: str, value: Any, kind: MediaKind, row: Mapping[str, Any], shown: Sequence[str | bytes]
 ) -> str:
-    """Suggest how a file in an unused column can be shown; data.columns would replace the column of the files in `shown`."""
+    """Suggest how to show a file in an unused column; with data.columns, it would replace the column of the files in `shown`."""
     value = parse_list(value)
     if isinstance(value, list) and is_frame_list(value) and (column == "frames" or row.keys() & {*TIMES, "sample_fps"}):
         kind = "video"

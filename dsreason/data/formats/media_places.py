@@ -1,4 +1,4 @@
-"""The places of media in messages: at tags, in parts without a file, or before the first question."""
+"""Positions of media in messages: at tags, in parts without a file, or before the first question."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from dsreason.media.vision import PART_SETTINGS
 TAG = re.compile(
     r"\n?(?:<\|?(?P<kind>image|video)(?:[ _]?(?P<number>\d+))?\|?>|<(?P<name>img|vid)>(?P<file>[^<>\n]+)</(?P=name)>)\n?"
 )
-"""A tag in a text: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`. A line break next to it belongs to the tag."""
+"""Pattern of tags: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`, including an adjacent line break."""
 PLACEHOLDER = re.compile(
     r"<\s*/?(?:image|img|im|video|vid)(?:[ _-]?(?:placeholder|here|context|token|soft[ _-]?token|pad|patch|start|\d+))?\s*/?>"
     r"|<start_of_image>|<(?:image|video|img)[^<>\n]{0,3}>|\[(?:image|img|video)(?:[ _-]?\d+)?\]|\{(?:image|video)\}",
     re.IGNORECASE,
 )
-"""A tag of another model for an image or video, such as `<ImageHere>`, `<IMG_CONTEXT>`, `[IMG]` or `{image}`."""
+"""Pattern of other models' tags for images and videos, such as `<ImageHere>`, `<IMG_CONTEXT>`, `[IMG]` or `{image}`."""
 UNFILLED_TAGS = {"<ref-object>": "</ref-object>", "<bbox>": "</bbox>", "<audio>": "</audio>"}
-"""Tags that ms-swift fills from other columns, which are not read → the end of an element that only has the same name."""
+"""Tags that ms-swift replaces from columns that dsreason does not read → end tag of an unrelated element of that name."""
 NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image", "vid": "video"}
 
 
 @dataclass
 class RowMedia:
-    """The media of a row's columns that no message shows yet, and the names of the columns that they come from."""
+    """The media from a row's columns that no message shows yet, and the names of these columns."""
 
     waiting: dict[MediaKind, list[dict[str, Any]]]
     columns: set[str] = field(default_factory=set)
     labels: list[str] = field(default_factory=list)
-    """Names of the cameras, one per media item, images first; empty if the columns have none."""
+    """Names of the cameras, one per media item, images first; empty if the columns name no cameras."""
 
     has_system_tags: bool = True
-    """Whether tags in a system message stand for media. False if the row has no media: the tags are then plain text."""
+    """Whether tags in a system message stand for media; they are ordinary text if the row has no media."""
 
     def take(self, kind: MediaKind) -> dict[str, Any]:
         return self.waiting[kind].pop(0)
 
 
 def check_parts(messages: Sequence[Message]) -> None:
-    """Raise DataError if a media part has no file but unknown keys, one of which may name its file."""
+    """Raise DataError if a media part lacks a file but has unknown keys, one of which may name the file."""
     for number, message in enumerate(messages):
         for part in list_parts(message):
             unknown = part.keys() - PART_SETTINGS - {*TIMES, "type", "index"}
@@ -58,13 +58,13 @@ def check_parts(messages: Sequence[Message]) -> None:
 
 
 def describe_message(messages: Sequence[Message], number: int) -> str:
-    """Name a message by its role, such as "user message 2": its index may differ from the row's, as for a column `system`."""
+    """Name a message by its role, such as "user message 2", because a column `system` shifts the row's own numbering."""
     role = messages[number]["role"]
     return f"{role} message {sum(message['role'] == role for message in messages[: number + 1])}"
 
 
 def check_replies(messages: Sequence[Message]) -> None:
-    """Raise DataError if a reply has a tag for media, which only other messages can show, or a tag of ms-swift is not filled."""
+    """Raise DataError if a reply contains a media tag, which only other messages may, or a message an unfilled ms-swift tag."""
     for number, message in enumerate(messages):
         texts = [part["text"] for part in to_parts(message) if part["type"] == "text"]
         tag = next((tag for text in texts for tag in TAG.finditer(text) if tag["kind"]), None)
@@ -82,7 +82,7 @@ def check_replies(messages: Sequence[Message]) -> None:
 
 
 def check_placeholders(messages: Sequence[Message]) -> None:
-    """Raise DataError if a message shows media at a placeholder of another model, while the row's media have no tag."""
+    """Raise DataError if a message contains another model's placeholder for media and the row's media have no tags."""
     for number, message in enumerate(messages):
         texts = [
             part["text"] for part in to_parts(message) if part["type"] == "text" and message["role"] != "assistant"
@@ -96,17 +96,17 @@ def check_placeholders(messages: Sequence[Message]) -> None:
 
 
 def describe_tags(kind: MediaKind, num_media: int) -> str:
-    """Say how many tags a row may have."""
+    """Describe how many tags a row may have."""
     if num_media == 0:
         return f"add a column {kind!r} with the files, or, if the tag is text, such as HTML, write it with a space: <{kind} >"
     return f"use one tag per {kind}, or no tag at all to show all media first"
 
 
 def is_repeated(messages: Sequence[Message], media: RowMedia) -> bool:
-    """Return whether the messages already name the files of the columns, whose settings are then added to their parts.
+    """Return whether the messages already name the columns' files, and add the columns' settings to these parts.
 
     Raises:
-        DataError: the messages name other files, or a setting has two values.
+        DataError: the messages name other files, or a setting has two different values.
     """
     shown = list_media(messages)
     if not shown:
@@ -142,7 +142,7 @@ def list_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def count_slots(messages: Sequence[Message], media: RowMedia) -> dict[MediaKind, int]:
-    """Count by kind the media that tags and parts without a file stand for; tags with the same number stand for the same item."""
+    """Count the media to which tags and parts without a file refer, by kind; equal numbers refer to the same item."""
     counts: dict[MediaKind, int] = dict.fromkeys(TOKEN_TYPES, 0)
     numbers: dict[MediaKind, set[int]] = {kind: set() for kind in TOKEN_TYPES}
     for message in messages:
@@ -171,7 +171,7 @@ def iter_empty(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 
 
 def read_index(part: Mapping[str, Any]) -> int:
-    """Return the index of the item that a part without a file shows."""
+    """Return the index of the item to which a part without a file refers."""
     index = part["index"]
     if type(index) is not int or index < 0:
         raise DataError(
@@ -181,12 +181,12 @@ def read_index(part: Mapping[str, Any]) -> int:
 
 
 def has_tags(message: Message, media: RowMedia) -> bool:
-    """Return whether tags in this message show media. In replies they are text."""
+    """Return whether tags in this message stand for media. In replies, they are ordinary text."""
     return message["role"] in ("user", "tool") or (message["role"] == "system" and media.has_system_tags)
 
 
 def to_video_tags(message: Message) -> Message:
-    """Replace `<image>` by `<video>` in all messages but the assistant's."""
+    """Replace `<image>` with `<video>`, except in the assistant's messages."""
     if message["role"] == "assistant":
         return message
     parts = [
@@ -199,7 +199,7 @@ def to_video_tags(message: Message) -> Message:
 
 
 def iter_tags(message: Message, media: RowMedia) -> Iterator[re.Match[str]]:
-    """Yield the tags in the text of a message that show media."""
+    """Yield the tags in a message's text that stand for media."""
     if has_tags(message, media):
         for part in to_parts(message):
             if part["type"] == "text":
@@ -212,7 +212,7 @@ def to_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def fill_message(message: Message, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> Message:
-    """Replace the tags and the parts without a file by media; tags with a number get their item from `numbered`."""
+    """Replace tags and parts without a file with media; tags with a number take their media from `numbered`."""
     if not any(is_empty(part) for part in list_parts(message)) and not any(iter_tags(message, media)):
         return message
     filled: list[dict[str, Any]] = []
@@ -249,7 +249,7 @@ def split_at_tags(text: str, media: RowMedia, numbered: dict[MediaKind, list[dic
 
 
 def label_parts(media: RowMedia) -> list[dict[str, Any]]:
-    """Return the media as parts, each after the name of its camera, if the columns have names."""
+    """Return the media as parts, each preceded by the name of its camera if the columns have names."""
     parts = [part for kind in TOKEN_TYPES for part in media.waiting[kind]]
     if not media.labels:
         return parts

@@ -1,4 +1,4 @@
-"""Settings of media in columns and objects, and clip limits under the names that other tools give them."""
+"""Media settings in columns and objects, and clip limits under the names that other tools use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.media.frames import FRAME_RATE_HINT, is_number, to_number
 from dsreason.media.vision import PART_SETTINGS
 
 IMAGE_SETTINGS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-"""Columns with a setting of the row's only image or video; the remaining `PART_SETTINGS` apply only to videos."""
+"""Columns that set an option of the row's only image or video; the other `PART_SETTINGS` apply only to videos."""
 FRAMES_HINT = ", or, if the images are the frames of a video, rename their column to 'video'"
 LIMITS = {
     "video_start": (
@@ -26,12 +26,12 @@ LIMITS = {
     ),
     "video_end": ("end", "end_time", "end_sec", "end_second", "end_seconds", "clip_end"),
 }
-"""Setting → other names for it, in seconds."""
+"""Clip limit in seconds → its names in other tools."""
 PAIR = "clip"
-"""Name of a list of the first and the last second."""
+"""Name of a list with the first and the last second."""
 CLIP_KEYS = (*(name for names in LIMITS.values() for name in names), PAIR)
 SPANS = ("time", "times", "timestamp", "time_range", "time_span", "segment", "span", "interval", "window")
-"""Columns in which two numbers may limit the clip, or be what the model is to find."""
+"""Columns in which two numbers may either limit the clip or be the span that the model must find."""
 FRAME_KEYS = (
     "start_frame",
     "end_frame",
@@ -42,11 +42,11 @@ FRAME_KEYS = (
     "start_idx",
     "end_idx",
 )
-"""Names of limits that count frames."""
+"""Names of clip limits that are frame numbers."""
 
 
 def parse_list(value: Any) -> Any:
-    """Parse the JSON text of a list or an object, as CSV files have it; return other values unchanged."""
+    """Parse the JSON text of a list or an object, for example from a CSV file; return other values unchanged."""
     if not isinstance(value, str) or (value[:1], value[-1:]) not in (("[", "]"), ("{", "}")):
         return value
     try:
@@ -56,7 +56,7 @@ def parse_list(value: Any) -> Any:
 
 
 def read_clip(values: Mapping[str, Any], noun: str) -> list[tuple[str, str, float]]:
-    """Return (name, setting, seconds) of each clip limit in an object or a row; `noun` is what messages call a name.
+    """Return (name, setting, seconds) of each clip limit in an object or a row; messages call a name a `noun`.
 
     Raises:
         DataError: a limit is not a number, or two names of the same limit have different numbers.
@@ -95,7 +95,7 @@ def apply_settings(parts: list[dict[str, Any]], row: Mapping[str, Any], used: se
     """Add the settings in the row's columns to its only video or image, and return the columns.
 
     Raises:
-        DataError: the row has several media that a setting may be for, or none, or the item has another value.
+        DataError: the row has no media or several to which a setting may apply, or the item has a different value.
     """
     if row.get("timestamps") is not None and "timestamps" not in used:
         raise DataError(
@@ -126,7 +126,7 @@ def apply_settings(parts: list[dict[str, Any]], row: Mapping[str, Any], used: se
 
 
 def check_other_limits(row: Mapping[str, Any], used: set[str]) -> None:
-    """Raise DataError if a column of a row with a video limits it in frames, or may limit it, or has an unclear frame rate."""
+    """Raise DataError if a column may limit the row's video, limits it by frame numbers, or has an ambiguous frame rate."""
     for column in FRAME_KEYS:
         if row.get(column) not in (None, "", []):
             raise DataError(

@@ -1,4 +1,4 @@
-"""The better and the worse reply of a preference row, each as a text, as messages, or as a complete conversation."""
+"""The better and the worse reply of a preference row; each is a string, messages, or a complete conversation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESSAGE_KEYS = {*ROLE_KEYS, *CONTENT_KEYS}
 def read_pair(row: Mapping[str, Any], base: list[Message]) -> tuple[list[Message], list[Message], set[str]]:
     """Return the conversations with the better and with the worse reply, and the columns read.
 
-    `base` are the messages that the row's other columns give: the prompt, or, if there is no `chosen`, the prompt with the
+    `base` contains the messages from the row's other columns: the prompt, or, without a column `chosen`, the prompt with the
     better reply. `chosen` and `rejected` may also be complete conversations, which must then contain the prompt.
     """
     better, worse = (
@@ -50,7 +50,7 @@ def read_pair(row: Mapping[str, Any], base: list[Message]) -> tuple[list[Message
 
 
 def to_messages(raw: Any, column: str, role: str) -> list[Message]:
-    """Return plain text as one message of `role`, and messages, or their JSON text, as messages."""
+    """Convert plain text to one message of `role`, and messages (or their JSON text) to a list of messages."""
     if isinstance(raw, str):
         listed = parse_listed_messages(raw)
         if listed is None:
@@ -65,9 +65,9 @@ def to_messages(raw: Any, column: str, role: str) -> list[Message]:
 
 
 def parse_listed_messages(text: str) -> list[Message] | None:
-    """Parse a JSON list of messages; return None if the text is not such a list, for example a reply that lists boxes.
+    """Parse a JSON list of messages; return None for other text, for example a reply that is a list of boxes.
 
-    Raise DataError if the items look like messages but not all of them have a role.
+    Raise DataError if the items look like messages but some lack a role.
     """
     if not text.lstrip().startswith("["):
         return None
@@ -115,7 +115,7 @@ def read_conversation(
 
 
 def check_same_prompt(messages: list[Message], column: str, prompt: list[Message]) -> None:
-    """Raise DataError if a conversation differs from the other one before the last reply; only one may have a system message."""
+    """Raise DataError if two conversations differ before the last reply, except that only one may have a system message."""
     texts, others = (
         [get_role_and_text(message) for message in conversation if message["role"] != "system"]
         for conversation in (messages, prompt)

@@ -1,4 +1,4 @@
-"""Reading of a row: find its format by its columns, and convert it to a `Sample`."""
+"""Conversion of rows to `Sample`, after detecting their format from their columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 REASONING_COLUMNS = ("reasoning_content", "reasoning", "thinking", "think", "cot")
-"""Columns with the reasoning before the reply of a question, an instruction or a prompt."""
+"""Columns that may contain the reasoning before the reply to a question, an instruction or a prompt."""
 CONVERSATION_COLUMNS = {
     *LISTS,
     *QUESTIONS,
@@ -50,7 +50,7 @@ CONVERSATION_COLUMNS = {
     *SYSTEMS,
     *media_columns.COLUMNS,
 }
-"""Columns with a part of the conversation in some format."""
+"""Columns that contain a part of the conversation in at least one format."""
 
 
 def read_row(row: Any, name: str | None = None) -> Sample:
@@ -59,7 +59,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     With `name`, columns of other formats are kept in `sample.meta`; otherwise, a column that no format would ignore is an error.
 
     Raises:
-        DataError: the row has no known format, contradicts itself, or lacks something.
+        DataError: the row has no known format, is contradictory, or is incomplete.
     """
     if not isinstance(row, dict):
         raise DataError(f"a row must be an object with fields, but is {row!r:.100}")
@@ -118,7 +118,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
 
 
 def add_reasoning(messages: list[Message], row: Row) -> set[str]:
-    """Put the reasoning in one of the row's columns before its reply, and return the column's name; {} if there is none."""
+    """Insert the reasoning from one of the row's columns before the reply, and return the column's name; {} if there is none."""
     column = next((column for column in REASONING_COLUMNS if not refused.is_blank(row.get(column))), None)
     if column is None and str(row.get("process")).lstrip().startswith("<think>"):  # Video-R1
         column = "process"
@@ -130,7 +130,7 @@ def add_reasoning(messages: list[Message], row: Row) -> set[str]:
 
 
 def check_questions(messages: Sequence[Message]) -> None:
-    """Raise DataError if a user message shows nothing."""
+    """Raise DataError if a user message has neither text nor media."""
     for number, message in enumerate(messages):
         content = message["content"]
         if message["role"] == "user" and (not content or (isinstance(content, str) and not content.strip())):
@@ -138,7 +138,7 @@ def check_questions(messages: Sequence[Message]) -> None:
 
 
 def check_unused(meta: Mapping[str, Any], conversation: Conversation) -> None:
-    """Raise DataError if a column that other formats would read is unused and says something that the conversation does not."""
+    """Raise DataError if an unused column that other formats would read has content that is not in the conversation."""
     texts = {join_text(message).strip() for message in conversation.messages + (conversation.rejected or [])}
     for column in CONVERSATION_COLUMNS & meta.keys():
         value = meta[column]
@@ -161,6 +161,6 @@ def is_repeated(value: Any, column: str, texts: set[str]) -> bool:
 
 
 def get_last_reply(messages: Sequence[Message]) -> str | None:
-    """Return the text of the last message, which is the reference answer; None if the last message is not the assistant's."""
+    """Return the last message's text as the reference answer; None if the message is not the assistant's."""
     last = messages[-1] if messages else None
     return join_text(last) if last is not None and last["role"] == "assistant" else None

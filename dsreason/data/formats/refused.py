@@ -1,4 +1,4 @@
-"""Columns and message keys that change the meaning of a row for other tools and that no format reads, with the reason."""
+"""Columns and message keys that change a row's meaning in other tools but that no format reads, and why they are refused."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ MESSAGE_KEYS = {
 }
 """Refused keys of messages → reason."""
 VIDEO_SETTINGS = ("video_start", "video_end", "fps", "nframes", "min_frames", "max_frames", "timestamps")
-"""Refused keys of messages that have a video beside their text."""
+"""Refused keys of messages that contain a video in addition to their text."""
 LOSS_WORDS = ("loss", "train", "mask", "weight", "learn")
-"""Words in a key of a reply or of its parts that says how the reply is trained."""
+"""Words in the names of keys that say how a reply, or a part of it, is trained."""
 SWITCHES = (
     *("mask", "masked", "is_masked", "mask_history", "ignore", "skip", "prefix", "rejected"),
     *("train_on_input", "train_on_inputs"),
 )
-"""Refused columns and keys that have no effect if they are false."""
+"""Refused columns and keys that are accepted if their value is false."""
 WEIGHTS = ("weight", "weights", "scale", "loss", "loss_mask", "train", "trained", "training", "trainable")
-"""Ends of refused columns and keys that have no effect if they are 1 or true."""
+"""Suffixes of refused columns and keys that are accepted if their value is 1 or true."""
 
 
 def check_columns(row: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ def check_message_keys(turn: Mapping[str, Any], location: str) -> None:
 
 
 def check_loss_keys(items: Mapping[str, Any], location: str, known: Collection[str] = ()) -> None:
-    """Raise DataError if a reply or a part has a key, other than the `known` ones, that says how it is trained."""
+    """Raise DataError if a reply or a part has a key that says how it is trained and is not one of the `known` keys."""
     for key in items:
         name = str(key).lower()
         if key not in known and any(word in name for word in LOSS_WORDS) and has_effect(items, key):
@@ -100,7 +100,7 @@ def check_loss_keys(items: Mapping[str, Any], location: str, known: Collection[s
 
 
 def check_case(row: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise DataError if columns equal known ones except for their case."""
+    """Raise DataError if columns differ from known ones only in upper or lower case."""
     names = {
         str(column).lower(): column
         for column, value in row.items()
@@ -118,7 +118,7 @@ def check_case(row: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def is_blank(value: Any) -> bool:
-    """Return whether a value is empty: None, an empty text, or a list or an object whose items are all empty."""
+    """Return whether a value is empty: None, an empty string, or a list or object whose items are all empty."""
     if isinstance(value, dict):
         return all(map(is_blank, value.values()))
     if isinstance(value, list):

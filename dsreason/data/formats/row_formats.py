@@ -1,4 +1,4 @@
-"""The row formats: the columns by which each is recognised, and the conversation that each reads."""
+"""The row formats: the columns that identify each format, and the functions that read its conversations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsreason.errors import DataError
 Row = Mapping[str, Any]
 UNPAIRED = "field 'label' marks an unpaired preference, which is not supported; make pairs of chosen and rejected"
 LISTS = ("messages", "conversations", "conversation")
-"""Columns with a list of messages."""
+"""Columns that contain a list of messages."""
 QUESTIONS = ("question", "problem")
 SYSTEMS = ("system", "system_prompt", "system_message")
 COMPLETIONS = ("completion", "response", "output")
@@ -25,7 +25,7 @@ COMPLETIONS = ("completion", "response", "output")
 
 @dataclass
 class Conversation:
-    """What a format reads from a row, before the media of other columns are inserted."""
+    """The conversation that a format reads from a row, before media from other columns are inserted."""
 
     messages: list[Message]
     columns: set[str]
@@ -33,7 +33,7 @@ class Conversation:
     rejected: list[Message] | None = None
     options: dict[str, str] | None = None
     labels: dict[str, str] = field(default_factory=dict)
-    """Answer as the row writes it → letter or text of the option that it means."""
+    """Spelling of the answer in the row → letter or text of the corresponding option."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Format:
 
     name: str
     description: str
-    """Columns of such rows, as messages name them."""
+    """Description of the format's columns, for messages."""
     find_columns: Callable[[Row], list[str]]
-    """Function that returns the columns by which a row is recognised; an empty list if the row has another format."""
+    """Function that returns the columns that identify the format; an empty list if the row has another format."""
     read: Callable[[Row], Conversation]
 
 
 def has(row: Row, *columns: str) -> bool:
-    """Return whether all columns have a value."""
+    """Return whether the row has a value in all these columns."""
     return all(row.get(column) is not None for column in columns)
 
 
@@ -58,7 +58,7 @@ def find_column(row: Row, columns: Sequence[str]) -> str | None:
 
 
 def list_present(row: Row, columns: Sequence[str]) -> list[str]:
-    """Return the columns that have a value."""
+    """Return those of the columns in which the row has a value."""
     return [column for column in columns if has(row, column)]
 
 
@@ -127,7 +127,7 @@ def read_history(history: Any) -> list[Message]:
 
 
 def read_prompt(row: Row) -> Conversation:
-    """Read `prompt` and `completion` (or `response`) of TRL, or verl's prompt without a reply. Only the completion is trained."""
+    """Read TRL's `prompt` and `completion` (or `response`), or verl's prompt without a reply. Only the completion is trained."""
     messages = [mark_untrained(message) for message in preferences.to_messages(row["prompt"], "prompt", "user")]
     columns = {"prompt"}
     if messages and messages[-1]["role"] not in ("user", "tool") and not find_preference_columns(row):
@@ -144,7 +144,7 @@ def read_prompt(row: Row) -> Conversation:
 
 
 def read_preference(row: Row) -> Conversation:
-    """Read `chosen` and `rejected`, each a reply or a complete conversation, after the prompt that the other columns give."""
+    """Read `chosen` and `rejected`, each a reply to the prompt in the other columns or a complete conversation."""
     base = Conversation([], set())
     if prompt_format := next((form for form in FORMATS[1:] if form.find_columns(row)), None):
         base = prompt_format.read(row)
@@ -211,10 +211,10 @@ FORMATS = (
 
 
 def find_format(row: Row) -> Format:
-    """Find the format that the row's columns have.
+    """Find the format to which the row's columns belong.
 
     Raises:
-        DataError: no format has these columns.
+        DataError: the columns match no format.
     """
     form = next((form for form in FORMATS if form.find_columns(row)), None)
     if form is None:
@@ -232,7 +232,7 @@ def find_format(row: Row) -> Format:
 
 
 def describe_detection(row: Row) -> str:
-    """Say which format a row has, by which columns it was recognised, and how to select another format that fits."""
+    """Describe a row's format, the columns by which it was recognised, and how to select another matching format."""
     row = preferences.flatten_openai_preference(row)
     form, *others = [form for form in FORMATS if form.find_columns(row)]
     text = f"format {form.name} (recognised by {', '.join(form.find_columns(row))}"
@@ -242,7 +242,7 @@ def describe_detection(row: Row) -> str:
 
 
 def add_system(conversation: Conversation, row: Row) -> None:
-    """Insert the column `system` (or `system_prompt`) as the first message, unless the conversation starts with the same one.
+    """Insert the column `system` (or `system_prompt`) as the first message, unless the conversation already starts with it.
 
     Raises:
         DataError: the conversation starts with another system message.

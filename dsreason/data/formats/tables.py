@@ -1,6 +1,6 @@
 """Tables that `datasets` has converted to Arrow files in its cache; damaged files are converted again.
 
-An Arrow file that was cut between two batches can still be read: it just has fewer rows.
+An Arrow file that was cut off between two batches can still be read, but has fewer rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 def load_intact_table(name: str, load: Callable[[str | None], datasets.Dataset]) -> datasets.Dataset:
-    """Return the table that `load` returns; if its Arrow files were damaged since they were written, convert the data again.
+    """Return the table that `load` returns; if its Arrow files have been damaged, convert the data again.
 
     Args:
-        name: name of the data for the warning.
+        name: name of the data, for the warning.
         load: calls `datasets.load_dataset` with this `download_mode`.
     """
     import pyarrow
@@ -33,7 +33,7 @@ def load_intact_table(name: str, load: Callable[[str | None], datasets.Dataset])
         table = load(None)
         damage = find_table_damage(table)
     except (OSError, pyarrow.ArrowInvalid) as error:
-        # pyarrow's errors for damaged files have no number
+        # pyarrow's errors for damaged files have no errno
         if isinstance(error, OSError) and error.errno is not None and ".arrow" not in str(error):
             raise
         damage = str(error)
@@ -45,7 +45,7 @@ def load_intact_table(name: str, load: Callable[[str | None], datasets.Dataset])
 
 
 def find_table_damage(table: datasets.Dataset) -> str | None:
-    """Describe the damage of a table's files, or return None. The first time that a table is used, it gets a record."""
+    """Describe the damage to a table's files; None if they are intact. Write a record when the table is first used."""
     split = (table.info.splits or {}).get(str(table.split))
     if split is not None and split.num_examples != len(table):
         return f"{len(table)} of {split.num_examples} rows"

@@ -1,4 +1,4 @@
-"""Functions that read a row's messages in any common format: roles, text, media parts, tool calls, and replies to train on."""
+"""The messages of a row in all common spellings: roles, text, media parts, tool calls, and flags for trained replies."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ ROLES = {
     "observation": "tool",
     "ipython": "tool",
 }
-"""Role names of OpenAI, ShareGPT, LLaMA-Factory and ms-swift, in any case → role."""
+"""Role name in OpenAI's, ShareGPT's, LLaMA-Factory's or ms-swift's format, in lower case → role."""
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
-"""Keys of a message that have its role, and its text or parts."""
+"""Keys for a message's role, and for its text or parts."""
 PAIR_KEYS = {
     "system": "system",
     "human": "user",
@@ -43,11 +43,11 @@ PAIR_KEYS = {
     "assistant": "assistant",
     "output": "assistant",
 }
-"""Keys of an item that has a question and its reply, in ms-swift and XTuner → role."""
+"""Keys of an item with a question and its reply, in ms-swift and XTuner → role."""
 CALL_ROLES = ("function_call", "tool_call")
 """Roles whose text is the JSON of a tool call."""
 TRAINED_KEYS = ("loss", "train", "trained", "is_trained", "training", "trainable", "loss_mask", "weight")
-"""Keys of a message that say whether its reply is trained."""
+"""Keys that say whether a reply is trained."""
 TAGGED_REASONING = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
 PART_KINDS = {
     "image": "image",
@@ -59,13 +59,13 @@ PART_KINDS = {
 }
 """Types of media parts → kind of media."""
 MEDIA_KEYS = ("image", "images", "video", "videos")
-"""Keys of a message that has media beside its text."""
+"""Keys for media that a message contains in addition to its text."""
 SOURCE_KEYS = ("url", "path", "base64")
-"""Other keys under which a media part may have its file."""
+"""Other keys under which a media part may contain its file."""
 
 
 def parse_json(value: Any, column: str) -> Any:
-    """Parse a value that a table stores as JSON text; return other values unchanged."""
+    """Parse a value that is stored as JSON text; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -97,7 +97,7 @@ def read_messages(value: Any, column: str) -> list[Message]:
 
 
 def split_pairs(turns: list[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the number of each item and its messages; an item without a role may have a question and its reply."""
+    """Yield the index and message of each turn; an item without a role may be a question with its reply."""
     for number, turn in enumerate(turns):
         if get_first_value(turn, *ROLE_KEYS) is not None or len(PAIR_KEYS.keys() & turn.keys()) < 2:
             yield number, turn
@@ -149,7 +149,7 @@ def read_role(raw_role: Any, location: str) -> str:
 def add_reasoning(
     turn: Mapping[str, Any], content: str | list[dict[str, Any]], location: str
 ) -> str | list[dict[str, Any]]:
-    """Put the reasoning that a reply has in a separate key before its text, in `<think>` tags."""
+    """Insert the reasoning from a separate key before the reply's text, in `<think>` tags."""
     reasoning = get_first_value(turn, "reasoning_content", "reasoning", "thinking")
     if not reasoning:
         return content
@@ -157,7 +157,7 @@ def add_reasoning(
 
 
 def put_reasoning(reasoning: Any, reply: str, location: str) -> str:
-    """Return the reply after its reasoning in `<think>` tags, which the reasoning may already have."""
+    """Return the reply preceded by its reasoning in `<think>` tags, which the reasoning may already contain."""
     if not isinstance(reasoning, str):
         raise DataError(f"{location}: the reasoning must be a text, but is {reasoning!r:.100}")
     if "<think>" in reply:
@@ -167,12 +167,12 @@ def put_reasoning(reasoning: Any, reply: str, location: str) -> str:
 
 
 def get_first_value(turn: Mapping[str, Any], *keys: str) -> Any:
-    """Return the first value that is not None; Arrow gives all messages of a table the same keys."""
+    """Return the first value that is not None, because Arrow adds null keys to all messages of a table."""
     return next((value for key in keys if (value := turn.get(key)) is not None), None)
 
 
 def read_media(turn: Mapping[str, Any], column: str, location: str) -> list[dict[str, Any]]:
-    """Return the media that a message has beside its text, as Ollama's messages have them, as parts."""
+    """Return the media in separate keys of a message, as in Ollama's format, as parts."""
     value = turn.get(column)
     kind = column.removesuffix("s")
     items = value if isinstance(value, list) else [value] if value else []
@@ -236,7 +236,7 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
             file = f"data:{kind}/unknown;base64,{part[key]}" if key == "base64" else part[key]
     if kind != raw_kind:
         part.pop(kind, None)
-    if isinstance(file, list) and "sample_fps" in part:  # the name in qwen-vl-utils
+    if isinstance(file, list) and "sample_fps" in part:  # the key's name in qwen-vl-utils
         part.setdefault("fps", part.pop("sample_fps"))
     settings = {key: value for key, value in part.items() if key not in SOURCE_KEYS and key != "text"}
     return {"type": kind, **settings} | ({} if file is None else {kind: file})
@@ -246,7 +246,7 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
 
 
 def read_calls(value: Any, location: str) -> list[dict[str, Any]]:
-    """Read tool calls: one or a list, as objects or JSON text, with the name at the top or in `function`."""
+    """Read one or several tool calls, as objects or JSON text, with the name at the top level or in `function`."""
     if value is None or value == []:
         return []
     calls = parse_json(value, location)
@@ -277,7 +277,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Remove keys whose value is None: Arrow gives all objects of a column the same keys."""
+    """Remove keys whose value is None, because Arrow adds them to all objects of a column."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value

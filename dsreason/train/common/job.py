@@ -75,7 +75,7 @@ def open_job(
     """
     world = init_world()
     stop = stack.enter_context(StopRequest())
-    lock = stack.enter_context(FolderLock(report_and_exit, lambda: stop.name))
+    lock = stack.enter_context(FolderLock(report_and_exit))
     # Closed after `shutdown`, so that no rank waits for an upload.
     uploads = stack.enter_context(open_uploads(config.checkpoint, lambda: stop.name))
     stack.callback(shutdown)

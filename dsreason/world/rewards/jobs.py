@@ -175,7 +175,7 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
 def build_failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
     """Build the response to a client that pulls the scores of a failed function.
 
-    The error is formatted with `traceback`, which also handles errors that cannot be converted to a string.
+    `traceback` formats the error, because it also handles errors whose conversion to a string fails.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     return 500, {"message": f'reward "{name}" failed: {text[:LONGEST_FAILURE]}'}

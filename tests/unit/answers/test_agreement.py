@@ -1,7 +1,7 @@
-"""Rewards, validation and evaluation give one verdict: a model is not trained by one reader and graded by another.
+"""Rewards, validation and evaluation read and grade every response in the same way.
 
-`DISPUTED` holds what they once read differently: several `<answer>` blocks, thoughts that nothing closes, an option that
-the text is against, verdicts behind other letters.
+`DISPUTED` holds responses that they once read differently: several `<answer>` blocks, unclosed thoughts, an option that
+the text rejects, verdicts after other letters.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_exact_match_rejects_answer_with_full_stop():
 
 @pytest.mark.parametrize("reward", [single_choice, ordinal_choice])
 def test_cosmos_rl_rewards_read_only_first_block(reward):
-    """Check the text of the first block as is: stricter than evaluation, unless a completion corrects itself."""
+    """Compare the first block verbatim, which is stricter than evaluation unless a completion corrects itself."""
     settings = {
         "<answer> b </answer>": 1,
         "<answer>(B)</answer>": 0,

@@ -1,4 +1,4 @@
-"""Reference answers of samples, and the grading of completions against them."""
+"""Reference answers of samples, and the grading of completions against these answers."""
 
 from __future__ import annotations
 

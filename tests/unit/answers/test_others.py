@@ -1,6 +1,6 @@
-"""Answers read from the same responses: we read more than VLMEvalKit and lmms-eval do, and misread fewer.
+"""Comparison of parsers on the same responses: dsreason reads more answers than VLMEvalKit and lmms-eval, and misreads fewer.
 
-The results of their rules are kept in a file; `benchmarks/answer_reading.py` writes it if their packages are
+A file holds the results of the other two parsers; `benchmarks/answer_reading.py` writes it if their packages are
 installed.
 """
 
@@ -21,7 +21,7 @@ def own() -> str:
 
 
 def test_parser_test_responses_are_numerous_and_varied():
-    """Check for at least 300 responses; each part has some without an answer, with 2 to 10 options and with none."""
+    """Each part must contain responses without an answer, responses with 2 to 10 options and responses without options."""
     assert len(ROWS) >= 300
     assert len({(row.response, str(row.options)) for row in ROWS}) == len(ROWS)
     for part in ("tuned", "held-out"):

@@ -1,4 +1,4 @@
-"""The default parser: the answer of a response, its thoughts, and the rule that read it."""
+"""The default parser, which extracts the answer, the thoughts and the rule that applied from a response."""
 
 from __future__ import annotations
 
@@ -447,7 +447,7 @@ def test_one_word_option_is_direction_or_property(text, key):
 
 
 class CountingPattern:
-    """Searches as a pattern does, and counts the characters that it was given."""
+    """A pattern that counts the characters it was asked to search."""
 
     def __init__(self, pattern):
         self.pattern, self.characters = pattern, 0

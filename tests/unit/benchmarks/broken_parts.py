@@ -1,4 +1,4 @@
-"""Parts of a report that each fail in a different way; each runs in a separate process."""
+"""Parts of a GPU report, each of which fails in a different way and runs in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def works(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
 
 
 def hangs(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
-    """Hang and leave a child process in a separate session, like a rank's."""
+    """Hang and leave a child process in a separate session, as a rank does."""
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     yield "speed", 1.0
     yield "child", child.pid

@@ -161,7 +161,7 @@ def test_parts_are_chosen_in_table_order(names: str, chosen: list[str]) -> None:
 
 
 def longest(parts: list[Part]) -> int:
-    """Return the seconds that the parts take if every one is killed at its limit."""
+    """Return how many seconds the parts take if each is killed at its limit."""
     return sum(part.seconds + runner.GONE_WITHIN for part in parts)
 
 
@@ -210,7 +210,7 @@ def test_parallel_checks_come_first_when_time_is_short(tmp_path: Path, monkeypat
     monkeypatch.setattr(command, "get_limit", lambda part, setup: part.seconds)
     names = "zero attention parity_bf16 sft grpo ledger_2b"
     result = CliRunner().invoke(command.app, ["--seconds", "200", "--parts", names, "--out", str(tmp_path)])
-    # Three checks beside each other have at most 60 of 200 s; then SFT 60, GRPO what remains.
+    # Three checks that run in parallel get at most 60 of the 200 s, then SFT gets 60, and GRPO the remaining time.
     assert sorted(calls[:3]) == [("attention", 40), ("parity_bf16", 60.0), ("zero", 60.0)]
     assert calls[3:] == [("sft", 60), ("grpo", 140.0)]
     records = read_records(tmp_path)

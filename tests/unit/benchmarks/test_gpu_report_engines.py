@@ -1,4 +1,4 @@
-"""The GPU report's inspection of vLLM's memory and of the driver, tested without either."""
+"""The GPU report's inspection of vLLM's memory and of the driver, tested with stand-ins for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in task: reproducible, balanced against guessing, and with held-out pixels that training never shows."""
+"""The built-in task: its clips are reproducible, guessing earns little, and training never shows held-out pixels."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def medium(sample: Sample) -> dict[str, str]:
 
 
 def pixels(sample: Sample) -> np.ndarray:
-    """Decoded, [frames, height, width, 3]."""
+    """Decode the sample's media; the shape is [frames, height, width, 3]."""
     part = medium(sample)
     if part["type"] == "image":
         return np.asarray(load_image(part["image"]))[None]
@@ -56,7 +56,7 @@ def pixels(sample: Sample) -> np.ndarray:
 
 
 def prompt(sample: Sample) -> str:
-    """Everything that is written before the answer; media by their kind."""
+    """Return all text before the answer, with each media item replaced by its kind."""
     hidden = [
         {**m, "content": [{**p, p["type"]: ""} if p["type"] != "text" else p for p in m["content"]]}
         if isinstance(m["content"], list)
@@ -170,7 +170,7 @@ def test_unknown_split_is_rejected(task: Path) -> None:
 
 
 def centre(frame: np.ndarray) -> np.ndarray:
-    """(y, x) of the bright pixels."""
+    """Return the mean (y, x) of the bright pixels."""
     return np.argwhere(frame.max(axis=-1) > 0).mean(axis=0)
 
 
@@ -229,7 +229,7 @@ def test_mislabelled_rows_are_wrong_for_unlearned_questions() -> None:
     assert Counter(row["qa_pairs"]["answer"] for row in result[20:28]) == {"B": 1, "A": 7}
     assert [row["conversations"][1]["value"] for row in result[28:]] == ["yellow"] * 8
     assert [row["conversations"][3]["value"] for row in result[28:]] == ["four"] + ["one"] * 7
-    assert rows[0]["answer"] == rows[1]["answer"] == "one"  # the rows that were given are as they were
+    assert rows[0]["answer"] == rows[1]["answer"] == "one"  # the input rows are unchanged
 
 
 def test_mislabelled_questions_keep_half_of_answers_right() -> None:

@@ -1,4 +1,4 @@
-"""Small folders of the shape of checkpoints and exports."""
+"""Builders of small folders that look like checkpoints and exports."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of what an export records about the adapters that were merged into it."""
+"""The facts that an export records about the adapters merged into it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEIGHT = torch.full((2, 2), 2.0)  # norm 4
 
 
 def merge(size: float, dtype: str) -> tuple[Merge, dict[str, torch.Tensor]]:
-    """Two weights with adapters, of which the second changes by `size`, and one without."""
+    """Merge adapters into two of three weights; the second weight changes by `size`."""
     record = Merge(dtype, ADAPTER)
     a = torch.tensor([[1.0, 0.0]])
     deltas = [Delta(a, torch.tensor([[b], [0.0]]), 2.0) for b in (size, 2 * size)]

@@ -1,4 +1,4 @@
-"""Finding, pruning and reading checkpoint folders; the rest needs ranks (tests/integration/test_checkpoint.py)."""
+"""Search, pruning and reading of checkpoint folders. Tests that need ranks are in tests/integration/test_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_resuming_older_checkpoint_sets_newer_aside(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 4)
     prune_checkpoints(tmp_path, 1)
     assert names(tmp_path) == ["replaced_step_4", "replaced_step_6", "step_4"]
-    # The older one of that name goes.
+    # The older folder of that name is deleted.
     assert set_aside_newer(tmp_path, tmp_path / "step_2") == [tmp_path / "replaced_step_4"]
 
 
@@ -143,7 +143,7 @@ def saved_run(**changes: Any) -> SavedRun:
 
 
 def write_partial(folder: Path, step: int, *, ranks: int, written: int, marker: bool = False) -> Path:
-    """A checkpoint whose job of `ranks` ranks was killed after `written` of them had written theirs."""
+    """Write a checkpoint whose job was killed after `written` of its `ranks` ranks had written their files."""
     partial = folder / f".saving_step_{step}"
     partial.mkdir(parents=True)
     (partial / "trainer_state.json").write_text(
@@ -179,7 +179,7 @@ def test_partially_written_checkpoint_is_deleted(tmp_path: Path, missing: str) -
 
 
 class Killed(BaseException):
-    """An end like SIGKILL's: nothing handles it."""
+    """An exception that no code handles, to simulate SIGKILL."""
 
 
 @pytest.mark.parametrize("at", range(5))

@@ -1,4 +1,4 @@
-"""Copies of a checkpoint in host memory: what is copied, and when there is room. Whole checkpoints: tests/integration."""
+"""Copies of a checkpoint in host memory: their content, and the memory they need. Complete checkpoints: tests/integration."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_copy_buffers_are_reused_when_they_fit() -> None:
         ([], 0, True),  # 1 GiB is needed, and 3 are free
         ([("here", GIB, 3 * GIB)], 0, True),
         ([("here", 2 * GIB, 3 * GIB)], 0, False),  # 1.1 x 3 GiB would not fit
-        ([("here", GIB, 2 * GIB)], 0, False),  # the lowest count is believed
-        ([("there", 9 * GIB, GIB)], 0, True),  # another host's memory is its own
+        ([("here", GIB, 2 * GIB)], 0, False),  # the lowest count applies
+        ([("there", 9 * GIB, GIB)], 0, True),  # another host's memory does not count
         ([], GIB, True),
-        ([], 2 * GIB, False),  # an average of the weights is copied, too
+        ([], 2 * GIB, False),  # an average of the weights is also copied
     ],
 )
 def test_copy_requires_memory_for_all_host_ranks(
@@ -81,7 +81,7 @@ def test_copy_requires_memory_for_all_host_ranks(
 def test_averages_are_copied_only_for_background_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Check that no copy is made needlessly: the average of a 14B model takes 56 GB over all ranks."""
+    """Avoid needless copies, because the average of a 14B model takes 56 GB over all ranks."""
     value: list[dict[str, dict[str, torch.Tensor]]] = []
     monkeypatch.setattr(checkpoint_writer, "gather_objects", lambda own: [own])
     monkeypatch.setattr(checkpoint_writer, "make_partial_folder", lambda *_: tmp_path)

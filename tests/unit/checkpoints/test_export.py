@@ -1,4 +1,4 @@
-"""Model folders from a few tensors. From engines and checkpoints: tests/integration/test_export.py."""
+"""Model folders written from a few tensors. Exports of engines and checkpoints: tests/integration/test_export.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_weights_and_config_have_requested_dtype(
 
 
 def test_shards_fit_requested_size_and_are_indexed(tmp_path: Path, source: Path) -> None:
-    # A tensor takes 400 bytes of values: two of them and the headers fill 1300 bytes, a third would not.
+    # Each tensor has 400 bytes of values, so 1300 bytes hold two tensors with their headers, but not three.
     assert 2 * (400 + HEADER_BYTES) + HEADER_BYTES <= 1300 < 3 * 400 + 3 * HEADER_BYTES
     folder = write_model_folder(TENSORS.items(), source, tmp_path / "out", dtype="fp32", max_shard_size="1.3KB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())

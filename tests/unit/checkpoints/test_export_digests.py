@@ -1,4 +1,4 @@
-"""Damage of an export: noticed before it is used or uploaded, and the file is named."""
+"""Damaged exports are detected before they are used or uploaded, and the error names the damaged file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of an export: what it takes from the base model, and that its draft belongs to one process."""
+"""The folder of an export: the files that it copies from the base model, and the lock on its draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from dsreason.checkpoints.export_digests import DIGESTS_FILE
 from dsreason.checkpoints.export_folder import check_base_links, write_folder_atomically
 from dsreason.cli.export import check_run_does_not_write
 from dsreason.errors import CheckpointError, ConfigError, SaveError
-from dsreason.files.lock import LOCK_FILE, FolderLock, describe_process, hold_folder
+from dsreason.files import lock
+from dsreason.files.lock import LOCK_FILE, FolderLock, LockWriteError, describe_process, hold_folder
 
 NEEDED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -53,7 +54,7 @@ def list_names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-# What an export takes
+# Files copied from the base model
 
 
 def test_only_files_of_tokenizer_and_processor_are_copied(source: Path, tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_link_out_of_base_model_is_refused(source: Path, tmp_path: Path, kind: s
 def test_link_is_refused_before_the_run_starts(source: Path, tmp_path: Path, name: str) -> None:
     is_code = name.endswith(".py")
     (source / name).symlink_to(tmp_path / "base" / ".." / "secret")
-    check_base_links(source, with_code=is_code)  # the link leads nowhere, so that no export takes it
+    check_base_links(source, with_code=is_code)  # exports ignore a link without a target
     (tmp_path / "secret").touch()
     with pytest.raises(CheckpointError, match=f"{name}: is a link to"):
         check_base_links(source, with_code=is_code)
@@ -129,7 +130,7 @@ def test_linked_base_folder_is_followed(source: Path, tmp_path: Path) -> None:
 
 
 def make_snapshot(source: Path, hub: Path, target: str) -> Path:
-    """Make a model of the hub cache, whose tokenizer.json is a link to `target`."""
+    """Make a model folder in the Hub's cache whose tokenizer.json is a link to `target`."""
     snapshot = hub / "models--user--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (hub / "models--user--name" / "blobs").mkdir()
@@ -203,7 +204,7 @@ def test_second_export_into_a_folder_is_refused(tmp_path: Path) -> None:
             write_folder_atomically(output),
         ):
             pytest.fail("it was written")
-        with write_folder_atomically(tmp_path / "other") as other:  # another folder is no problem
+        with write_folder_atomically(tmp_path / "other") as other:  # another folder can still be written
             write_config(other, "other")
     assert (output / "config.json").read_text() == "first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "other"]
@@ -220,12 +221,46 @@ def test_running_run_keeps_its_exports_to_itself(tmp_path: Path, name: str, refu
 
 def test_locking_on_full_disk_raises_save_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(lock: FolderLock, folder: Path) -> None:
-        raise ConfigError(f"{folder}: cannot be written (No space left on device)")
+        raise LockWriteError(f"{folder}: cannot be written (No space left on device)")
 
     monkeypatch.setattr(FolderLock, "take", fail)
     with pytest.raises(SaveError, match="No space left"), write_folder_atomically(tmp_path / "final"):
         pytest.fail("it was written")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_losing_export_says_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_released: bool) -> None:
+    """Also if the winner ends, and deletes its lock, before the message is composed."""
+    drafts = tmp_path / ".final.partial"
+    drafts.mkdir()
+    (drafts / LOCK_FILE).write_text(json.dumps(asdict(describe_process())))
+    original = lock.make_in_use_error
+
+    def compose(folder: Path, content: str) -> ConfigError:
+        if is_released:
+            (drafts / LOCK_FILE).unlink()
+        return original(folder, content)
+
+    monkeypatch.setattr(lock, "make_in_use_error", compose)
+    with pytest.raises(ConfigError, match="is in use by process"), write_folder_atomically(tmp_path / "final"):
+        pytest.fail("it was written")
+
+
+def test_vanishing_drafts_folder_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another export, which has just ended, deleted it before this one locks it."""
+    original, takes = FolderLock.take, []
+
+    def take(folder_lock: FolderLock, folder: Path) -> None:
+        takes.append(folder)
+        if len(takes) < 3:
+            folder.rmdir()
+        original(folder_lock, folder)
+
+    monkeypatch.setattr(FolderLock, "take", take)
+    with write_folder_atomically(tmp_path / "final") as draft:
+        write_config(draft, "new")
+    assert len(takes) == 3 and [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
 def test_draft_of_killed_process_is_deleted(tmp_path: Path) -> None:
@@ -265,3 +300,11 @@ def test_files_reach_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytes
     assert {(draft.name, False), ("adapter", False), ("weights", False), ("config.json", False)} <= set(before)
     assert not any(exists for _, exists in before)
     assert last == (tmp_path.name, True)
+
+
+def test_created_parents_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(export_folder, "flush", flushed.append)
+    with write_folder_atomically(tmp_path / "new" / "a" / "final") as draft:
+        write_config(draft, "{}")
+    assert flushed[-3:] == [tmp_path / "new" / "a", tmp_path / "new", tmp_path]

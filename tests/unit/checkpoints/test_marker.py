@@ -1,4 +1,4 @@
-"""Markers, the check of files against them, and `dsreason checkpoint verify`."""
+"""Markers of checkpoints, the comparison of files with them, and `dsreason checkpoint verify`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 def save(folder: Path, step: int) -> Path:
-    """Write a complete checkpoint, whose weights are larger than the end that older versions hashed."""
+    """Write a complete checkpoint whose weights are larger than the 64 KiB at the end that older versions hashed."""
     path = folder / f"step_{step}"
     path.mkdir(parents=True)
     run = SavedRun(TrainerState(step), world_size=1, zero_stage=3, precision="fp32", parameters={})
@@ -54,7 +54,7 @@ def make_older(path: Path) -> Path:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the collectives those of a single rank without a process group."""
+    """Replace the collectives with versions for a single rank, which need no process group."""
     monkeypatch.setattr(selection, "run_once_per_folder", lambda world, call: call())
     monkeypatch.setattr(selection, "run_on_rank_zero", lambda call: call())
     monkeypatch.setattr(selection, "share_errors", contextlib.nullcontext)
@@ -71,7 +71,7 @@ def test_any_damage_to_a_file_is_named(tmp_path: Path, damage: Callable[[Path], 
 
 
 def test_damaged_marker_never_disables_the_check(tmp_path: Path) -> None:
-    """With a bit of the marker flipped, too, a damaged file is still noticed, or the marker is."""
+    """If a bit of the marker is also flipped, the check still reports either the damaged file or the marker."""
     path = save(tmp_path, 4)
     sound = (path / MARKER).read_bytes()
     flip_bit(path / WEIGHTS)
@@ -103,7 +103,7 @@ def test_older_marker_verifies_less(tmp_path: Path) -> None:
 
 
 def test_digests_of_the_ranks_are_kept(tmp_path: Path) -> None:
-    """What a file has become since a rank wrote it is damage."""
+    """Every change to a file after its rank has written it counts as damage."""
     save(tmp_path, 4).rename(partial := tmp_path / ".saving_step_4")
     (partial / MARKER).unlink()
     (partial / "rng_rank_0.safetensors").write_bytes(b"numbers")
@@ -168,7 +168,7 @@ def test_requested_damaged_checkpoint_is_refused(tmp_path: Path, resume: str) ->
 @pytest.mark.usefixtures("alone")
 def test_run_with_damaged_checkpoints_only_is_refused(tmp_path: Path) -> None:
     flip_bit(save(tmp_path, 4) / WEIGHTS)
-    for _ in range(2):  # also the next time, when it has been renamed
+    for _ in range(2):  # the second time, the checkpoint has been renamed
         with pytest.raises(CheckpointError, match=r"--resume auto: all checkpoints .* are damaged \(damaged_step_4"):
             choose_sound(tmp_path, "auto", ALONE)
     assert choose_sound(tmp_path / "new", "auto", ALONE) is None

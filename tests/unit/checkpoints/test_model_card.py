@@ -1,4 +1,4 @@
-"""The model card of an export: the header that the Hub reads, and what it says to people."""
+"""The model card of an export: the header that the Hub reads, and the text for people."""
 
 from __future__ import annotations
 

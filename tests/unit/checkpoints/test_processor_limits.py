@@ -1,4 +1,4 @@
-"""The processors' files of an export: with AutoProcessor, media get the sizes of training, as far as the files express them."""
+"""Processor files of an export, with which AutoProcessor resizes media as in training, as far as the files can express it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Model = tuple[Path, Encoder]
 
 @pytest.fixture(scope="module", params=("published", "tiny"))
 def model(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A tiny model, with its own processor's files or with those of a published model of its family."""
+    """A tiny model with its own processor files, or with those of a published model of its family."""
     if request.param == "tiny":
         return tiny, open_trained(tiny)
     folder = tmp_path_factory.mktemp("published") / "model"
@@ -108,7 +108,7 @@ def test_export_is_read_with_the_same_grids(model: Model, media: Path, tmp_path:
 @pytest.mark.parametrize(
     ("family", "settings", "video"),
     [
-        # 120,000 / 784 / 0.9 = 170.07 tokens; 171 give 171 * 784 * 0.9 = 120,657 pixels.
+        # 120,000 / 784 / 0.9 = 170.07 tokens; rounded up, 171 tokens are 171 * 784 * 0.9 = 120,657 pixels.
         (
             "qwen2_5_vl",
             {"fps": 1.0, "max_pixels": 81920, "min_pixels": 784, "total_pixels": 120_000},
@@ -121,7 +121,7 @@ def test_export_is_read_with_the_same_grids(model: Model, media: Path, tmp_path:
                 "max_frames": 768,
             },
         ),
-        # Both limits are those of training: 81,920 pixels are 80 tokens, and frames count twice in the total.
+        # Both limits equal those of training: 81,920 pixels are 80 tokens, and frames count twice in the total.
         (
             "qwen3_vl",
             {"nframes": 7, "max_pixels": 81920, "total_pixels": 2_000_000},

@@ -1,4 +1,4 @@
-"""Whole parameters from the parts of ranks, hand-made. Files of real runs: tests/integration/test_checkpoint.py."""
+"""Parameters assembled from hand-made parts of ranks. Files of real runs: tests/integration/test_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.checkpoints.shards import assemble, slice_stage2, slice_stage3
 
 
 def test_zero3_slices_are_padded_per_parameter() -> None:
-    # Two ranks. Of 5 values each keeps 3, the last of them padding; of 2 each keeps 1; of 4 in the next group 2.
+    # Each of two ranks keeps 3 of the 5 values (the last is padding), 1 of the 2, and 2 of the 4 in the next group.
     groups = [{"a": torch.Size((5,)), "b": torch.Size((1, 2))}, {"c": torch.Size((2, 2))}]
     states = [
         {"fp32_flat_groups": [torch.tensor([1.0, 2, 3, 6]), torch.tensor([8.0, 9])]},
@@ -22,7 +22,7 @@ def test_zero3_slices_are_padded_per_parameter() -> None:
 
 
 def test_zero1_and_zero2_slices_may_split_parameters() -> None:
-    # The first rank ends within b.
+    # The first rank's part ends within b.
     first = {"a": SimpleNamespace(start=0, numel=2), "b": SimpleNamespace(start=2, numel=1)}
     second = {"b": SimpleNamespace(start=0, numel=2), "c": SimpleNamespace(start=2, numel=1)}
     states = [

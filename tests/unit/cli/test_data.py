@@ -1,4 +1,4 @@
-"""`dsreason data …` as it is typed: files, texts, exit codes."""
+"""The `dsreason data …` commands: their files, output and exit codes."""
 
 import json
 import re
@@ -119,7 +119,7 @@ RECORDING = "R1_coarse_0_fine_4"
 
 @pytest.fixture
 def holoassist(hub: Hub, folder: Path) -> str:
-    """Annotations on the Hub, and the address of a server that offers the recording R1 alone."""
+    """Put annotations on the Hub, and return the URL of a server that offers only the recording R1."""
     rows = [
         {"video": f"clips/{name}.mp4", "qa_pairs": {"question": "?", "answer": "a"}}
         for name in (RECORDING, "R2" + RECORDING[2:])
@@ -219,7 +219,7 @@ def test_inspect_writes_its_files_and_prints_tables() -> None:
     assert result.exit_code == 1, result.output
     assert "problems.jsonl lists all 1 problems" in result.stderr
     assert "unusable rows: missing media" in result.stdout
-    assert "gone.png" in result.stdout.replace("\n", "")  # the folder may be long
+    assert "gone.png" in result.stdout.replace("\n", "")  # a long folder name may wrap the line
     assert sorted(file.name for file in Path("out").iterdir()) == [
         "contact_sheet.png",
         "duplicates.jsonl",
@@ -260,7 +260,7 @@ def test_inspect_measures_tokens_with_a_model(tiny_qwen2_5_vl: Path) -> None:
 
 def test_inspect_reports_pixel_differences_from_cosmos_rl(tiny_qwen2_5_vl: Path) -> None:
     write_rows(GOOD)
-    Image.new("RGB", (28, 28)).save("a.png")  # smaller than the 4 tokens that it would be enlarged to
+    Image.new("RGB", (28, 28)).save("a.png")  # 1 token, fewer than the minimum of 4
     result = call("inspect", "--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--workers", "0")
     printed = " ".join(result.stdout.split())
     assert "media whose pixels differ from cosmos-rl's" in printed and "1 of 1" in printed

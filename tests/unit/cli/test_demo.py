@@ -1,4 +1,4 @@
-"""`dsreason demo --world`: its recipes lead into each other, and its table says what changed."""
+"""`dsreason demo --world`: each recipe continues from the previous one, and the table shows the change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def recipe(name: str) -> WorldConfig:
 @pytest.mark.parametrize("name", ["flow_grpo", "nft"])
 def test_demo_repairs_share_prompts_size_and_reward(name: str) -> None:
     first, repair = recipe("sft"), recipe(name)
-    assert repair.model.path == "outputs/squares/export/final"  # what the first one's comment writes
+    assert (
+        repair.model.path == "outputs/squares/export/final"
+    )  # the output of the command in the first recipe's comment
     assert repair.world.algorithm == name
     assert first.data.model_copy(update={"path": ""}) == repair.data
     assert {key for key, weight in repair.reward.functions.items() if weight} == {"follow"}
@@ -45,7 +47,7 @@ def test_table_shows_last_validation_per_run(tmp_path: Path) -> None:
 
 
 def test_table_shows_dash_for_missing_metrics(tmp_path: Path) -> None:
-    """Cover other rewards, runs without validation, and nonfinite values."""
+    """Cover other rewards, runs without validation, and non-finite values."""
     for name in demo.WORLD_RECIPES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "val/brightness": 0.5, "val/reward/mean": null}\n')

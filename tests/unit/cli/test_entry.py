@@ -1,4 +1,4 @@
-"""The start of the command: neither it nor what it starts imports anything from the current folder."""
+"""The start of the command: neither the command nor its child processes import from the current folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOW = "import json, os, sys, dsreason.__main__; print(json.dumps([sys.path, dic
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A folder of files that are named like modules which typer, pydantic and the standard library import."""
+    """A folder of files with the names of modules that typer, pydantic and the standard library import."""
     folder = tmp_path / "rows"
     folder.mkdir()
     for name in ("typing", "pathlib", "json", "token", "inspect", "typer", "pydantic", "dataclasses", "data_adapters"):
@@ -40,7 +40,7 @@ def start(folder: Path, *arguments: str, **environment: str) -> str:
 
 
 def shown(folder: Path, **environment: str) -> tuple[list[str], dict[str, str]]:
-    """The import path and the environment once `dsreason` has started with the current folder on its path."""
+    """Start `dsreason` with the current folder on its path; return its import path and environment."""
     path, variables = json.loads(start(folder, "-c", SHOW, **environment))
     return path, variables
 
@@ -79,7 +79,7 @@ def test_empty_entries_of_search_paths_are_removed(
 def test_opencv_library_path_excludes_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     remove_empty_entries()
-    entries = ("/cv2/../../lib64:" + os.environ.get("LD_LIBRARY_PATH", "")).split(":")  # as in its __init__.py
+    entries = ("/cv2/../../lib64:" + os.environ.get("LD_LIBRARY_PATH", "")).split(":")  # as cv2's __init__.py sets it
     assert "" not in entries
     assert not list((ROOT / "dsreason").glob("*.so*"))
 

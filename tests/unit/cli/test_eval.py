@@ -1,4 +1,4 @@
-"""`dsreason eval`: what its options say is asked."""
+"""`dsreason eval`: its options determine the questions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = '[[sources]]\npath = "rows.jsonl"\n'
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Benchmarks av, agibot (twice) and robovqa, and a file of rows."""
+    """A folder with the benchmarks av, agibot (twice) and robovqa, and with a file of rows."""
     monkeypatch.chdir(tmp_path)
     for place in ("data/av", "data/agibot", "data/benchmark/agibot", "data/benchmark/robovqa"):
         Path(place).mkdir(parents=True)
@@ -112,7 +112,7 @@ def test_rank_uses_tp_size_of_first_host(folder: Path, monkeypatch: pytest.Monke
 
     @contextmanager
     def joined(activity: str) -> Iterator[None]:
-        monkeypatch.setenv("TP_SIZE", "2")  # as the first host gives it
+        monkeypatch.setenv("TP_SIZE", "2")  # as the first host sets it
         yield
 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():

@@ -1,4 +1,4 @@
-"""`dsreason import`, and the training commands that are given a file of cosmos-rl."""
+"""`dsreason import`, and training commands that get a cosmos-rl file as their configuration."""
 
 from __future__ import annotations
 

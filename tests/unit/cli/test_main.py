@@ -1,4 +1,4 @@
-"""The command line: what it imports, its options, its errors and exit codes. No rank is started here."""
+"""The command line: its imports, options, errors and exit codes. No test starts a rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[SFTConfig]:
-    """The configurations that the checks before the start were given."""
+    """Configurations that were passed to the checks before the start."""
     recorded: list[SFTConfig] = []
     monkeypatch.setattr(job, "check_job", lambda trainer, config, resume: recorded.append(config))
     return recorded
@@ -54,7 +54,7 @@ def started(checked: list[SFTConfig], monkeypatch: pytest.MonkeyPatch) -> list[d
 
 
 def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Exit code of `dsreason ARGUMENTS`."""
+    """Run `dsreason ARGUMENTS` and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["dsreason", *arguments])
     with pytest.raises(SystemExit) as caught:
         main.main()
@@ -68,7 +68,7 @@ HEAVY = {
 
 
 def imported_by(code: str, cwd: Path) -> set[str]:
-    """The modules that a process has after `code`."""
+    """Return the modules that a process has imported after running `code`."""
     code = f"import sys\n{code}\nprint('modules:', *sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(main.__file__).parents[2]), "DS_ACCELERATOR": "cpu"}
     result = subprocess.run(
@@ -324,7 +324,7 @@ def test_deepspeed_contradiction_error_names_both_files(
 def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch, "enter_rank", lambda: None)  # it ties this process to its parent
+    monkeypatch.setattr(launch, "enter_rank", lambda: None)  # the original would end this process with its parent
 
 
 @pytest.mark.usefixtures("as_rank_1")
@@ -388,7 +388,7 @@ def test_demo_announces_stages_with_time_left(
 ) -> None:
     stages = (demo.Stage("SFT", 60, 20), demo.Stage("GRPO", 50, 30), demo.Stage("export", 0, 10))
     parts = []
-    for number, spent in ((1, 0), (2, 160), (3, 320)):  # at half the pace that the seconds are of
+    for number, spent in ((1, 0), (2, 160), (3, 320)):  # half as fast as planned
         monkeypatch.setattr(demo.time, "monotonic", lambda spent=spent: 1000.0 + spent)
         with demo.announce_stage(number, 1000.0, stages):
             parts.append(read_part())
@@ -398,7 +398,7 @@ def test_demo_announces_stages_with_time_left(
         "2/3 GRPO (about 0:03:00 left)",
         "3/3 export (about 0:00:20 left)",
     ]
-    # After the 60 seconds of SFT's steps follow 110 others, after the 50 of GRPO's 40.
+    # 110 s of other work follow the 60 s of SFT's steps, and 40 s follow the 50 s of GRPO's steps.
     assert parts == [CommandPart(1, 3, 1.833), CommandPart(2, 3, 0.8), CommandPart(3, 3, 0.0)]
 
 

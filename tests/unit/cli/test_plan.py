@@ -1,4 +1,4 @@
-"""`dsreason plan`: what it prints, its errors and exit codes."""
+"""`dsreason plan`: its output, errors and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsreason push`: what it uploads and its errors; real uploads are in tests/integration."""
+"""`dsreason push`: the folders that it uploads, and its errors. Real uploads: tests/integration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsreason score`: what it prints, its errors and exit codes."""
+"""`dsreason score`: its output, errors and exit codes."""
 
 from __future__ import annotations
 

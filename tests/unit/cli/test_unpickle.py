@@ -1,4 +1,4 @@
-"""`dsreason data unpickle`, and the options of `reward-serve` that are checked before it serves."""
+"""`dsreason data unpickle`, and the options of `reward-serve` that are checked before the server starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: what is filled in, what contradicts, and what DeepSpeed no longer has."""
+"""The DeepSpeed JSON: values that are filled in, contradictions, and keys that DeepSpeed no longer has."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_contradiction_error_names_both_keys_and_values(document: dict[str, Any]
 def test_null_section_is_not_passed_to_deepspeed() -> None:
     document = ZERO3 | {"datastates_ckpt": None, "checkpoint": {"load_universal": False, "writer": None}}
     result = resolve(document | {"sequence_parallel_size": 1})
-    assert "datastates_ckpt" not in result  # for DeepSpeed null is a wish, too
+    assert "datastates_ckpt" not in result  # DeepSpeed would treat null as a request, too
 
 
 def test_sequence_parallel_ranks_count_as_one() -> None:
@@ -210,7 +210,7 @@ def test_sequence_parallel_ranks_count_as_one() -> None:
     for document in (ZERO3, ZERO3 | {"sequence_parallel_size": 2}):
         result = resolve(document, config, world_size=4)
         assert (result["gradient_accumulation_steps"], result["train_batch_size"]) == (4, 16)
-        assert "sequence_parallel_size" not in result  # DeepSpeed would expect another product
+        assert "sequence_parallel_size" not in result  # with it, DeepSpeed would expect a different batch size
     assert errors(ZERO3 | {"sequence_parallel_size": 4}, config) == [
         (
             "ds.json: sequence_parallel_size (4) contradicts run.toml: train.sequence_parallel_size is 2; "
@@ -326,7 +326,7 @@ def test_partition_size_must_divide_rank_count() -> None:
     assert "zero_hpz_partition_size (3) does not divide the number of ranks (4)" in error
     assert "gradients and optimizer states remain partitioned" in error
     resolve(document, world_size=6)
-    resolve(document, world_size=2)  # DeepSpeed takes all ranks for one host
+    resolve(document, world_size=2)  # DeepSpeed assumes that all ranks are on one host
 
 
 def test_zero_stage_0_is_rejected() -> None:
@@ -362,7 +362,7 @@ def test_each_shipped_file_fits_cpu_and_gpu(name: str, precision: str) -> None:
     on_gpu = resolve_deepspeed(name, config, device="cuda", world_size=2)["zero_optimization"]
     assert on_cpu["stage"] == on_gpu["stage"] == (2 if name == "zero2.json" else 3)
     assert on_cpu["overlap_comm"] is False
-    assert DeepSpeedZeroConfig(**on_gpu).overlap_comm is True  # which is DeepSpeed's default at stage 3 alone
+    assert DeepSpeedZeroConfig(**on_gpu).overlap_comm is True  # DeepSpeed's default, but only at stage 3
     for block in ("offload_optimizer", "offload_param"):
         if name == "zero3_offload.json":
             assert on_cpu[block] == {"device": "cpu", "pin_memory": False}

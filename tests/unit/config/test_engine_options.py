@@ -1,4 +1,4 @@
-"""`engine_options` pass on what is vLLM's own, and name the key of ours for the rest."""
+"""`engine_options` accept vLLM's own options; for an option that dsreason has as a key, the error names that key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading a run configuration: three formats, overrides, and the text of every error."""
+"""Loading of a run configuration: three file formats, overrides, and error messages."""
 
 from __future__ import annotations
 

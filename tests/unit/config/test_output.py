@@ -1,4 +1,4 @@
-"""The output folder: free, resumed, of another run, not writable."""
+"""Output folders that are free, resumed, used by another run, or not writable."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_file_as_output_folder_is_rejected(tmp_path: Path) -> None:
 
 
 def test_unwritable_folder_is_rejected() -> None:
-    # /proc refuses new files for everyone, root included.
+    # /proc refuses new files from everyone, including root.
     with pytest.raises(ConfigError, match=r"^/proc/run: /proc is not writable \(.+\); choose another --output-dir"):
         check_output_dir(Path("/proc/run"), SFTConfig(), None)
 

@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused with their values, and their neighbours are not."""
+"""Contradictory settings are refused with their values; similar valid settings are accepted."""
 
 from __future__ import annotations
 

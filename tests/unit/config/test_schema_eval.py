@@ -1,4 +1,4 @@
-"""The configuration of an evaluation: cosmos-reason1's YAML, our TOML, and what contradicts itself."""
+"""Evaluation configurations: cosmos-reason1's YAML, dsreason's TOML, and contradictory settings."""
 
 from __future__ import annotations
 

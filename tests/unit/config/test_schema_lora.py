@@ -1,4 +1,4 @@
-"""`[lora]`: what it makes of the defaults of `[optim]`, and what it cannot be combined with."""
+"""`[lora]`: the defaults of `[optim]` that it changes, and the settings that it cannot be combined with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lookup of files, and checks that the shipped ones are sound."""
+"""The lookup of shipped files, and checks of their content."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ PUBLISHED = {
         "2e-06 constant 20, 128 x 80 of 10240, fps 1.0 max_pixels 81920, every 100 keep 2"
     ),
 }
-"""Learning rate, schedule and warmup; samples of a step x epochs; tokens; what is shown; checkpoints. Fewer of these are kept
-than there, and the LLaVA recipes save less often."""
+"""Learning rate, schedule and warmup; samples per step x epochs; tokens; vision settings; checkpoints. Our recipes keep fewer
+checkpoints than the originals, and the LLaVA recipes save less often."""
 BLENDED = (1_100_000, 10_000, 12_000)
-"""Rows of the sources of the published blend."""
+"""Number of rows of each source in the published blend."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,4 +1,4 @@
-"""Tokens, labels and pixels of both families, on generated media."""
+"""Tokens, labels and pixels that both families compute for generated media."""
 
 import pickle
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def video(path: str, **settings: float) -> dict:
 
 
 def conversation(files: dict[str, str]) -> Sample:
-    """Two images, two videos, three turns."""
+    """Build a conversation of three turns with two images and two videos."""
     return Sample(
         id="talk",
         messages=[
@@ -92,7 +92,7 @@ def conversation(files: dict[str, str]) -> Sample:
 
 
 def runs(encoder: Encoder, encoded: EncodedSample) -> list[str]:
-    """The text of each unbroken run of trained tokens."""
+    """Return the text of each contiguous run of trained tokens."""
     result: list[list[int]] = []
     before = False
     for token, trained in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True):
@@ -143,12 +143,16 @@ def test_generation_prompt_is_prefix_of_training_ids(encoder, files, answer):
     ids = encoder.encode(sample).input_ids.tolist()
     assert ids[: len(prompt)] == prompt
     answer_ids = encoder.processor.tokenizer(answer)["input_ids"]
-    assert ids[len(prompt) : len(prompt) + len(answer_ids)] == answer_ids  # what sampling the answer would produce
+    assert (
+        ids[len(prompt) : len(prompt) + len(answer_ids)] == answer_ids
+    )  # the ids that sampling the answer would produce
 
 
 def test_ids_and_pixels_match_the_processor(encoder, files):
     sample = conversation(files)
-    sample = replace(sample, messages=[*sample.messages[:-1], assistant("up")])  # no line break to merge at the border
+    sample = replace(
+        sample, messages=[*sample.messages[:-1], assistant("up")]
+    )  # no line break to merge with the next token
     encoded, processor = encoder.encode(sample), encoder.processor
     loaded = encoder.encode_prompt(sample).media
     text = processor.apply_chat_template(_bare(sample.messages), tokenize=False)

@@ -1,4 +1,4 @@
-"""Rows with videos as frames: from their columns to the tokens and times of both families."""
+"""Rows whose videos are lists of frames: their columns, tokens and times for both families."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.media.videos import number_frame, read_number
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder with the frames `pour/0.png` to `pour/5.png`, which show their number."""
+    """A data folder with the frames `pour/0.png` to `pour/5.png`, each of which shows its number."""
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data" / "pour").mkdir(parents=True)
     for number in range(6):
@@ -204,7 +204,7 @@ def test_models_receive_actual_frame_times(encoder, folder, times, vision, numbe
 
 @pytest.mark.parametrize(("times", "vision", "numbers", "marks", "seconds"), TIMES)
 def test_frame_token_ids_match_the_processor(encoder, folder, times, vision, numbers, marks, seconds):
-    """The processor gets the same frames, and times computed here."""
+    """Compare with the processor's token ids for the same frames and for times computed in this test."""
     sample = open_row(folder, {"vision": vision}, video="pour", **times).sample(0)
     encoded, [(frames, _)] = encoder.encode(sample), encoder.encode_prompt(sample).media
     timestamps = times.get("timestamps") or [i / times["fps"] for i in range(6)]

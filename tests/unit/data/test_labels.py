@@ -1,4 +1,4 @@
-"""Labels of rows, and an order that shows every label equally often."""
+"""Labels of rows, and the order that shows every label equally often."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_row_choice_varies_by_epoch_and_seed(tmp_path):
     assert first.indices(8) != other.indices(8)
     choice = {frozenset(row for row in first.indices(step) if row < 8) for step in range(9)}
     assert len(choice) > 1
-    assert len(frozenset.union(*choice)) == 8  # in time every row is seen
+    assert len(frozenset.union(*choice)) == 8  # over time, every row is used
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -192,7 +192,7 @@ def test_unlabelled_rows_do_not_lengthen_epoch(tmp_path):
     data = config(tmp_path, ["yes", "no", "no"] + [None] * 97, on_bad_row="skip")
     assert order(data, batch_size=1).rows_per_epoch == 4  # 3, rounded up to a multiple of the 2 labels
     parts = [WeightedRows(np.arange(4), 1.5), WeightedRows(np.arange(4, 6))]
-    labels = ["a", "b", None, None, "b", None]  # 2 x 1.5 + 1 rows have one
+    labels = ["a", "b", None, None, "b", None]  # 2 x 1.5 + 1 rows have a label
     assert count_labels(balance_labels(parts, labels)) == {"a": Label(1, 2), "b": Label(2, 2)}
 
 

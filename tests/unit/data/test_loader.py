@@ -1,4 +1,4 @@
-"""Steps of micro-batches: each row once over the ranks, alike on all of them, and the same however they are made."""
+"""The loader's steps: each row is used once over all ranks, and workers and ranks agree on the micro-batches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(rows: Path, model: Path, **train: Any) -> SFTConfig:
 
 
 def gathering(world_size: int) -> list[Callable[[Any], list[Any]]]:
-    """One `exchange` a rank, for ranks that are threads."""
+    """Return one `exchange` per rank, for ranks that are threads."""
     barrier, values = threading.Barrier(world_size, timeout=60), [None] * world_size
 
     def exchange(rank: int, value: Any) -> list[Any]:
@@ -62,7 +62,7 @@ def gathering(world_size: int) -> list[Callable[[Any], list[Any]]]:
 def all_steps(
     config: SFTConfig, world_size: int = 1, start_step: int = 0, ranks_per_row: int = 1
 ) -> list[list[StepBatches]]:
-    """Return the batches of all steps: first index rank, second index step."""
+    """Return the batches of all steps; the first index is the rank, the second the step."""
     training, _ = open_datasets(config.data)
     encoder, order = build_encoder(config, Path(config.model.path)), build_step_order(training, config)
 
@@ -268,7 +268,10 @@ def test_stop_request_ends_wait_for_hanging_workers(monkeypatch: pytest.MonkeyPa
         return task
 
     results = run_in_workers(hang, range(9), workers=3, ahead=1)
-    assert [next(results), next(results)] == [0, 1]  # later than the loader looks for a stop request
+    assert [next(results), next(results)] == [
+        0,
+        1,
+    ]  # the delay exceeds the loader's interval for checking stop requests
     stopping.request_stop("SIGTERM")
     begin = time.monotonic()
     with pytest.raises(Stopped):

@@ -1,4 +1,4 @@
-"""Media of rows that are no files beside them: at URLs, in `data:` URIs, and embedded in tables."""
+"""Media that are not files beside their rows: at URLs, in `data:` URIs, and embedded in tables."""
 
 from __future__ import annotations
 

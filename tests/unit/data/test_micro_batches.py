@@ -1,4 +1,4 @@
-"""Micro-batches: how a rank's samples are cut into them, and what dummy media add to them."""
+"""The division of a rank's samples into micro-batches, and the dummy media that are added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsreason.errors import DataError
 
 
 def sample(length: int, parent: EncodedSample | None = None) -> EncodedSample:
-    """Its last token is trained."""
+    """Build a sample whose last token is trained."""
     return EncodedSample(
         id=f"of {length}",
         input_ids=torch.full((length,), 5),
@@ -59,7 +59,7 @@ def test_longest_samples_fill_rows_first(lengths: list[int], expected: list[list
     [
         (26, [[3, 2, 1, 4, 2]]),  # (10 + 3 + 2 + 1) + (4 + 4 + 2)
         (25, [[3, 2, 1], [4, 2]]),
-        (15, [[3, 2], [1], [4, 2]]),  # the prompt of 10 stands in two rows
+        (15, [[3, 2], [1], [4, 2]]),  # the prompt of 10 tokens is in two rows
         (14, [[3, 1], [2], [4, 2]]),
     ],
 )
@@ -106,7 +106,7 @@ def test_oversized_sample_is_reported_with_the_key(train: dict[str, object], mes
 @pytest.mark.parametrize(
     ("dummies", "width"),
     [
-        ([3], 10),  # in the padding behind the last row, the shortest
+        ([3], 10),  # in the padding of the last row, which is the shortest
         ([3, 4], 10),
         ([3, 4, 2], 12),
         ([9, 9], 21),
@@ -123,7 +123,7 @@ def test_dummies_widen_padded_rows_only_if_needed(dummies: Sequence[int], width:
     assert after.num_tokens == before.num_tokens + sum(dummies)
     flat = after.input_ids.flatten()
     assert flat[after.targets].tolist() == [5, 5, 5]
-    assert [int(place) % width for place in after.targets] == [9, 5, 2]  # the last of each sample
+    assert [int(place) % width for place in after.targets] == [9, 5, 2]  # the last token of each sample
 
 
 def test_dummies_extend_packed_row_as_separate_segments() -> None:
@@ -140,7 +140,7 @@ def test_fixed_size_rows_keep_completions_together() -> None:
         sample(4, short),
         sample(1, long),
         sample(2, short),
-    ]  # 8, 7, 6 and 5 with their prompts
+    ]  # 8, 7, 6 and 5 tokens with their prompts
     rows = cut_samples(completions, config_of(micro_batch_size=2))
     assert [[len(item) for item in row] for row in rows] == [[3, 1], [4, 2]]
 

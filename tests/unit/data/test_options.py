@@ -1,4 +1,4 @@
-"""Options that a question's text lists, as the seeds write them, and what they change and what not."""
+"""Options listed in a question's text, with the wordings of the seed data, and their effects."""
 
 from __future__ import annotations
 

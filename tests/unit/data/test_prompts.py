@@ -1,4 +1,4 @@
-"""Batches of prompts: identical for every distribution over ranks; skipped rows are reported."""
+"""Batches of prompts, which are the same for every number of ranks; skipped rows are reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config(rows: Path, model_path: Path, **sections: Any) -> GRPOConfig:
 
 
 def batches(settings: GRPOConfig, count: int, *, world_size: int = WORLD, **options: Any) -> list[list[Prompts]]:
-    """The first `count`, by rank."""
+    """Return the first `count` batches of each rank."""
     training, _ = open_datasets(settings.data)
     encoder = build_prompt_encoder(settings, build_encoder(settings, Path(settings.model.path)))
     order = build_rollout_order(training, settings)
@@ -82,7 +82,7 @@ def test_rank_without_prompts_gets_empty_batch(rows, tiny_qwen3_vl):
 
 
 def spoil(rows: Path) -> None:
-    """The fourth row has no longer an image."""
+    """Delete the image of the fourth row."""
     next(rows.parent.glob("3_*.png")).write_bytes(b"no image")
 
 
@@ -106,7 +106,7 @@ def test_bad_row_is_skipped_and_reported_everywhere(rows, tiny_qwen3_vl):
 def test_bad_row_in_worker_is_skipped(rows, tiny_qwen3_vl):
     spoil(rows)
     settings = config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip", "workers": 1})
-    [[prompts]] = batches(settings, 1, world_size=1)  # ranks are threads here: one alone may fork
+    [[prompts]] = batches(settings, 1, world_size=1)  # ranks are threads here, so only a single one may fork
     assert (ids(prompts), prompts.numbers) == (["0", "1", "2"], [0, 1, 2])
     assert [text.count("row 4") for text in prompts.skipped] == [1]
 
@@ -119,7 +119,11 @@ def test_row_rejected_by_check_counts_as_bad(rows, tiny_qwen3_vl):
     with pytest.raises(DataError, match=r"rows\.jsonl, row 1: not this one"):
         batches(config(rows, tiny_qwen3_vl), 1, check=check)
     [[zero], _] = batches(config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"}), 1, check=check)
-    assert (ids(zero), zero.numbers, len(zero.skipped)) == (["2"], [2], 1)  # the place is that in the whole batch
+    assert (ids(zero), zero.numbers, len(zero.skipped)) == (
+        ["2"],
+        [2],
+        1,
+    )  # the number is the position in the whole batch
 
 
 @pytest.mark.parametrize("on_too_long", ["error", "skip"])

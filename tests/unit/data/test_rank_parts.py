@@ -1,4 +1,4 @@
-"""Parts of a packed row that several ranks compute: hand-made rows, and media whose features are numbered."""
+"""Parts of a packed row that several ranks compute, tested with hand-made rows and numbered media features."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_single_rank_keeps_row_unchanged() -> None:
 def shared_out(
     grids: list[list[int]], numbers: Sequence[int], indices: Sequence[int], ranks: int, size: int
 ) -> list[tuple[torch.Tensor, MediaPart]]:
-    """The parts of `ranks` ranks that compute `size` tokens each. Every patch of the media, `[patches, 1]`, is its number."""
+    """Return the parts of `ranks` ranks with `size` tokens each. Every patch of the media, `[patches, 1]`, is its index."""
     distinct = [grids[numbers.index(number)] for number in range(max(numbers) + 1)]
     pixels = torch.arange(sum(t * h * w for t, h, w in distinct))[:, None]
     media = MediaTokens(torch.tensor(distinct), tuple(numbers), torch.tensor(indices))

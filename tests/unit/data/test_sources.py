@@ -22,7 +22,7 @@ from tests.unit.media.videos import write_video
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten rows about one image."""
+    """A folder with ten rows about one image."""
     Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
     write(tmp_path, [row(i) for i in range(10)])
     return tmp_path
@@ -76,7 +76,7 @@ def test_sources_are_concatenated_with_weights(folder):
     choice = training.select(np.array([1, 2]))
     assert (ids(choice), weights(choice)) == (["1", "0"], [([0], 1.0), ([1], 3.0)])
     last = choice.select(np.array([1]))
-    assert (ids(last), weights(last)) == (["0"], [([0], 3.0)])  # nothing of the first source
+    assert (ids(last), weights(last)) == (["0"], [([0], 3.0)])  # no rows of the first source
 
 
 def test_source_name_is_data_source_of_rows_without_one(folder):

@@ -1,4 +1,4 @@
-"""Work counts: samples and their media, without padding and without the dummies that keep ranks in step."""
+"""Work counts of samples and their media, without padding and without the dummy media that synchronize ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.data.types import EncodedSample
 
 
 def sample(length: int, trained: int, images: int = 0, parent: EncodedSample | None = None) -> EncodedSample:
-    """Its last `trained` tokens are trained."""
+    """Build a sample whose last `trained` tokens are trained."""
     return EncodedSample(
         id="",
         input_ids=torch.zeros(length, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""One literal row of each shipped format, and what is refused."""
+"""A literal row of each shipped format, and rows that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 
 def parts(*items: str) -> list[dict[str, str]]:
-    """`image:a.png` is a medium, anything else a text."""
+    """Build message parts; `image:a.png` becomes a media item, any other string a text."""
     split = [item.split(":", 1) if item.startswith(("image:", "video:")) else ["text", item] for item in items]
     return [{"type": kind, kind: value} for kind, value in split]
 
@@ -197,7 +197,7 @@ def label_folder(folder: Path, *files: str) -> SourceConfig:
 
 
 def shown(data: SourceConfig) -> dict[str, str]:
-    """Id → name of the video that is shown."""
+    """Return the name of each sample's video by sample id."""
     samples = [local_labels.to_sample(row, data) for row in local_labels.rows(data)]
     return {sample.id: Path(sample.messages[0]["content"][0]["video"]).name for sample in samples}
 
@@ -322,7 +322,7 @@ def test_video_or_label_without_counterpart_is_named(tmp_path, present, text):
 
 
 def cosmos_folder(root: Path, subset: str, archive: str | None, clip: str) -> SourceConfig:
-    """A data set of one row about `clip`, packed into `archive` or lying in clips/."""
+    """Write a data set with one row about `clip`, which is packed into `archive` or stored in clips/."""
     inside = root / subset
     (inside / "clips").mkdir(parents=True)
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}] * 2
@@ -361,7 +361,7 @@ def test_cosmos_archives_and_folders_are_searched(tmp_path, monkeypatch, subset,
     first, _, third, _ = sample.messages
     assert Path(first["content"][0]["video"]).is_file()
     assert first["content"][1] == {"type": "text", "text": "q"}
-    assert third["content"] == "q"  # the video is shown once
+    assert third["content"] == "q"  # the video is shown only once
 
 
 def test_row_path_disambiguates_cosmos_clip_names(tmp_path):

@@ -1,4 +1,4 @@
-"""Cosmos-Reason1 RL and benchmark rows: questions with lettered options, in the layouts of the hub."""
+"""Cosmos-Reason1 RL and benchmark rows: questions with lettered options, in the Hub's folder layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXT = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the clip of `ROW` below robovqa/."""
+    """A folder with the clip of `ROW` in robovqa/."""
     (tmp_path / "robovqa" / "clips").mkdir(parents=True)
     write_video(tmp_path / "robovqa" / "clips" / "7.mp4")
     return tmp_path
@@ -95,7 +95,7 @@ def test_each_question_of_list_becomes_one_row(folder):
     samples = open_rows(folder, rows, "benchmark")
     assert len(samples) == 4
     assert [samples[i].answer for i in range(3)] == ["B", "B", "A"]
-    assert [samples[i].id for i in range(3)] == ["clips/7.mp4"] * 3  # whichever others are there
+    assert [samples[i].id for i in range(3)] == ["clips/7.mp4"] * 3  # regardless of which other clips exist
     with pytest.raises(
         DataError, match=r"robovqa_benchmark_qa_pairs\.json, row 2, question 3: .* one of A, B; got 'E'"
     ):

@@ -1,4 +1,4 @@
-"""Rows of preferences as data sets have them, and what is refused."""
+"""Preference rows in the formats of published data sets, and rows that are refused."""
 
 from __future__ import annotations
 

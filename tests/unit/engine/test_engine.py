@@ -1,4 +1,4 @@
-"""The parts of `build_engine` that go beyond DeepSpeed."""
+"""Features of `build_engine` that DeepSpeed does not have."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_buffers_move_to_device_keeping_types(monkeypatch: pytest.MonkeyPatch) -
     engine = build_engine(Model(), OptimConfig(), {})
     result = {name: (buffer.device.type, buffer.dtype) for name, buffer in engine.module.named_buffers()}
     assert result == {"rotary.inv_freq": ("meta", torch.float32), "steps": ("meta", torch.int64)}
-    assert list(engine.module.state_dict()) == ["steps", "layer.weight", "layer.bias"]  # not persistent stays so
+    assert list(engine.module.state_dict()) == ["steps", "layer.weight", "layer.bias"]  # no non-persistent buffer
 
 
 def test_matrices_decay_and_biases_do_not() -> None:

@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host. A GPU is pretended where there must be one: by tensors that say so, and by events."""
+"""Copies between a GPU and the host. Tensors that claim to be on a GPU, and fake events, stand in for a real GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsreason.engine.host_memory import HostBuffer, StagedCopy
 
 
 def tensors() -> list[Tensor]:
-    """43 bytes in four types, one of them of a single number, one without any."""
+    """Return 43 bytes of tensors in four dtypes; one tensor holds a single number, and one is empty."""
     numbers = torch.arange(1, 6, dtype=torch.float32).reshape(5, 1)
     return [
         numbers,
@@ -46,7 +46,7 @@ def test_pinned_memory_rounding_stays_below_a_piece(monkeypatch: pytest.MonkeyPa
 
 
 class Copies(Tensor):
-    """A pinned buffer. What it is to take from a GPU comes at once, or as late as anybody waits for it."""
+    """A pinned buffer. Copies from a GPU arrive either at once, or only when somebody waits for them."""
 
     late = False
     under_way: list[Callable[[], object]]

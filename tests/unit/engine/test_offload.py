@@ -1,4 +1,4 @@
-"""The offload's bookkeeping; that training is the same afterwards is shown on real engines."""
+"""The offload's bookkeeping. Tests with real engines check that training continues unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_gradient_buffers_survive_repeated_offload() -> None:
         assert not bucket.any()
         bucket.fill_(1.0)
         offload.reload()
-    assert bucket.all()  # what was written meanwhile stays
+    assert bucket.all()  # values written in the meantime are kept
 
 
 def build_offload(stack: ExitStack, amount: OffloadAmount, num_moments: int) -> StateOffload:

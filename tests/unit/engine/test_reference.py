@@ -1,4 +1,4 @@
-"""The reference of a rank, whose shares are made by hand. Under real ZeRO: tests/integration/test_reference.py."""
+"""A rank's reference policy with hand-made shares. Tests under real ZeRO: tests/integration/test_reference.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsreason.errors import CheckpointError
 
 
 def engine_of(rank: int, **shares: list[float]) -> Any:
-    """Holds this rank's share of each parameter, as ZeRO-3 leaves it; `frozen` is not trained."""
+    """Build an engine with this rank's share of each parameter, as under ZeRO-3; `frozen` is not trained."""
     policy = nn.Module()
     policy.model = nn.Module()
     for name, values in shares.items():

@@ -1,4 +1,4 @@
-"""Choice of what leaves the GPU for vLLM, tested with numbers that are easy to add up."""
+"""The choice of tensors that leave the GPU for vLLM, tested with numbers that are easy to add up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TWO_BILLION = RolloutMemory(
     sync=GIB,
     outside=int(1.2 * GIB),
 )
-"""Training takes 36 GiB, so the margin is 1.2 + 1 + 0.05 x 36 = 4 GiB and all needs 36 + 36 + 4 = 76 GiB."""
+"""Training takes 36 GiB, so the margin is 1.2 + 1 + 0.05 x 36 = 4 GiB, and the total is 36 + 36 + 4 = 76 GiB."""
 
 
 def test_needed_memory_is_share_training_and_margin() -> None:
@@ -33,10 +33,10 @@ def test_needed_memory_is_share_training_and_margin() -> None:
     [
         (80, False, 0),
         (76.1, False, 0),
-        (70, True, 0),  # 6 GiB are missing, gradients have 8
+        (70, True, 0),  # 6 GiB are missing, and gradients take 8
         (60, True, 8),  # 16 are missing
         (44.5, True, 23.5),
-        (40, True, 24),  # 36 are missing; all that can move is 24
+        (40, True, 24),  # 36 are missing, but only 24 can be moved
     ],
 )
 def test_offload_auto_moves_only_missing_memory(total: float, drop_gradients: bool, moved: float) -> None:

@@ -22,7 +22,7 @@ WARMUP_4 = [0, 1 / 3, 2 / 3, 1]
         ("linear", [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
         ("cosine", [1, 0.9330, 0.75, 0.5, 0.25, 0.0670]),
         ("sqrt", [1, 0.5918, 0.4226, 0.2929, 0.1835, 0.0871]),
-        ("wsd", [1, 1, 1, 1, 1, 1 - 0.5**0.5]),  # the last fifth of 10 steps is steps 8 and 9
+        ("wsd", [1, 1, 1, 1, 1, 1 - 0.5**0.5]),  # the decay covers the last fifth of 10 steps: steps 8 and 9
     ],
 )
 def test_schedules_match_values_for_ten_steps(schedule: str, decay: list[float]) -> None:

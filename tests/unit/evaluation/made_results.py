@@ -1,4 +1,4 @@
-"""Results for tests: by default a correct answer "A" to a question with the options A to C."""
+"""Results for tests; the default is a correct answer "A" to a question with the options A to C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ASKED = "Which way?\n(A) left\n(B) right\n(C) up\nAnswer with the option's lette
 
 
 def made(video_id: str = "v", number: int = 0, answer: str = "A", **changes: Any) -> Result:
-    """`is_correct` follows from `answer` and `correct_answer` where it is not given."""
+    """Build a result; by default, `is_correct` is whether `answer` equals `correct_answer`."""
     dataset = changes.get("datasource", "robovqa")
     reference = changes.get("correct_answer", "A")
     fields: dict[str, Any] = {

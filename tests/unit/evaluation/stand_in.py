@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's interface, and answers what a test says."""
+"""A server with OpenAI's interface that gives the answers a test specifies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from tests.quiet_server import QuietServer
 
 PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
-"""Variables that would lead elsewhere."""
+"""Environment variables that would send the requests to a proxy."""
 
 
 @dataclass
 class StandIn:
-    """A server whose answers a test decides. `respond(path, body)` returns (status, body) or (status, body, headers)."""
+    """A server whose answers come from `respond(path, body)`, which returns (status, body) or (status, body, headers)."""
 
     respond: Callable[[str, Any], tuple[Any, ...] | None]
     models: Any = field(default_factory=lambda: {"data": [{"id": "stand-in"}]})

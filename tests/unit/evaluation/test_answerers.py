@@ -1,4 +1,4 @@
-"""The engine that answers: it is loaded once, with the weights that answer, and knows vLLM's options before."""
+"""The engine of evaluations: it is loaded once, with the evaluated weights, and vLLM's options are checked before that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs, question by question."""
+"""The comparison of two runs, question by question."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("new", "old")
 
 
 def answers(letters: str, **changes: str) -> list[Result]:
-    """A question for each letter; "A" is right."""
+    """Make a result for each letter; "A" is always the right answer."""
     return [made(str(number), answer=letter, **changes) for number, letter in enumerate(letters)]
 
 

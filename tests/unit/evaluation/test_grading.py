@@ -1,4 +1,4 @@
-"""Grading by kind of question, the scores of free texts, and a scorer of the user's."""
+"""Grading for each kind of question, scores of free-text answers, and scorers written by users."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_compat_does_not_score_texts():
 
 @pytest.fixture(scope="module")
 def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of 8 dimensions with a dozen words."""
+    """A random embedding model with 8 dimensions and a dozen words."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer

@@ -1,4 +1,4 @@
-"""`dsreason infer` without a model: its options, the prompt it makes, the text it streams."""
+"""`dsreason infer` without a model: its options, its prompts and the streamed text."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def found(model: Path | str) -> Path:
 
 def test_run_folder_resolves_to_final_export(tmp_path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.json").write_text('{"config": {}}')  # the run's, not a model's
+    (tmp_path / "config.json").write_text('{"config": {}}')  # config.json of a run, not of a model
     final = tmp_path / "export" / "final"
     final.mkdir(parents=True)
     (final / "config.json").write_text("{}")
@@ -311,7 +311,7 @@ def test_pieces_are_streamed_once_characters_are_complete(tiny) -> None:
 def test_truncated_character_is_streamed_as_decoded(cut, tiny) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     full = tokenizer("a🙂")["input_ids"]
-    assert len(full) > 3  # the tiny vocabulary spells it byte by byte
+    assert len(full) > 3  # the tiny vocabulary encodes it byte by byte
     ids = full[:-cut]
     assert "".join(stream(ids, tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True)
 

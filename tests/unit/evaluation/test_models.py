@@ -1,4 +1,4 @@
-"""Meaning of `--model`: our runs and checkpoints, names in the results, and exports that nobody else uses."""
+"""The meaning of `--model`: runs and checkpoints of dsreason, names in the results, and temporary exports."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_run_without_weights_is_rejected(run: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny:qwen3_vl", "nvidia/Cosmos-Reason2-2B", "s3://bucket/model", "hf", "nowhere"])
 def test_other_model_paths_are_not_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "hf" / "checkpoints").mkdir(parents=True)  # of somebody else's kind
+    (tmp_path / "hf" / "checkpoints").mkdir(parents=True)  # in a format that is not dsreason's
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_vl"}')
     assert find_run_weights(name) is None
 
@@ -120,7 +120,7 @@ def test_model_name_does_not_depend_on_cwd(run: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def small_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model is a file with the checkpoint's name."""
+    """Replace exports with a file that contains the checkpoint's name."""
 
     def export(checkpoint: Path, output: Path, *, dtype: str, durable: bool) -> Path:
         output.mkdir()
@@ -143,7 +143,7 @@ def test_concurrent_exports_are_separate_and_removed(small_exports: None, run: P
 def test_export_of_killed_process_is_deleted_next(small_exports: None, run: Path, tmp_path: Path) -> None:
     remaining = tmp_path / f"{models.EXPORT}killed"
     (remaining / "model").mkdir(parents=True)
-    (remaining / models.LOCK).write_text("")  # nobody holds it
+    (remaining / models.LOCK).write_text("")  # an unlocked lock file
     with export_temporarily(run, tmp_path, "fp32"):
         assert not remaining.exists()
 

@@ -1,4 +1,4 @@
-"""The questions of benchmark folders and of adapters' rows: as they are asked, and what is wrong with them."""
+"""Questions from benchmark folders and from adapters' rows: their prompts, and the errors in them that are reported."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ REASONING = (
     "<think> your reasoning </think> <answer> your single letter answer </answer>."
 )
 CHOICE_KEY = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n1").hexdigest()[:16]
-"""Key of the question: a hash of its text, without the requested format, and of the clip's name."""
+"""Key of the question: a hash of its text (without the requested answer format) and of the clip's name."""
 OPEN_REASONING = REASONING.replace("single letter answer", "answer")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A `data` folder with the clips 1 and 2 of robovqa, and no questions yet."""
+    """A `data` folder with the clips 1 and 2 of robovqa, but without questions."""
     clips = tmp_path / "data" / "robovqa" / "clips"
     clips.mkdir(parents=True)
     write_video(clips / "1.mp4")
@@ -353,7 +353,7 @@ def test_options_in_row_question_imply_multiple_choice(folder: Path, answer: str
     assert question.options == {"A": "The van", "B": "The tram"}
     assert text_asked(question) == LISTED
     key = hashlib.sha256(f"{LISTED}\n1".encode()).hexdigest()[:16]
-    assert question.id == f"rows/a/{key}"  # as it was before the options were seen
+    assert question.id == f"rows/a/{key}"  # the same key as before options were detected
 
 
 def test_options_in_benchmark_question_imply_multiple_choice(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The reports: complete, the same every time, and safe whatever a model has written."""
+"""Reports, which are complete, reproducible, and safe whatever text a model has written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOSTILE = [
 
 
 class Page(HTMLParser):
-    """Tags with their attributes in order, and the text by card."""
+    """Parser that records all tags with their attributes, in order, and the text of each card."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ def test_report_notes_media_with_too_long_path() -> None:
 
 @pytest.fixture
 def four(tmp_path: Path) -> Path:
-    """Four questions with an image each; the last two are wrong."""
+    """Results of four questions with one image each; the last two answers are wrong."""
     for number, answer in enumerate("AABB"):
         file = tmp_path / f"{number}.png"
         Image.new("RGB", (16, 16)).save(file)

@@ -1,4 +1,4 @@
-"""Result files: written whole and inside their folder, read strictly, found at any level."""
+"""Result files: written atomically and inside their folder, read strictly, found at any depth."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_results_are_ordered_by_set_and_clip(tmp_path: Path) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Create two runs of ours, and stray files that hold no results."""
+    """Create the results of two runs, and other files that contain no results."""
     for model in ("big", "small"):
         run = tmp_path / model / "letter"
         put(run / "run.json", {"model": model})

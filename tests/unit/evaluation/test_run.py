@@ -1,4 +1,4 @@
-"""An evaluation around a stand-in for the engine: what is asked, counted, kept and refused, and in which order."""
+"""Evaluations with a stand-in for the engine: the order of questions, counts, reused results and refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def right(question: Question) -> Reply:
 
 @pytest.fixture
 def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[StandIn, run.Throughput]]:
-    """Evaluates rows, and returns who was asked and what was counted."""
+    """A function that evaluates rows, and returns the answerer and the throughput."""
 
     def call(rows: list[dict[str, Any]], answer: Answer = right, **sections: Any) -> tuple[StandIn, run.Throughput]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -158,7 +158,7 @@ def test_unshared_results_folder_is_rejected_before_prompting(
     monkeypatch.setattr(run, "VISIBILITY_TIMEOUT_S", 0)
     monkeypatch.setattr(
         run, "select_for_rank", lambda questions, rank, size: questions[:3]
-    )  # the other two are another host's
+    )  # the other two belong to another host
     with pytest.raises(
         DataError, match=r"m/letter: the results of 2 questions, .*, are missing .* that all hosts share"
     ):
@@ -235,7 +235,7 @@ def test_server_answering_nothing_ends_evaluation_early(evaluate: Any, tmp_path:
     ):
         evaluate(rows, fails, server=SERVER)
     assert len(stored(tmp_path)) == 40
-    evaluate(rows, server=SERVER)  # asks again
+    evaluate(rows, server=SERVER)  # asks the questions again
     assert all(result.is_correct for result in stored(tmp_path).values())
 
 
@@ -276,4 +276,4 @@ def test_broken_clips_do_not_hide_failing_server(evaluate: Any) -> None:
 def test_partly_failing_server_is_queried_to_end(evaluate: Any, tmp_path: Path) -> None:
     evaluate(ROWS, lambda question: right(question) if question.video_id == "4" else fails(question), server=SERVER)
     assert [result.error is None for result in stored(tmp_path).values()] == [False] * 4 + [True]
-    evaluate(ROWS, fails, server=SERVER)  # what is left fails again, as it may
+    evaluate(ROWS, fails, server=SERVER)  # the remaining questions may fail again

@@ -1,4 +1,4 @@
-"""The sampling of answers, by answer type, kind and attempt."""
+"""Sampling settings for each answer type, question kind and attempt."""
 
 from __future__ import annotations
 

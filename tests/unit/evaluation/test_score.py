@@ -1,4 +1,4 @@
-"""The numbers of a run, computed by hand, and cosmos-reason1's count of right answers."""
+"""Scores of a run, compared with hand-computed values and with cosmos-reason1's number of right answers."""
 
 from __future__ import annotations
 

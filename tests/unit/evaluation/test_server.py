@@ -1,4 +1,4 @@
-"""Asking a server: what is sent, and what becomes of everything that a server can do wrong. The server here is a stand-in."""
+"""Requests to a model server, and the handling of its errors, tested with a stand-in for the server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def answerer(url: str, **server: Any) -> ServerAnswerer:
 
 
 def ask(server: ServerAnswerer, *samples: Sample, sampling: Sampling = SAMPLING) -> list[Reply]:
-    """The replies in the order of the samples."""
+    """Return the replies in the order of the samples."""
     replies = {request.question.id: reply for request, reply in server.ask(requests_of(samples, sampling))}
     return [replies[f"d/{place}/0"] for place in range(len(samples))]
 
@@ -144,7 +144,7 @@ def test_concurrency_sets_number_of_parallel_requests(stand_in: StandIn) -> None
     barrier = threading.Barrier(3, timeout=10)
 
     def respond(path: str, body: Any) -> tuple[int, Any]:
-        barrier.wait()  # breaks, unless three come at a time
+        barrier.wait()  # breaks unless three requests arrive at the same time
         return chat("(A)")
 
     stand_in.respond = respond
@@ -186,7 +186,7 @@ def test_image_is_resized_when_settings_require_it(stand_in: StandIn, tmp_path: 
 def test_clip_is_sent_with_its_frame_count(
     stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], count: int
 ) -> None:
-    clip = write_video(tmp_path / "v.mp4")  # 12 frames, 10 a second
+    clip = write_video(tmp_path / "v.mp4")  # 12 frames at 10 per second
     ask(answerer(stand_in.url), media_sample({"type": "video", "video": str(clip), **settings}))
     [sent] = stand_in.requests
     part = sent["messages"][0]["content"][0]
@@ -194,7 +194,7 @@ def test_clip_is_sent_with_its_frame_count(
     assert decoded(part) == ("video/mp4", clip.read_bytes())
     reading = {"video_backend": "qwen3_vl", "num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
     assert sent["media_io_kwargs"] == {"video": reading}
-    assert "mm_processor_kwargs" not in sent  # vLLM refuses it, unless it was started to trust requests
+    assert "mm_processor_kwargs" not in sent  # vLLM refuses it unless it was started to trust requests
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_video_file_request_preserves_training_frames(stand_in: StandIn, tmp_pat
     reading = stand_in.requests[0]["media_io_kwargs"]["video"]
     _, content = decoded(stand_in.requests[0]["messages"][0]["content"][0])
     frames, metadata = video.VIDEO_LOADER_REGISTRY.load(reading.pop("video_backend")).load_bytes(content, **reading)
-    # (150 - 1) / 3 = 49.67, 99.33; vLLM's loader for Qwen2.5-VL shows 0, 37, 75 and 112.
+    # (150 - 1) / 3 = 49.67, 99.33; vLLM's loader for Qwen2.5-VL would use 0, 37, 75 and 112.
     assert metadata["frames_indices"] == [0, 50, 99, 149]
     assert [read_number(frame) for frame in frames] == [0, 50, 99, 149]
 

@@ -1,4 +1,4 @@
-"""The settings of the evaluation in a folder."""
+"""The settings that an evaluation stores in its results folder."""
 
 import json
 from dataclasses import asdict

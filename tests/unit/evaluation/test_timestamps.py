@@ -1,4 +1,4 @@
-"""The time on video frames: what is drawn, and that the model's input keeps its form."""
+"""Times drawn on video frames, which do not change the shape of the model's input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_too_wide_label_is_drawn_smaller(width: int) -> None:
     columns = np.flatnonzero(border.any(axis=(0, 2)))
     section = width // 2
     assert columns.max() < section
-    assert section * 0.7 < columns.max() - columns.min() + 1  # as large as it fits: nothing was cut off
+    assert section * 0.7 < columns.max() - columns.min() + 1  # the text fills the width and is not cut off
 
 
 def test_times_count_from_start_of_file() -> None:
@@ -91,7 +91,7 @@ def test_stamped_video_is_one_token_row_higher(encoders, tmp_path) -> None:
 
 
 def test_trimmed_video_is_stamped_with_original_times(encoders, tmp_path) -> None:
-    path = write_video(tmp_path / "a.mp4", 60)  # 10 frames a second, each shows its number
+    path = write_video(tmp_path / "a.mp4", 60)  # 10 frames per second, each of which shows its number
     part = {"type": "video", "video": str(path), "nframes": 2, "video_start": 2.0, "video_end": 4.5}
     frames, _ = encoders[1].encode_prompt(question(part)).media[0]
     border = encoders[1]._get_pixel_limits("video").factor

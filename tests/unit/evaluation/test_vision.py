@@ -1,4 +1,4 @@
-"""The vision settings of an evaluation: the user's, those of the model's training, or defaults."""
+"""The vision settings of an evaluation, which come from the user, from the model's training, or from defaults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 @pytest.fixture
 def export(tiny_qwen3_vl: Path, tmp_path: Path) -> Path:
-    """An export of a run whose `data.vision` is another one, as that of a later run in the same folder would be."""
+    """An export in a run folder with a different `data.vision`, as a later run in the same folder leaves it."""
     folder = tmp_path / "run" / "export" / "final"
     shutil.copytree(tiny_qwen3_vl, folder)
     write_record(tmp_path / "run", {"path": "a.jsonl", "vision": {"nframes": 6}})

@@ -1,4 +1,4 @@
-"""A family with other tokens and another way of seeing needs a `Family` and a line in `FAMILIES`, and nothing else."""
+"""A model family with different tokens and vision, which needs only a `Family` and a line in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.media.videos import write_video
 
 
 class ToyConfig(Qwen3VLConfig):
-    """A configuration as a release of transformers would bring it."""
+    """A configuration class like those that new releases of transformers add."""
 
     model_type = "toy_vl"
 
@@ -105,7 +105,7 @@ def encoder(folder: Path) -> Encoder:
 
 @pytest.fixture
 def sample(tmp_path: Path) -> Sample:
-    """An image, and a video of 40 frames, 10 a second."""
+    """Build a sample with an image and a video of 40 frames at 10 per second."""
     Image.fromarray(np.full((48, 64, 3), 200, np.uint8)).save(tmp_path / "a.png")
     video = write_video(tmp_path / "a.mp4", 40)
     parts = [
@@ -141,7 +141,7 @@ def test_conversation_uses_family_tokens_and_vision(encoder: Encoder, sample: Sa
     assert text.endswith("<turn>assistant\nred</turn>\n")
     assert encoder.processor.tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "red</turn>"
     times, height, width = encoded.mm_kwargs["video_grid_thw"][0].tolist()
-    assert times == 2  # 4 s at 1 frame a second, two frames together
+    assert times == 2  # 4 s at 1 frame per second, in groups of two frames
     assert height * width // 4 <= 4  # tokens of one frame
     assert encoded.mm_kwargs["pixel_values"].shape[1] == 3 * 2 * 8 * 8
 

@@ -1,4 +1,4 @@
-"""The reasoner of Cosmos3: the names of its published files, what else they hold, and the same numbers as transformers."""
+"""The reasoner of Cosmos3: tensor names in its published files, other models in these files, and equality with transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAMES = {
     "deepstack_merger_list.0.norm.weight": "model.visual.deepstack_merger_list.0.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-"""Published → in memory; from the mappings of transformers and vLLM."""
+"""Published tensor name → name in memory, from the mappings of transformers and vLLM."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_renaming_tensors_round_trips() -> None:
     for published, in_memory in NAMES.items():
         assert FAMILY.rename(published) == in_memory
         assert FAMILY.to_exported_name(in_memory) == published
-        assert FAMILY.rename(in_memory) == in_memory  # folders that have these already
+        assert FAMILY.rename(in_memory) == in_memory  # folders whose files already use these names
 
 
 @pytest.mark.parametrize(

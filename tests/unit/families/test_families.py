@@ -1,4 +1,4 @@
-"""Names of the model families: model types, and tensors in published checkpoints."""
+"""Names in the model families: model types, and tensors of published checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text-only models use the same interface: rows, rows of segments, positions, sampling."""
+"""Text-only models, which support the same rows, segments, positions and sampling as other models."""
 
 from __future__ import annotations
 

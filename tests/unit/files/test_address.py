@@ -1,4 +1,4 @@
-"""Addresses in storage, and what is hidden of them."""
+"""Storage addresses, and the secrets in them that are masked."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_keys_in_s3_uri_rejected_and_hidden() -> None:
     assert "sentinel" not in str(caught.value)
 
 
-def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+cd")
     expected = "Bearer <HF_TOKEN>, <AWS_SECRET_ACCESS_KEY>, ?key=<AWS_SECRET_ACCESS_KEY>"
@@ -110,7 +110,7 @@ def test_common_value_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hf_home and Signatures", "hf_home and Signatures"),
     ],
 )
-def test_secrets_of_a_known_form_are_hidden(text: str, shown: str) -> None:
+def test_secrets_in_known_formats_are_hidden(text: str, shown: str) -> None:
     assert hide_secrets(text) == shown
 
 
@@ -175,7 +175,7 @@ def test_target_settings_override_common_ones_and_defaults(
     [
         ({}, True),
         ({"every": 0}, True),
-        ({"every": 0, "last": False}, True),  # the best
+        ({"every": 0, "last": False}, True),  # the best checkpoint is saved
         ({"every": 9, "last": False, "keep_best": False}, True),
         ({"every": 0, "last": False, "keep_best": False}, False),
     ],

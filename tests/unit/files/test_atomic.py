@@ -1,4 +1,4 @@
-"""Files and folders that are complete or not there."""
+"""Files and folders that are either complete or missing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.errors import Stopped
 from dsreason.files import atomic
-from dsreason.files.atomic import build_once, open_draft, write_file
+from dsreason.files.atomic import build_once, hold_lock, open_draft, write_file
+from dsreason.stopping import forget_stop, request_stop
 
 
 def names(folder: Path) -> list[str]:
@@ -17,7 +19,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize(("content", "expected"), [("Größe\n", "Größe\n".encode()), (b"\xff", b"\xff")])
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path, content: str | bytes, expected: bytes, durable: bool) -> None:
+def test_file_is_replaced_atomically(tmp_path: Path, content: str | bytes, expected: bytes, durable: bool) -> None:
     (tmp_path / "a.json").write_text("old")
     write_file(tmp_path / "a.json", content, durable=durable)
     assert (tmp_path / "a.json").read_bytes() == expected
@@ -55,7 +57,7 @@ def test_one_thread_builds_and_all_get_folder(tmp_path: Path) -> None:
     assert names(tmp_path / "cache") == ["folder"]
 
 
-def test_folder_built_meanwhile_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_built_in_the_meantime_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic.fcntl, "flock", lambda lock, how: (tmp_path / "folder").mkdir())
     assert build_once(tmp_path / "folder", lambda partial: pytest.fail("built")) == tmp_path / "folder"
 
@@ -71,3 +73,13 @@ def test_failed_build_leaves_no_folder_and_resumes(tmp_path: Path) -> None:
         build_once(tmp_path / "folder", build)
     assert not (tmp_path / "folder").exists()
     assert build_once(tmp_path / "folder", build).is_dir()
+
+
+def test_stopped_process_does_not_wait_for_builder(tmp_path: Path) -> None:
+    with hold_lock(tmp_path / "folder"):
+        request_stop("SIGTERM")
+        try:
+            with pytest.raises(Stopped, match="stopped by SIGTERM"):
+                build_once(tmp_path / "folder", lambda partial: pytest.fail("built"))
+        finally:
+            forget_stop()

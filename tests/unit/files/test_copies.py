@@ -1,4 +1,4 @@
-"""Copies in the cache that were damaged after they were made, or while."""
+"""Copies in the cache that were damaged after or while they were made."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 from dsreason.config.schema_data import SourceConfig
 from dsreason.data.rows import read_rows
+from dsreason.errors import StorageError
 from dsreason.files import cache, hub, remote
 from dsreason.files.address import S3Address
 from dsreason.files.archives import get_media_cache, unpack, unpack_file, write_embedded
@@ -39,9 +40,9 @@ def alter(file: Path) -> None:
 
 
 def alter_secretly(file: Path) -> None:
-    """Keep size and modification time."""
+    """Change a byte of the file, but keep its size and modification time."""
     status = file.stat()
-    time.sleep(0.02)  # file systems count in ticks
+    time.sleep(0.02)  # time stamps of file systems are coarse
     alter(file)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
@@ -81,8 +82,8 @@ def test_damaged_copy_is_built_again(damage: Damage, caches: Path, caplog: pytes
     assert not caplog.records
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"b.bin": 3}'])
-def test_copy_without_valid_record_is_rebuilt(content: str | None, caches: Path) -> None:
+@pytest.mark.parametrize("content", ["", "[]", '{"b.bin": 3}'])
+def test_copy_without_valid_record_is_rebuilt(content: str, caches: Path) -> None:
     builds = []
 
     def build(partial: Path) -> None:
@@ -91,14 +92,60 @@ def test_copy_without_valid_record_is_rebuilt(content: str | None, caches: Path)
         (partial / "b.bin").write_bytes(ROWS)
 
     build_copy(caches / "kind" / "copy", build)
-    record = caches / "kind" / cache.RECORDS / "copy.json"
-    record.unlink() if content is None else record.write_text(content)
+    (caches / "kind" / cache.RECORDS / "copy.json").write_text(content)
     build_copy(caches / "kind" / "copy", build)
     assert len(builds) == 2
 
 
+def make_old_copy(caches: Path) -> Path:
+    folder = caches / "kind" / "copy"
+    folder.mkdir(parents=True)
+    (folder / "b.bin").write_bytes(ROWS)
+    return folder
+
+
+def test_copy_of_older_version_is_adopted(caches: Path) -> None:
+    folder = make_old_copy(caches)
+    assert (build_copy(folder, lambda partial: pytest.fail("built")) / "b.bin").read_bytes() == ROWS
+    cut(folder / "b.bin")
+    with pytest.raises(OSError, match="is down"):
+        build_copy(folder, fail)
+
+
+def test_old_copy_in_read_only_cache_works(
+    caches: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_old_copy(caches)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for _ in range(2):
+        build_copy(folder, lambda partial: pytest.fail("built"))
+    assert_one_warning(caplog, "is read-only", str(folder.parent))
+    assert not (folder.parent / cache.RECORDS).exists()
+
+
+def fail(partial: Path) -> None:
+    partial.mkdir(exist_ok=True)
+    raise OSError("the network is down")
+
+
+def test_damaged_copy_stays_if_source_is_gone(caches: Path) -> None:
+    def build(partial: Path) -> None:
+        partial.mkdir(parents=True, exist_ok=True)
+        for name in ("a.bin", "b.bin"):
+            (partial / name).write_bytes(ROWS)
+
+    folder = build_copy(caches / "kind" / "copy", build)
+    cut(folder / "a.bin")
+    for _ in range(2):
+        with pytest.raises(OSError, match="is down"):
+            build_copy(folder, fail)
+    assert (folder / "b.bin").read_bytes() == ROWS
+    assert (build_copy(folder, build) / "a.bin").read_bytes() == ROWS
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".locks", cache.RECORDS, "copy"]
+
+
 def test_touched_copy_is_hashed_once(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after the cache was moved to another disk."""
+    """Simulate a cache that was moved to another disk."""
 
     def build(partial: Path) -> None:
         partial.mkdir(parents=True)
@@ -155,7 +202,7 @@ def test_damaged_copy_of_url_is_fetched_again(damage: Damage, monkeypatch: pytes
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A bucket whose objects contain `ROWS`; the list gets the first byte of each read."""
+    """A bucket whose objects contain `ROWS`; the returned list records the first byte of each read."""
     starts: list[int] = []
     etag = f'"{hashlib.md5(ROWS, usedforsecurity=False).hexdigest()}"'
 
@@ -178,7 +225,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_damaged_copies_of_objects_are_fetched_again(damage: Damage, bucket: list[int]) -> None:
     damage(remote.fetch_file("s3://bucket/rows.jsonl"))
     damage(remote.fetch_folder("s3://bucket/folder", lambda name: True) / "b")
-    remote._fetch_copy.cache_clear()  # as in another process
+    remote._fetch_copy.cache_clear()  # simulates another process
     assert remote.fetch_file("s3://bucket/rows.jsonl").read_bytes() == ROWS
     assert (remote.fetch_folder("s3://bucket/folder", lambda name: True) / "b").read_bytes() == ROWS
 
@@ -218,7 +265,7 @@ def test_damaged_index_of_shard_is_built_again(damage: Damage, tmp_path: Path, c
 
 
 def cut_between_batches(file: Path) -> None:
-    """Leave an Arrow file that reads without an error, but with fewer rows."""
+    """Truncate an Arrow file so that it can be read without an error, but with fewer rows."""
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
@@ -252,7 +299,7 @@ def test_damaged_table_is_converted_again(
 
 @pytest.fixture
 def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A Hub with two files, whose cache has the layout of huggingface_hub; the list gets the names that are downloaded."""
+    """A Hub with two files and a cache in huggingface_hub's layout; the returned list records the downloaded names."""
     named: list[str] = []
     blobs = tmp_path / "hub" / "blobs"
     small = hashlib.sha1(b"blob 2\0{}", usedforsecurity=False).hexdigest()
@@ -263,7 +310,7 @@ def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for folder in (blobs, snapshot):
             folder.mkdir(parents=True, exist_ok=True)
         for name, (etag, content) in contents.items():
-            if not (snapshot / name).exists():
+            if not (snapshot / name).exists() or (options.get("force_download") and name in options["allow_patterns"]):  # type: ignore[operator]
                 named.append(name)
                 (blobs / etag).write_bytes(content)
                 (snapshot / name).unlink(missing_ok=True)
@@ -289,6 +336,59 @@ def test_damaged_hub_file_is_downloaded_again(
 
 
 def test_damage_before_first_check_is_noticed(downloads: list[str]) -> None:
-    """The name of a file in the Hub's cache is its hash, so no record is needed."""
+    """Detect damage without a record, because the name of a file in the Hub's cache is its hash."""
     cut((Path(hub.snapshot_download("user/name")) / "rows.jsonl").resolve())
     assert (hub.fetch_snapshot("user/name") / "rows.jsonl").read_bytes() == ROWS
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "config.json"])
+def test_damaged_hub_file_stays_when_offline(
+    name: str, downloads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = hub.fetch_snapshot("user/name") / name
+    alter(file)
+    damaged = file.read_bytes()
+    monkeypatch.setattr(hub, "snapshot_download", lambda repo, **options: str(file.parent))  # as it does when offline
+    for _ in range(2):
+        with pytest.raises(StorageError, match=f"{name}: was damaged in the cache and could not be downloaded again"):
+            hub.fetch_snapshot("user/name")
+    assert file.read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
+    ("digest", "count"),
+    [(hashlib.sha1(b"{}").hexdigest(), 1), ("a" * 40, 2), ("tag", 1)],
+    ids=["plain SHA-1", "unknown hash", "no hash"],
+)
+def test_mirror_with_other_etags_is_usable(
+    digest: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob, link = tmp_path / "blobs" / digest, tmp_path / "snapshots" / "main" / "config.json"
+    calls = []
+
+    def download(repo: str, **options: object) -> str:
+        calls.append(options)
+        if not blob.exists() or options.get("force_download"):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            blob.parent.mkdir(exist_ok=True)
+            blob.unlink(missing_ok=True)
+            blob.write_bytes(b"{}")
+            link.unlink(missing_ok=True)
+            link.symlink_to(blob)
+        return str(link.parent)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    hub.fetch_snapshot("user/name")
+    assert len(calls) == count
+    os.utime(blob, (1, 1))
+    hub.fetch_snapshot("user/name")
+    assert len(calls) == count + 1
+
+
+def test_blobs_in_shared_store_are_sound(downloads: list[str], tmp_path: Path) -> None:
+    """The files of huggingface_hub's shared store are named after another hash."""
+    blob = (Path(hub.snapshot_download("user/name")) / "rows.jsonl").resolve()
+    blob.rename(tmp_path / ("0" * 64))
+    blob.symlink_to(tmp_path / ("0" * 64))
+    hub.fetch_snapshot("user/name")
+    assert downloads == ["rows.jsonl", "config.json"]

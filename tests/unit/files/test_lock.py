@@ -1,4 +1,4 @@
-"""One job at a time in a folder: who is refused, and whose lock is void."""
+"""Locks that admit one job at a time to a folder: refused jobs, and locks that have become void."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -22,6 +23,7 @@ from dsreason.config.schema import SFTConfig
 from dsreason.errors import ConfigError, Stopped
 from dsreason.files import lock
 from dsreason.files.lock import FolderLock, Holder, describe_process, read_start_time
+from dsreason.stopping import forget_stop, request_stop
 
 
 @pytest.fixture(autouse=True)
@@ -114,13 +116,29 @@ def test_untouched_lock_expires(tmp_path: Path, kind: str) -> None:
 
 
 def test_stopped_job_does_not_wait_for_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "STALE_AFTER_S", 60)
+    monkeypatch.setattr(lock, "STALE_AFTER_S", 15)
     write_lock(tmp_path, replace(describe_process(), machine="another"))
     stopped = pytest.raises(
         Stopped, match=r"stopped by SIGTERM while waiting to see whether the holder of .*\.lock is still running"
     )
-    with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as folder_lock:
-        folder_lock.take(tmp_path)
+    Timer(0.1, lambda: request_stop("SIGTERM")).start()
+    started = time.monotonic()
+    try:
+        with stopped, FolderLock(pytest.fail) as folder_lock:
+            folder_lock.take(tmp_path)
+    finally:
+        forget_stop()
+    assert time.monotonic() - started < 5
+
+
+def test_lock_that_was_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder is known as soon as its content is there."""
+    monkeypatch.setattr(lock, "STALE_AFTER_S", 6)
+    (tmp_path / ".lock").touch()
+    Timer(0.05, lambda: write_lock(tmp_path, describe_process())).start()
+    started = time.monotonic()
+    assert f"is in use by process {os.getpid()} on" in refused(tmp_path)
+    assert time.monotonic() - started < 3
 
 
 def test_fresh_remote_lock_is_respected(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Arrays from others: anything but an array of plain numbers is a ValueError, whatever its header contains."""
+"""Untrusted arrays: anything but an array of plain numbers raises ValueError, whatever its header contains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def described(shape: str) -> str:
 
 
 @pytest.mark.parametrize("fortran", [False, True])
-def test_reading_restores_array_that_numpy_saved(fortran: bool) -> None:
+def test_array_from_numpy_is_read_unchanged(fortran: bool) -> None:
     array = np.arange(24, dtype=">i2").reshape(2, 3, 4)
     file = io.BytesIO()
     np.save(file, np.asfortranarray(array) if fortran else array)

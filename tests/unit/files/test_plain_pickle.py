@@ -1,4 +1,4 @@
-"""Pickles of plain data are read; of anything else, nothing is run."""
+"""Pickles: plain data is read, and no other pickle gets to run code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_arrays_are_recovered_from_every_protocol(tmp_path: Path, array: np.ndar
     assert np.array_equal(loaded, array)
 
 
-def test_an_index_and_embeddings_are_converted(tmp_path: Path) -> None:
+def test_index_and_embeddings_are_converted(tmp_path: Path) -> None:
     index = {"root": "s3://bucket/x", "data_list": ["000.tar", "001.tar"], "total_key_count": 2, "chunk_size": None}
     assert convert_pickle(write(tmp_path, pickle.dumps(index)), tmp_path) == [tmp_path / "x.json"]
     assert json.loads((tmp_path / "x.json").read_text()) == index
@@ -84,7 +84,7 @@ RECONSTRUCT = name("numpy._core.multiarray", "_reconstruct")
 
 
 def objects_passed_off_as_numbers() -> bytes:
-    """An array of objects whose type says, by its state, that it has none."""
+    """Pickle an array of objects whose dtype claims, through its state, to contain no objects."""
     hostile = Hostile(np.dtype, "O", False, True)
     hostile.call = (*hostile.call, (3, "|", None, None, None, -1, -1, 0))
     array = Hostile(np._core.multiarray._reconstruct, np.ndarray, (0,), b"b")
@@ -98,11 +98,11 @@ def objects_passed_off_as_numbers() -> bytes:
         hand_made(name("numpy", "ndarray.__class__")),
         hand_made(name("numpy.core.multiarray", "_reconstruct.__globals__")),
         hand_made(name("numpy", "ndarray"), b")\x81"),  # NEWOBJ
-        hand_made(RECONSTRUCT, name("numpy", "ndarray"), b"K\x01\x85C\x01b\x87R"),  # an array that is never filled
-        hand_made(RECONSTRUCT, b"}X\x08\x00\x00\x00__code__K\x01sb"),  # BUILD on what a name stands for
+        hand_made(RECONSTRUCT, name("numpy", "ndarray"), b"K\x01\x85C\x01b\x87R"),  # an array without content
+        hand_made(RECONSTRUCT, b"}X\x08\x00\x00\x00__code__K\x01sb"),  # BUILD on a named object
         hand_made(b"\x82\x01"),  # EXT1
         hand_made(b"X\x01\x00\x00\x00aQ"),  # BINPERSID
-        hand_made(b"]q\x00h\x00a"),  # a list that holds itself
+        hand_made(b"]q\x00h\x00a"),  # a list that contains itself
         b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f",
         b"",
         b"PK\x03\x04" + bytes(64),
@@ -152,7 +152,7 @@ def doubled(value: object, times: int) -> object:
 
 @pytest.mark.parametrize("value", [doubled([], 40), doubled("x" * 5000, 12), doubled(np.zeros(5000, np.uint8), 12)])
 def test_small_pickle_that_expands_is_rejected(tmp_path: Path, value: object) -> None:
-    """Check objects that are used repeatedly: a pickle stores each list, string or array only once."""
+    """Check repeated objects: a pickle stores each list, string or array only once, but the result repeats it."""
     content = pickle.dumps(value)
     assert len(content) < 10_000
     with pytest.raises(DataError, match="repeats the same lists, strings or arrays so often"):

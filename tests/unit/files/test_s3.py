@@ -1,4 +1,4 @@
-"""Reading from S3, of a stand-in for boto3's client. A real server: tests/integration/test_storage.py."""
+"""Reads from S3 with a stand-in for boto3's client. Tests with a real server: tests/integration/test_storage.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITTEN = datetime(2026, 1, 31, tzinfo=UTC)
 
 
 class Client:
-    """Holds one object, and gives at most `given` bytes of it at a time."""
+    """A client for one object that returns at most `given` bytes per request."""
 
     def __init__(self) -> None:
         self.etag, self.ranges, self.listed = '"a"', [], []
@@ -44,7 +44,7 @@ class Client:
         names = {"0": ["a.mp4", "sub/"], "1": ["sub/b.mp4"], "2": []}[ContinuationToken]
         entries = [{"Key": f"{Prefix}{name}", "Size": 1, "ETag": '"a"', "LastModified": WRITTEN} for name in names]
         if ContinuationToken == "2":
-            return {"IsTruncated": False}  # of a folder that ends with a page
+            return {"IsTruncated": False}  # an empty page at the end of a folder
         return {"Contents": entries, "IsTruncated": True, "NextContinuationToken": str(int(ContinuationToken) + 1)}
 
 

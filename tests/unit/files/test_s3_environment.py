@@ -1,4 +1,4 @@
-"""Keys, endpoint and region that boto3 gets: from AWS's variables, or from those of cosmos-rl's recipes."""
+"""Keys, endpoint and region for boto3, from AWS's environment variables or from those of cosmos-rl's recipes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Fixtures that run every test here in a folder `here`, beside a folder `outside` that it must not touch.
+"""Fixtures that run every test of this folder in a folder `here`, beside a folder `outside` that it must not touch.
 
-| what is attacked | tests |
+| target of the attack | tests |
 |---|---|
 | 1 code in the current folder | test_surroundings, test_rows, test_weights, integration/test_current_folder |
-| 2 local data that lead elsewhere | test_own_files, test_rows, test_archives |
+| 2 local data that refer to other files | test_own_files, test_rows, test_archives |
 | 3 servers and stores | test_servers, test_stores, test_reward_server |
-| 4 media that cost more than they are worth | test_media_time, test_images, test_videos |
+| 4 media that take excessive time or memory | test_media_time, test_images, test_videos |
 | 5 limits of the machine | test_machine_limits, test_small_files, unit/data/test_loader |
 | 6 signals | test_surroundings, unit/job, integration/test_stopping |
 | 7 locks, markers and states that are not regular files | test_small_files |
@@ -39,6 +39,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def executed(here: Path) -> Iterator[Path]:
-    """A file that planted code would write."""
+    """A file that only planted code would write."""
     yield here / "executed"
     assert not (here / "executed").exists()

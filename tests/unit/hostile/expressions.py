@@ -1,4 +1,4 @@
-"""The regular expressions of the source, how each is used, and texts on which a careless one takes quadratic time or worse."""
+"""Regular expressions of the source code, their uses, and texts for which a slow one takes quadratic time or worse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fuzz.fuzzing import within_time
 ROOT = Path(__file__).parents[3]
 CALLS = {"match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer"}
 OF_USERS = {"pattern"}
-"""Variables that hold a regular expression of a user's configuration, or one of the families'."""
+"""Variables that hold a regular expression from a user's configuration or from a model family."""
 READER = _Reader({"A": "left turn", "B": "turn"})
 LOCAL = {
     "self": READER,
@@ -33,19 +33,19 @@ LOCAL = {
     "thousands": ",",
     "marks": r"(?<!\w)[(\[](A|B)[)\]]|\b(?:option|choice)\s+(A|B)\b",
 }
-"""Values that variables may hold in expressions made of them."""
+"""Values of the variables from which expressions are built."""
 SAMPLES = "a1 A\n-.,([{\"'\\/_*:<é"
-"""Characters to choose from where an expression takes one of a set."""
+"""Characters from which the sample for a character set is chosen."""
 LENGTH, CPU_SECONDS = 20_000, 0.2
 SHORT = {"ANSWERS": LONGEST, "COUNTS": LONGEST}
-"""Expressions that get no longer texts."""
+"""Expressions whose input is limited, with the maximum length."""
 OF_PLAIN_TEXT = (": REASON", ": ANSWERS", ": COUNTS", ": aside", ": only_letter", ": only_one_right", ": _split")
-"""Read texts of which each white space is one character: `dsreason.answers` makes them so."""
+"""Expressions that read texts in which `dsreason.answers` has replaced each run of white space with one character."""
 OF_MARKED_TEXT = ("mentions.py: MARKED", "mentions.py: is_denied")
-"""Read texts in which each « is one of ours."""
+"""Expressions that read texts in which only dsreason inserts «."""
 VARIANTS, LONGEST_PIECE, MOST_HEADS, MOST_TEXTS = 2, 4, 3, 45
 METHODS = {name: {"fullmatch"} for name in ("AGIBOT", "HOLOASSIST", "BRIDGE")}
-"""Methods of expressions that are kept under several names."""
+"""Methods that are called on expressions stored under several names."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Use:
 
 
 def slow_text(use: Use) -> str:
-    """Return a text that takes the expression too long; "" if none does."""
+    """Return a text for which the expression takes too long; "" if there is none."""
     for text in texts(use.pattern, SHORT.get(use.place.split()[-1], LENGTH)):
         if use.place.endswith(OF_PLAIN_TEXT):
             text = re.sub(r"(\s)\s+", r"\1", text)
@@ -79,21 +79,21 @@ def slow_text(use: Use) -> str:
 
 
 def uses() -> list[Use]:
-    """Return every expression with each method that it is used with.
+    """Return every expression with each method that is called on it.
 
-    The method is `finditer`, which does most, if the code does not show it.
+    If the code does not show the method, it is `finditer`, which does the most work.
     """
     files = [*ROOT.glob("dsreason/**/*.py"), *ROOT.glob("data_adapters/*.py")]
     trees = {file: ast.parse(file.read_text()) for file in sorted(files) if file.name != "__main__.py"}
     modules = {file: imported(file) for file, tree in trees.items() if imports_re(tree)}
     result: dict[tuple[re.Pattern[Any], str], Use] = {}
     for use in (*kept(modules, trees), *written_out(modules, trees), *of_families()):
-        result.setdefault((use.pattern, use.method), use)  # many are imported elsewhere
+        result.setdefault((use.pattern, use.method), use)  # many are also imported in other modules
     return list(result.values())
 
 
 def kept(modules: dict[Path, ModuleType], trees: dict[Path, ast.Module]) -> Iterator[Use]:
-    """Yield the uses of everything that `re.compile` made, in any place."""
+    """Yield the uses of all compiled expressions, wherever they are stored."""
     local = {file: methods_by_name([tree]) for file, tree in trees.items()}
     anywhere = methods_by_name(trees.values())
     values = [(file, name, value) for file, module in modules.items() for name, value in vars(module).items()]
@@ -126,7 +126,7 @@ def imports_re(tree: ast.Module) -> bool:
 
 
 def methods_by_name(trees: Iterable[ast.Module]) -> dict[str, set[str]]:
-    """`NAME.search(…)` and `self.name.search(…)` anywhere: {"NAME": {"search"}, …}."""
+    """Collect the methods of calls such as `NAME.search(…)` and `self.name.search(…)`: {"NAME": {"search"}, …}."""
     result: dict[str, set[str]] = defaultdict(set)
     for tree in trees:
         for node in ast.walk(tree):
@@ -149,7 +149,7 @@ def patterns_in(value: Any) -> Iterator[re.Pattern[Any]]:
 
 
 def written_out(modules: dict[Path, ModuleType], trees: dict[Path, ast.Module]) -> Iterator[Use]:
-    """`re.search(r"…", text)`, under the name of the function where it stands."""
+    """Yield the uses in calls such as `re.search(r"…", text)`, under the name of the function that contains the call."""
     for file, module in modules.items():
         functions = [node for node in ast.walk(trees[file]) if isinstance(node, ast.FunctionDef)]
         for name, tree in [*((function.name, function) for function in functions), ("", trees[file])]:
@@ -177,9 +177,9 @@ def value_of(node: ast.expr, module: ModuleType) -> Any:
 
 
 def texts(pattern: re.Pattern[Any], length: int) -> Iterator[str]:
-    """Yield texts that repeat what a piece of the expression matches, and then go on with something else.
+    """Yield texts that repeat a match of a part of the expression and then continue with something else.
 
-    The beginning of the expression may come first.
+    A match of the expression's beginning may precede the repetitions.
     """
     flags = pattern.flags & ~re.UNICODE if isinstance(pattern.pattern, bytes) else pattern.flags
     tree = parser.parse(pattern.pattern, flags)
@@ -201,7 +201,7 @@ def pieces(tree: Any) -> set[str]:
 
 
 def sequences(tree: Any) -> Iterator[Any]:
-    """The expression and all that it has in brackets or alternatives."""
+    """Yield the expression and all its groups and alternatives."""
     yield tree
     for code, argument in tree:
         for inner in inner_sequences(code, argument):
@@ -221,7 +221,7 @@ def inner_sequences(code: Any, argument: Any) -> list[Any]:
 
 
 def sample(tree: Any, variant: int) -> str:
-    """A text that the expression takes, about: back references and what must not follow are left out."""
+    """Return a text that the expression roughly matches; back references and negative lookaheads are ignored."""
     return "".join(sample_of(code, argument, variant) for code, argument in tree)
 
 
@@ -254,7 +254,7 @@ CATEGORIES = {
 
 
 def one_of(items: Any, variant: int) -> str:
-    """A character of a set such as `[^\\w.-]`."""
+    """Return a character of a set such as `[^\\w.-]`."""
     denied = items[0][0] is codes.NEGATE
     local = [
         chr(argument if code is codes.LITERAL else argument[0])

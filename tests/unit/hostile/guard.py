@@ -1,4 +1,4 @@
-"""Runs what may hang, exhaust memory or crash in a child process, and looks for files written where none may be."""
+"""Functions that run code which may hang, exhaust memory or crash in a child process, and that detect stray files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 CPU_SECONDS = 20
 WALL_SECONDS = 120
 MEMORY_BYTES = 2 * 1024**3
-"""Beside what this process holds already."""
+"""Number of bytes that the child may allocate beyond the memory of this process."""
 
 
 def refused(function: Callable[[], object], error: type[DsReasonError], *words: str) -> None:
-    """`function` raises `error`, whose text has all `words`, and leaves no file in the parent of the current folder."""
+    """Assert that `function` raises `error` with all `words` in its message, and leaves no file in the parent folder."""
     before = listing(Path.cwd().parent)
     with pytest.raises(error) as caught:
         guarded(function)
@@ -36,10 +36,10 @@ def refused(function: Callable[[], object], error: type[DsReasonError], *words: 
 
 
 def guarded(function: Callable[[], T]) -> T:
-    """Run `function` in a forked child with limits on processor time and memory; return or raise what it does.
+    """Run `function` in a forked child with limits on processor time and memory; return its result or raise its error.
 
     Raises:
-    AssertionError: It hits a limit, dies by a signal or raises anything but a `DsReasonError`.
+    AssertionError: it hits a limit, is killed by a signal or raises anything but a `DsReasonError`.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -59,7 +59,7 @@ def guarded(function: Callable[[], T]) -> T:
 
 
 def _run(function: Callable[[], object], writer: int) -> NoReturn:
-    torch.set_num_threads(1)  # OpenMP's threads are not here after a fork
+    torch.set_num_threads(1)  # OpenMP's threads do not exist after a fork
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     signal.alarm(WALL_SECONDS)
     limit = read_status_bytes("VmSize") + MEMORY_BYTES
@@ -76,7 +76,7 @@ def _run(function: Callable[[], object], writer: int) -> NoReturn:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file and folder below; links are not followed."""
+    """Return the size and modification time of every file and folder in `folder`; links are not followed."""
     paths = sorted(folder.rglob("*"))
     return {
         str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)

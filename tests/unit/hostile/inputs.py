@@ -1,4 +1,4 @@
-"""Makers of hostile and broken files."""
+"""Functions that make hostile and broken files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def damaged(content: bytes, chance: random.Random, most: int = 20) -> bytes:
-    """Return the content with up to `most` bytes changed."""
+    """Return the content with up to `most` bytes changed at random."""
     changed = bytearray(content)
     for _ in range(chance.randint(1, most)):
         changed[chance.randrange(len(changed))] = chance.randrange(256)
@@ -29,7 +29,7 @@ def damaged(content: bytes, chance: random.Random, most: int = 20) -> bytes:
 def member(
     name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, **fields: Any
 ) -> tuple[tarfile.TarInfo, bytes]:
-    """One entry of a tar; `fields` are attributes of its header (`linkname`, `pax_headers`)."""
+    """Make an entry of a tar file; `fields` are attributes of its header (`linkname`, `pax_headers`)."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, len(content)
     for field, value in fields.items():
@@ -54,15 +54,15 @@ def zip_of(*members: tuple[str, bytes]) -> bytes:
 
 
 def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """A tar header that claims a size, with nothing behind it."""
+    """Make a tar header that claims a size, without any content after it."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, size
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def escape_by_links() -> bytes:
-    """CVE-2025-4517: links whose real path is too long for the check of tarfile's `data` filter; then a hard link out of
-    the folder, to `outside/flag`, and a file written through it."""
+    """Make an archive as in CVE-2025-4517: links whose real path is too long for the check of tarfile's `data` filter, a
+    hard link to `outside/flag`, and a file that is written through this link."""
     folder, letters = "d" * 247, "abcdefghijklmnop"
     members, path = [], ""
     for letter in letters:
@@ -85,7 +85,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png(width: int, height: int, pixels: bytes | None = None, *chunks: bytes, colour: int = 2) -> bytes:
-    """A PNG that claims a size. `pixels`: the compressed lines; black where None. `chunks` stand before them."""
+    """Make a PNG that claims a size. `pixels` are the compressed lines (None: black), which follow the `chunks`."""
     if pixels is None:
         pixels = zlib.compress(bytes(height * (1 + width * (3 if colour == 2 else 1))))
     start = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
@@ -95,7 +95,7 @@ def png(width: int, height: int, pixels: bytes | None = None, *chunks: bytes, co
 
 
 def text_chunk(count: int) -> bytes:
-    """A comment of `count` zeros, compressed."""
+    """Make a compressed comment of `count` zeros."""
     return chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(count)))
 
 
@@ -104,7 +104,7 @@ def with_exif(jpeg: bytes, exif: bytes) -> bytes:
 
 
 def orientation(kind: int, count: int, value: bytes) -> bytes:
-    """An EXIF block with nothing but the orientation: type, count and value of its entry."""
+    """Make an EXIF block that contains only the orientation, with this type, count and value."""
     return b"MM\0*\0\0\0\x08\0\x01\x01\x12" + struct.pack(">HI", kind, count) + value.ljust(4, b"\0") + bytes(4)
 
 
@@ -114,7 +114,7 @@ SAMPLE_TABLE = (b"moov", b"trak", b"mdia", b"minf", b"stbl")
 
 
 def box_start(mp4: bytes, path: Sequence[bytes]) -> int:
-    """Return the offset of the box at `path`; the box begins with its size and then its name."""
+    """Return the offset of the box at `path`; a box begins with its size, followed by its name."""
     position = 0
     for name in path:
         while mp4[position + 4 : position + 8] != name:
@@ -124,7 +124,7 @@ def box_start(mp4: bytes, path: Sequence[bytes]) -> int:
 
 
 def edited(mp4: bytes, path: Sequence[bytes], offset: int, layout: str, *values: int) -> bytes:
-    """Return the file with numbers written over the box at `path`, `offset` bytes from its beginning."""
+    """Return the file with the box at `path` overwritten by numbers, `offset` bytes from its beginning."""
     changed = bytearray(mp4)
     struct.pack_into(layout, changed, box_start(mp4, path) + offset, *values)
     return bytes(changed)
@@ -134,7 +134,7 @@ def edited(mp4: bytes, path: Sequence[bytes], offset: int, layout: str, *values:
 
 
 def safetensors(described: object, content: bytes = b"") -> bytes:
-    """A file with this header (a JSON value, or the bytes in its place)."""
+    """Make a safetensors file with this header (a JSON value, or raw bytes in its place)."""
     text = described if isinstance(described, bytes) else json.dumps(described).encode()
     return struct.pack("<Q", len(text)) + text + content
 
@@ -150,7 +150,7 @@ def change_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def laughs(template: str, bottom: str) -> str:
-    """Nine levels of YAML, each with nine aliases of the one before: 9^9 values in a few lines."""
+    """Make YAML with nine levels, each with nine aliases of the previous one: 9^9 values in a few lines."""
     lines = [f"a: &a {bottom}"]
     for before, name in zip("abcdefgh", "bcdefghi", strict=True):
         lines.append(f"{name}: &{name} " + template.format(",".join([f"*{before}"] * 9)))

@@ -1,4 +1,4 @@
-"""A server that misbehaves on a connection once the request has arrived."""
+"""A server that misbehaves after it has received a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 Behaviour = Callable[[socket.socket, threading.Event], None]
-"""(connection, set when the test is over)."""
+"""Function that handles a connection; the event is set when the test is over."""
 PIECE = 64 * 1024
 
 
@@ -21,12 +21,12 @@ PIECE = 64 * 1024
 class Hostile:
     url: str
     requests: list[bytes] = field(default_factory=list)
-    """The first bytes of each."""
+    """First bytes of each request."""
 
 
 @contextmanager
 def misbehaving(behaviour: Behaviour, at: bytes = b"", otherwise: Behaviour | None = None) -> Iterator[Hostile]:
-    """A server that does so at requests which begin with `at`, such as `POST`."""
+    """Run a server that misbehaves on requests that begin with `at`, such as `POST`."""
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     hostile = Hostile(f"http://127.0.0.1:{listener.getsockname()[1]}")
@@ -73,14 +73,14 @@ def head(status: str = "200 OK", *more: str) -> bytes:
 
 
 def drip(before: bytes, byte: bytes, connection: socket.socket, over: threading.Event) -> None:
-    """A byte now and then, without end."""
+    """Send one byte at a time, slowly and endlessly."""
     connection.sendall(before)
     while not over.wait(0.02):
         connection.sendall(byte)
 
 
 def flood(before: bytes, piece: bytes, connection: socket.socket, over: threading.Event) -> None:
-    """All that the line takes, without end."""
+    """Send as much as the connection takes, endlessly."""
     connection.sendall(before)
     while not over.is_set():
         connection.sendall(piece)
@@ -91,7 +91,7 @@ def silent(connection: socket.socket, over: threading.Event) -> None:
 
 
 def content(body: bytes, *more: str, status: str = "200 OK") -> Behaviour:
-    """A whole answer."""
+    """Return a behaviour that sends a complete response."""
 
     def answer(connection: socket.socket, over: threading.Event) -> None:
         connection.sendall(head(status, f"Content-Length: {len(body)}", "Connection: close", *more) + body)
@@ -128,7 +128,7 @@ NEVER: dict[str, Behaviour] = {
     "packed nothing drips": partial(drip, head("200 OK", "Content-Encoding: gzip") + gzip.compress(b""), b"x"),
     "an error drips": partial(drip, head("400 No", "Content-Length: 9999"), b"x"),
 }
-"""Answers that never end."""
+"""Behaviours whose responses never end."""
 TOO_LONG: dict[str, Behaviour] = {
     "endless body": partial(flood, head(), b" " * PIECE),
     "endless chunks": partial(flood, head("200 OK", CHUNKED), CHUNK),

@@ -1,4 +1,4 @@
-"""Archives that want out of their folder, fill the disk or are damaged."""
+"""Archives that try to leave their folder, fill the disk or are damaged."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def spoilt(content: bytes, position: int, change: bytes) -> bytes:
 
 
 def in_both_headers(change: bytes, local: int, central: int) -> bytes:
-    """A field of the zip's member, as its two headers have it."""
+    """Change a field of the zip's member in both of its headers."""
     return spoilt(spoilt(ZIP, local, change), ZIP.index(b"PK\x01\x02") + central, change)
 
 
 def pax(content: bytes = b"x", **headers: str) -> bytes:
-    """A tar with a file `a` and an extended header before it; `_` stands for `.` in its keys."""
+    """Make a tar with an extended header and a file `a`; `_` stands for `.` in the header's keys."""
     return tar_of(member("a", content, pax_headers={key.replace("_", "."): value for key, value in headers.items()}))
 
 
@@ -127,7 +127,7 @@ CASES = ESCAPES | BOMBS | DAMAGES
 @pytest.mark.parametrize("name", CASES)
 def test_rejected_archive_leaves_no_files(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     content, words = CASES[name]
-    monkeypatch.setattr(archives, "SMALL_BYTES", 4 << 20)  # fewer files until the empty members are refused
+    monkeypatch.setattr(archives, "SMALL_BYTES", 4 << 20)  # lowers the number of empty members that is refused
     (here / "clips.tar.gz").write_bytes(content)
     refused(lambda: extract(here / "clips.tar.gz", here / "folder"), DataError, "clips.tar.gz", *words)
 

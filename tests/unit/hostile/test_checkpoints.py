@@ -1,4 +1,4 @@
-"""The files of a training run: pickles with code, pieces of other runs, damage."""
+"""Checkpoint files that contain code in pickles, belong to other runs, or are damaged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPES = {"layer.weight": [3, 2], "layer.bias": [3]}
 
 
 def optimizer_state(rank: int) -> dict[str, Any]:
-    """Rank's half of each parameter: 3 of 6 numbers, 2 of 3 (padded)."""
+    """Return the rank's half of each parameter: 3 of 6 numbers, and 2 of 3 (padded)."""
     return {"optimizer_state_dict": {"fp32_flat_groups": [torch.arange(5.0) + 10 * rank]}}
 
 
@@ -59,7 +59,7 @@ def saved() -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(here: Path, saved: dict[str, Any]) -> Path:
-    """A ZeRO-3 checkpoint of two ranks, as DeepSpeed lays it out."""
+    """A ZeRO-3 checkpoint of two ranks in DeepSpeed's layout."""
     folder = here / "checkpoints" / "step_1"
     folder.mkdir(parents=True)
     for rank in range(2):
@@ -85,14 +85,14 @@ def test_undamaged_checkpoint_is_read(checkpoint: Path) -> None:
 
 
 class Planted:
-    """Unpickling this writes the file `executed`."""
+    """An object that writes the file `executed` when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.write_text, (Path("executed"), "code ran")
 
 
 class Called:
-    """Unpickling this runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)
@@ -365,7 +365,7 @@ def test_random_damage_is_an_error_or_harmless(checkpoint: Path) -> None:
 
 
 def compressed(folder: Path) -> None:
-    """Rewrite the file as torch.save does, but with compressed parts that inflate a thousandfold."""
+    """Rewrite the file in the format of torch.save, but with compressed members that inflate a thousandfold."""
     buffer, file = io.BytesIO(), folder / RANK1
     torch.save({"optimizer_state_dict": {"fp32_flat_groups": [torch.zeros(10**6)]}}, buffer)
     with zipfile.ZipFile(buffer) as sound, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:

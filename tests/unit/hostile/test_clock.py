@@ -1,4 +1,4 @@
-"""A clock that is set forward or back: it does not decide which files are older or newer."""
+"""Clocks that were set forward or back, which must not decide which files are older or newer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_fresh_run_restart_resumes_from_newest(here: Path) -> None:
 
 
 def write_export(run: Path, step: int, time: float) -> Path:
-    """The final one of a run that had nothing else to tell."""
+    """Write a run's final export, which contains no other information on its age."""
     final = run / "export" / "final"
     final.mkdir(parents=True)
     (final / "README.md").write_text(build_model_card(run, step, dtype="bf16"))

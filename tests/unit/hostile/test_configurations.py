@@ -1,4 +1,4 @@
-"""Run configurations in JSON, TOML and YAML, and DeepSpeed JSON, that parsers and people stumble over."""
+"""Run configurations (JSON, TOML, YAML) and DeepSpeed JSON with traps for parsers and people."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_unparsable_override_is_rejected(value: str) -> None:
     except ConfigError as error:
         assert "train.seed" in str(error) or "--set" in str(error)
     else:
-        assert override.value == value  # a text, which the schema refuses
+        assert override.value == value  # a string, which the schema refuses
 
 
 @pytest.mark.parametrize("name", ["\N{GRINNING FACE}", "a\x7fb", 'a"b\\n', "a\n\tb", "é", ""])

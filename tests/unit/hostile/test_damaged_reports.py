@@ -1,6 +1,6 @@
-"""Files that a run or an evaluation wrote and that are read again: each is damaged in each way.
+"""Files that a run or an evaluation writes and reads again, each damaged in every way.
 
-Reports are left out with one warning that names the file, or the command ends with an error that names it.
+A damaged file is either skipped with one warning that names it, or ends the command with an error that names it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def as_folder(file: Path) -> None:
 
 
 def as_circle(file: Path) -> None:
-    """Leave a file that cannot be opened, not even by root."""
+    """Replace the file with a link to itself, which not even root can open."""
     file.unlink()
     file.symlink_to(file.name)
 
@@ -80,7 +80,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def fill_run(run: Path) -> None:
-    """Write what several kinds of run leave in their folders."""
+    """Write the files that several kinds of run leave in their folders."""
     (run / "checkpoints" / "step_2").mkdir(parents=True)
     write_run_config(run, SFTConfig(), {"command": ["sft"], "versions": {"torch": "2"}, "rows": {"training": {"n": 3}}})
     metrics = JSONLines(run / "metrics.jsonl", resume_step=None)
@@ -133,7 +133,7 @@ def card(run: Path) -> None:
 def page(run: Path) -> None:
     html = (write_run_page(run) or run).read_text()
     assert "nan" not in html.lower().replace("finance", "")
-    write_run_page(run)  # of the next validation, which warns no more
+    write_run_page(run)  # as after the next validation, which does not warn again
 
 
 LEFT_OUT: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -157,7 +157,7 @@ WARNS = (
     "model card, record",
     "run of W&B",
 )
-"""Readers of what cannot be made again; the others read notes whose loss costs nothing."""
+"""Readers of files that cannot be recreated; the other readers' files are dispensable."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

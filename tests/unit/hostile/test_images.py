@@ -1,4 +1,4 @@
-"""Images that claim to be larger, hold something other than they claim, or are not images."""
+"""Images that claim to be larger than they are, contain something other than they claim, or are not images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOISE = np.random.default_rng(0).integers(0, 255, (30, 40, 3), np.uint8)
 
 
 def encoded(kind: str, mode: str = "RGB", **options: Any) -> bytes:
-    """40x30 pixels of noise."""
+    """Encode 40x30 pixels of noise."""
     buffer = io.BytesIO()
     Image.fromarray(NOISE).convert(mode).save(buffer, kind, **options)
     return buffer.getvalue()
@@ -37,7 +37,7 @@ TIFF = encoded("TIFF")
 
 
 def tiff_entry(number: int, *values: int) -> bytes:
-    """The TIFF with another entry (tag, type, count, value) at this place of its directory."""
+    """Return the TIFF with another entry (tag, type, count, value) at this index of its directory."""
     changed = bytearray(TIFF)
     start = struct.unpack_from("<I", changed, 4)[0]
     struct.pack_into("<HHII", changed, start + 2 + 12 * number, *values)
@@ -45,7 +45,7 @@ def tiff_entry(number: int, *values: int) -> bytes:
 
 
 def endless_tiff() -> bytes:
-    """Its directory of pictures goes on with itself."""
+    """Return a TIFF whose list of image directories is endless, because the directory refers to itself."""
     changed = bytearray(TIFF)
     start = struct.unpack_from("<I", changed, 4)[0]
     entries = struct.unpack_from("<H", changed, start)[0]
@@ -127,7 +127,7 @@ USED: dict[str, bytes] = {
 
 
 def both(path: Path) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Height and width as the header says and as the pixels have them."""
+    """Return height and width according to the header, and those of the pixels."""
     return probe_image(path), load_image(path).size[::-1]
 
 

@@ -1,4 +1,4 @@
-"""Links in the folder of a run or of results: nothing elsewhere is overwritten, deleted or sent because of them."""
+"""Links in run and results folders, through which no other file may be overwritten, deleted or uploaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.checkpoints.made_folders import make_export
 
 @pytest.fixture
 def flag(here: Path) -> Path:
-    """A file of somebody else, which every test must leave as it is."""
+    """A file outside the folder that every test must leave unchanged."""
     return here.parent / "outside" / "flag"
 
 

@@ -1,7 +1,7 @@
-"""Foreign texts that begin the same thing again and again: the time of reading grows with their length, not with its square.
+"""Untrusted texts that begin the same structure many times. Reading time must grow with their length, not with its square.
 
-A reader that goes back at each beginning takes 16 times as long for four times the text, and hours for the 8 MB that a server may
-answer; the others take four times as long.
+A reader that backtracks at each beginning takes 16 times as long for four times the text, and hours for the 8 MB that a server
+may return; a linear reader takes four times as long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsreason.text import QuestionKind, split_response
 from tests.fuzz.fuzzing import within_time
 
 LENGTH, SHORT_TIME, MOST_TIME = 10_000, 0.1, 20
-"""Characters, and seconds of processor time."""
+"""Number of characters of a short text, and limits in seconds of processor time."""
 OPTIONS = {"A": "left turn", "B": "turn", "C": "3"}
 REFERENCES = {
     "temporal_iou": "00:01 to 00:05",

@@ -1,4 +1,4 @@
-"""Limits of the shell and the machine: memory, open files, sizes of files, and where output goes."""
+"""Limits of the shell and the machine: memory, open files, file sizes and unusable outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COSMOS = '[train]\nepoch = 1\n[train.train_policy]\ntype = "sft"\ndataset.name =
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets the shell seem to have these limits, and no others."""
+    """A function that simulates a shell with only these limits."""
 
     def limit(**found: int) -> None:
         numbers = {getattr(resource, f"RLIMIT_{name}"): value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Media that cost more than they are worth: whatever the format, reading ends at a limit and names the file."""
+"""Media that take excessive time or memory: reading stops at a limit with an error that names the file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ READ_IN_PIECES: dict[str, Callable[[], bytes]] = {
 
 @pytest.fixture
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is over its limit as soon as it is opened."""
+    """Make every file exceed its time limit as soon as it is opened."""
     monkeypatch.setattr(time_limit, "compute_seconds", lambda file: 0.0)
 
 
@@ -88,7 +88,7 @@ def test_data_worker_rejects_file_and_continues(here: Path) -> None:
 
 
 def endless(task: object) -> None:
-    """Imitate a decoder that never comes back: C code that leaves the interpreter to others."""
+    """Imitate a decoder that never returns: C code that releases the interpreter lock."""
     with time_limit.time_limit(Path("a.mp4")):
         numbers = (ctypes.c_int * 10**6)()
         compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(("memcmp", ctypes.CDLL(None)))

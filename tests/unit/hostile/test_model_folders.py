@@ -1,4 +1,4 @@
-"""Numbers in config.json that no model can have."""
+"""Invalid numbers in a model's config.json."""
 
 from __future__ import annotations
 

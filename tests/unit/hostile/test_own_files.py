@@ -1,4 +1,4 @@
-"""Local data sets whose README or index files name tables that are not theirs."""
+"""Local data sets whose README or index files name tables outside their folder."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give `datasets` a temporary folder for the tables it has read."""
+    """Give `datasets` a temporary cache folder."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
 
 
 @pytest.fixture
 def folder(here: Path) -> Path:
-    """A data set with one row, and beside it another person's table."""
+    """A data set with one row, beside another person's table."""
     folder = here / "rows"
     folder.mkdir()
     Image.new("RGB", (28, 28)).save(folder / "a.png")
@@ -55,7 +55,7 @@ def ids(folder: Path, **keys: Any) -> list[str]:
 
 
 def name_files(folder: Path, files: Any, key: str = "data_files") -> None:
-    """A README whose second configuration, which nobody asks for, names the files: `datasets` resolves all of them."""
+    """Write a README whose second, unused configuration names the files, because `datasets` resolves all configurations."""
     configs = [
         {"config_name": "default", "data_files": "train.jsonl"},
         {"config_name": "more", "data_files": "train.jsonl", key: files},
@@ -67,7 +67,7 @@ KINDS = ("Image", "Video", "Audio", "Pdf", "Nifti", "Mesh")
 
 
 def known(kinds: list[str]) -> list[str]:
-    """Those that the oldest version of `datasets` has, too."""
+    """Return the kinds that the installed version of `datasets` knows."""
     return [kind for kind in kinds if importlib.util.find_spec(f"datasets.packaged_modules.{kind}")]
 
 
@@ -107,7 +107,7 @@ def test_each_file_of_split_is_checked(folder: Path, files: Any) -> None:
 
 @pytest.fixture
 def on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is also the data set `somebody/data` on the Hub."""
+    """Serve the folder as the data set `somebody/data` on the Hub."""
 
     def download(repository: str, name: str, *, repo_type: str, revision: str | None) -> str:
         assert (repository, repo_type, revision) == ("somebody/data", "dataset", "v2")
@@ -197,7 +197,7 @@ def test_rows_reflect_current_folder_contents(folder: Path, here: Path) -> None:
     (folder / "train.jsonl").write_text(json.dumps(ROW | {"id": "8"}))
     assert ids(folder) == ["8"]
     (here / "other").mkdir()
-    other = folder.rename(here / "other" / "rows")  # the same name, README and number of bytes
+    other = folder.rename(here / "other" / "rows")  # has the same name, README and size
     (other / "train.jsonl").write_text(json.dumps(ROW | {"id": "9"}))
     assert ids(other) == ["9"]
 
@@ -300,11 +300,11 @@ def test_table_feature_types_open_no_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Check feature types that make `datasets` open the file that a column names."""
-    monkeypatch.setenv("DSREASON_CACHE", str(tmp_path_factory.mktemp("cache")))  # gets the table's record
+    monkeypatch.setenv("DSREASON_CACHE", str(tmp_path_factory.mktemp("cache")))  # where the table's record is written
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     texts = {name: {"dtype": "string", "_type": "Value"} for name in ("id", "question", "answer")}
     described = json.dumps({"info": {"features": {**texts, "image": {"_type": kind}}}})
-    file = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # else `datasets` does not believe the description
+    file = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # otherwise `datasets` ignores the declared features
     schema = pa.schema({**dict.fromkeys(texts, pa.string()), "image": file})
     table = pa.Table.from_pylist([ROW | {"image": {"bytes": None, "path": given}}], schema)
     (folder / "train.jsonl").unlink()
@@ -355,7 +355,7 @@ def test_packed_tables_are_read(folder: Path, suffix: str) -> None:
     assert ids(folder, subset="more") == ["8"]
 
 
-@pytest.mark.parametrize("name", ["more.jsonl.gz", "more.jsonl"])  # `datasets` looks at the content alone
+@pytest.mark.parametrize("name", ["more.jsonl.gz", "more.jsonl"])  # `datasets` looks only at the content
 @pytest.mark.parametrize("pack", PACK)
 def test_endless_compressed_line_is_rejected(
     folder: Path, pack: str, name: str, monkeypatch: pytest.MonkeyPatch

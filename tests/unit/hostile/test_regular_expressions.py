@@ -1,4 +1,4 @@
-"""No regular expression goes back over a foreign text again and again: 20,000 characters take milliseconds, not seconds."""
+"""Regular expressions must not backtrack over untrusted text: 20,000 characters take milliseconds, not seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.hostile.expressions import ROOT, Use, slow_text
 
 @pytest.mark.nightly
 def test_every_expression_runs_in_linear_time() -> None:
-    """Run in a separate process because it imports every module that has an expression."""
+    """Run in a separate process, because the check imports every module that has an expression."""
     command = [sys.executable, "-m", "tests.unit.hostile.expressions"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=True)

@@ -31,7 +31,7 @@ TINY = body(VIDEO, media_type="video")
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RewardHTTPServer]]:
-    """Starts a server with these limits."""
+    """A function that starts a server with these limits."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with ExitStack() as stack:
 
@@ -99,7 +99,7 @@ def test_data_beyond_queue_is_rejected_and_freed(
         assert refused.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 2\r\n" in refused
         first.sendall(b"x" * 299)
-        assert b"the JSON must end with a line break" in rest(first)  # it came whole
+        assert b"the JSON must end with a line break" in rest(first)  # the request arrived completely
     assert server.jobs.has_room(1000)
 
 
@@ -124,7 +124,7 @@ def test_slow_client_is_disconnected(
 ) -> None:
     """Check that requests without a body are answered immediately.
 
-    Then the remaining data has the same time limit as the headers of a next request.
+    The remaining data then has the same time limit as the headers of the next request.
     """
     monkeypatch.setattr(module, "HEADER_LIMIT", 0.3)
     monkeypatch.setattr(module, "BODY_LIMIT", 0.3)
@@ -147,7 +147,7 @@ def test_slow_client_is_disconnected(
     assert (status is None) == (answer == b"")
     if status == 408:
         assert b"the body must arrive within 0.3 s plus the time it takes at 1 MB per second" in answer
-    assert server.jobs.has_room(16 * GIB)  # its bytes hold none
+    assert server.jobs.has_room(16 * GIB)  # its bytes take no room
 
 
 def test_long_headers_are_refused(start: Callable[..., RewardHTTPServer]) -> None:
@@ -268,7 +268,7 @@ def test_server_recovers_from_exhausted_file_descriptors(here: Path) -> None:
         for connection in idle:
             connection.close()
         answer = b""
-        while not answer.startswith(b"HTTP/1.1 200 "):  # until it has seen that they went
+        while not answer.startswith(b"HTTP/1.1 200 "):  # until the server has noticed the disconnections
             with connect(address) as further, suppress(ConnectionError):
                 further.sendall(head("ping", 1) + b"x")
                 answer = further.recv(65536)

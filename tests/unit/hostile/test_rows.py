@@ -1,4 +1,4 @@
-"""Rows of data sets: JSON that breaks parsers, fields of other kinds, paths that lead away, tables with code in them."""
+"""Rows of data sets: JSON that breaks parsers, fields of wrong types, paths that leave the folder, tables that contain code."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_invalid_frame_rate_is_rejected_before_decoding(here: Path, fps: str) ->
 
 
 class Planted:
-    """Unpickling this writes the file `executed`."""
+    """An object that writes the file `executed` when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.write_text, (Path("executed"), "code ran")
@@ -235,7 +235,7 @@ def test_script_in_data_set_is_never_run(here: Path, executed: Path, script: str
     (folder / script).write_text(f"open({str(executed)!r}, 'w').write('code ran')")
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\n")
     (folder / "train.jsonl").write_text(GOOD)
-    if script == "rows.py":  # as the folder: what `datasets` ran in the past
+    if script == "rows.py":  # named like the folder, as older versions of `datasets` required to run it
         refused(lambda: samples(folder, media_path=str(here)), DataError, "scripts are no longer supported", "rows.py")
     else:
         assert guarded(lambda: [sample.id for sample in samples(folder, media_path=str(here))]) == ["7"]

@@ -1,4 +1,4 @@
-"""Servers that misbehave, and everyone that asks one: an error in time that names what was asked, and nothing sent elsewhere."""
+"""Misbehaving servers: each client raises an error in time that names the server, and sends nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from tests.unit.hostile.server import (
     silent,
 )
 
-judge_module = importlib.import_module("dsreason.rewards.judge")  # the package has the function under that name
+judge_module = importlib.import_module("dsreason.rewards.judge")  # in the package, this name is a function
 SAMPLE = Sample("sample-7", [{"role": "user", "content": "Which?"}], answer="A")
 MODELS = answer({"data": [{"id": "m"}]})
 TOKEN = "very-secret-token"
@@ -69,7 +69,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask_eval(url: str, limit: float) -> str:
-    """The error of a question; one that is raised names the server."""
+    """Return the error of a question, or of the client, which then names the server."""
     settings = {"url": url, "model": "m", "max_retries": 0, "time_limit": limit}
     question = Question("d/sample-7/0", "d", "sample-7", "multiple_choice", SAMPLE, "A", {"A": "a"})
     [(request, reply)] = ServerAnswerer(ServerConfig.model_validate(settings)).ask(
@@ -143,11 +143,11 @@ CLIENTS: dict[str, Ask] = {
     "enqueue": ask_enqueue,
     "fetch": ask_fetch,
 }
-"""(address, seconds) → the error's text."""
+"""Clients by name: functions that take a URL and a limit in seconds, and return the error message."""
 
 
 def serving(client: str, behaviour: Behaviour) -> AbstractContextManager[Hostile]:
-    """A server that misbehaves; that of eval only where a question is asked."""
+    """Run a server that misbehaves; for `eval`, only on requests with a question."""
     return misbehaving(behaviour, b"POST", MODELS) if client == "eval" else misbehaving(behaviour)
 
 
@@ -299,7 +299,7 @@ def test_out_of_range_field_is_rejected(client: str, number: int) -> None:
     ],
 )
 def test_only_first_of_many_errors_is_reported(answer: type[BaseModel], content: str) -> None:
-    """Check that errors are not collected: those about 8 MB of values would take gigabytes."""
+    """Check that errors are not collected, because the errors for 8 MB of values would take gigabytes."""
     with pytest.raises(ValidationError) as caught:
         answer.model_validate_json(content % ("3," * 1000))
     assert caught.value.error_count() == 1
@@ -334,7 +334,7 @@ def test_unusable_network_environment_is_reported(name: str, value: str, monkeyp
 
 
 def test_requests_work_in_forked_process() -> None:
-    """Check a forked process, in which the thread of its parent's event loop does not exist."""
+    """Check a forked process, in which the thread of the parent's event loop does not exist."""
     with misbehaving(answer({"a": 1})) as server:
         assert http.ask("GET", server.url, limit=LONG, max_bytes=100).content == b'{"a": 1}'
         child = os.fork()

@@ -1,4 +1,4 @@
-"""Locks, markers and state files of ours that are not files or not text: each is refused by name, nothing hangs."""
+"""Locks, markers and state files that are not regular files or not text: each is refused by name, and no read hangs."""
 
 from __future__ import annotations
 
@@ -160,7 +160,10 @@ def test_unused_files_in_model_folder_are_ignored(here: Path) -> None:
     (here / "rows.json").touch()
     os.truncate(here / "rows.json", 10 * 2**30)
     (here / "old.json").mkdir()
-    for name in ("notes.txt", "consolidated.safetensors"):  # such as a link to what was removed from the hub's cache
+    for name in (
+        "notes.txt",
+        "consolidated.safetensors",
+    ):  # such as a link to a file that was removed from the Hub's cache
         (here / name).symlink_to("gone")
     assert found_folder(here) == here
 

@@ -1,4 +1,4 @@
-"""S3 and the Hub, or what answers in their place, that misbehave: an error in time, and no more read than was asked for."""
+"""Misbehaving S3 and Hub servers: clients raise an error in time, and read no more than they requested."""
 
 from __future__ import annotations
 

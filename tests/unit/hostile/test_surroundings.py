@@ -1,4 +1,4 @@
-"""Values, files and variables that a command cannot use: a sentence and exit code 2."""
+"""Unusable options, files and environment variables, which end a command with one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def call_as_rank(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
         ("MASTER_PORT", "port"),
         ("WORLD_SIZE", "1e3"),
         ("WORLD_SIZE", "1" * 5000),
-        ("RANK", "\u0661"),  # 1 in Arabic
+        ("RANK", "\u0661"),  # the Arabic digit 1
         ("LOCAL_WORLD_SIZE", "x"),
     ],
 )

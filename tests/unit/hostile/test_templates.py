@@ -1,4 +1,4 @@
-"""Chat templates, which are programs that come with a model."""
+"""Hostile chat templates, which are programs that come with a model."""
 
 from __future__ import annotations
 

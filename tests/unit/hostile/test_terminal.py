@@ -1,4 +1,4 @@
-"""Texts of others on the terminal and in logs: no character of theirs acts on it, no line of theirs passes for one of ours."""
+"""Untrusted text on the terminal and in logs: it cannot control the terminal or forge log lines."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ended(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def crashed(text: str, capsys: pytest.CaptureFixture[str]) -> str:
-    logging.disable(logging.CRITICAL)  # pytest keeps log lines as they are, and cannot report half a character
+    logging.disable(logging.CRITICAL)  # pytest captures log lines unescaped, and cannot report a lone surrogate
     launch.report(RuntimeError(text))
     logging.disable(logging.NOTSET)
     return capsys.readouterr().err
@@ -87,7 +87,7 @@ def logged(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def from_library(text: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the output of a library logger that has a separate handler, as transformers does."""
+    """Return the output of a library's logger that has its own handler, as transformers has."""
     library, stream = logging.Logger("library"), io.StringIO()
     library.addHandler(logging.StreamHandler(stream))
     before = logging.getLogRecordFactory()
@@ -195,7 +195,7 @@ def test_own_styles_reach_the_terminal() -> None:
 
 OWN_WAYS = {"dsreason/screen.py", "dsreason/monitor/console.py"}
 NOT_SHOWN = {"dsreason/monitor/memory.py"}
-"""It draws a table into a text, for a log."""
+"""Files that print only into a string, such as a table for a log."""
 
 
 def ways_to_the_terminal(source: str) -> list[str]:

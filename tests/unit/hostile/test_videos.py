@@ -1,4 +1,4 @@
-"""Videos that claim too much, lead elsewhere, or are damaged."""
+"""Videos that claim excessive sizes, refer to other files, or are damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VISION = FAMILIES["qwen2_5_vl"].vision
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Twelve frames of 64x48 in several containers."""
+    """Videos of twelve frames of 64x48 pixels in several container formats."""
     folder = tmp_path_factory.mktemp("videos")
     made = {name: write_video(folder / f"a.{name}").read_bytes() for name in ("mp4", "mov", "mkv", "ts")}
     made["avi"] = write_video(folder / "a.avi", codec="mpeg4").read_bytes()
@@ -143,7 +143,7 @@ def test_malformed_video_of_other_format_is_rejected(here: Path, content: bytes,
 
 def test_avi_claiming_2_billion_frames_is_rejected(here: Path, files: dict[str, bytes]) -> None:
     content = bytearray(files["avi"])
-    for name, offset in ((b"avih", 24), (b"strh", 40)):  # frames of the file, and of the stream
+    for name, offset in ((b"avih", 24), (b"strh", 40)):  # number of frames in the file's header and in the stream's
         struct.pack_into("<I", content, content.index(name) + offset, 2**31 - 1)
     (here / "a.avi").write_bytes(content)
     refused(
@@ -199,7 +199,7 @@ def test_frames_beyond_size_limit_are_rejected(
 def test_frames_too_costly_to_decode_are_rejected(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str, wanted: list[int]
 ) -> None:
-    """Read a hundred frames after a single key frame, with usable timestamps and without (AVI)."""
+    """Read a hundred frames after a single key frame, with and without (AVI) usable timestamps."""
     write_video(here / f"a.{name}", 100, gop=1000, codec="mpeg4" if name == "avi" else "libx264")
     monkeypatch.setattr(videos, "DECODED_PIXELS_PER_BYTE", 0)
     monkeypatch.setattr(videos, "FEWEST_DECODED_PIXELS", 50 * 48 * 64)

@@ -1,4 +1,4 @@
-"""Model folders: damaged or claiming weights, configurations that cannot be built, and code that comes with them."""
+"""Model folders with damaged weights, false claims, unbuildable configurations, or code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weights(content: bytes) -> Spoil:
 
 
 def first_as(dtype: torch.dtype) -> Spoil:
-    """Store the first tensor in another dtype."""
+    """Return a change that stores the first tensor in another dtype."""
 
     def spoil(model: Path) -> None:
         tensors = load_file(model / WEIGHTS)
@@ -58,7 +58,7 @@ def first_as(dtype: torch.dtype) -> Spoil:
 
 
 def index(content: Any) -> Spoil:
-    """An index in place of the weights: a weight map, or the text of the file."""
+    """Return a change that replaces the weights with an index: a weight map, or the text of the file."""
     text = content if isinstance(content, str) else json.dumps({"weight_map": content})
     return lambda model: ((model / WEIGHTS).unlink(), (model / INDEX).write_text(text))
 
@@ -143,7 +143,7 @@ CONFIG: dict[str, tuple[Spoil, list[str]]] = {
 
 
 def processor_json(**values: Any) -> Spoil:
-    """Change values in the image processor's own file, after removing the section that would override them."""
+    """Return a change of values in the image processor's own file, without the section that would override them."""
 
     def spoil(model: Path) -> None:
         change_json(model / "processor_config.json", lambda document: document.pop("image_processor"))
@@ -153,7 +153,7 @@ def processor_json(**values: Any) -> Spoil:
 
 
 def patches(**values: Any) -> Spoil:
-    """All processors and config.json agree on these values."""
+    """Return a change that sets these values in all processors and in config.json."""
 
     def change(document: dict[str, Any]) -> None:
         for section in (document, *(part for part in document.values() if isinstance(part, dict))):
@@ -268,7 +268,7 @@ CLASSES = (
 
 @pytest.fixture
 def with_code(model: Path, executed: Path) -> Path:
-    """Every file of the model names classes in a script beside it."""
+    """A model whose files all name classes in a script beside them."""
     (model / "evil.py").write_text(CODE.format(sentinel=str(executed)))
     for file in model.glob("*config.json"):
         change_json(file, lambda document: document.update(auto_map=dict.fromkeys(CLASSES, "evil.Evil")))
@@ -295,7 +295,7 @@ def test_tokenizer_code_is_not_executed(with_code: Path) -> None:
 
 
 class Planted:
-    """Unpickling this writes the file `executed`."""
+    """An object that writes the file `executed` when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.write_text, (Path("executed"), "code ran")

@@ -50,7 +50,7 @@ def embed(folder: Path) -> int:
 def test_code_in_world_folder_never_runs(
     here: Path, worlds: dict[str, Path], executed: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Check that every component either loads without the code or is refused, and that nothing is asked at the terminal."""
+    """Check that every component either loads without the code or is refused, and that no library asks at the terminal."""
     monkeypatch.setattr(builtins, "input", lambda *prompt: pytest.fail(f"asked {prompt}"))
     world = Path(shutil.copytree(worlds[name], here / "world"))
     code = f"open({str(executed)!r}, 'w').write('code ran')"

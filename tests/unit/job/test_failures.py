@@ -1,4 +1,4 @@
-"""Choice of the failed rank that is reported. Tests with real ranks: tests/integration/test_launch.py."""
+"""The choice of the failed rank to report. Tests with real ranks: tests/integration/test_launch.py."""
 
 from __future__ import annotations
 
@@ -45,17 +45,21 @@ def late(rank: int, time: float) -> Failure:
     [
         ([crash(0, 8.0), crash(1, 5.0)], {0: 1, 1: 1}, "crash of 1"),  # the earliest
         ([crash(0, 5.0), crash(1, 5.0)], {0: 1, 1: 1}, "crash of 0"),
-        ([crash(0, 5.0), told(1, 8.0)], {0: 1, 1: 2}, "error of 1"),  # what a person can mend explains the rest
+        (
+            [crash(0, 5.0), told(1, 8.0)],
+            {0: 1, 1: 2},
+            "error of 1",
+        ),  # an error that the user can fix explains the other failures
         (
             [crash(0, 5.0)],
             {0: 1, 1: KILL},
             "rank 1 was killed by SIGKILL (often because memory ran out; see the kernel log)",
         ),
-        ([crash(0, 5.0)], {0: 1, 1: TERM}, "crash of 0"),  # the agent ends the others so
+        ([crash(0, 5.0)], {0: 1, 1: TERM}, "crash of 0"),  # the agent ends the other ranks with this signal
         ([told(0, 5.0)], {0: 2, 1: PEER_EXIT_CODE, 2: ABORT}, "error of 0"),
         ([crash(0, 5.0)], {0: 1, 1: 7}, "rank 1 ended with exit code 7 but without a traceback"),
         ([], {0: TERM, 1: TERM}, "rank 0 was killed by SIGTERM"),
-        ([stopped(0, 5.0)], {0: 75, 1: -signal.SIGUSR1}, "stopped, and saved"),  # the request came late to rank 1
+        ([stopped(0, 5.0)], {0: 75, 1: -signal.SIGUSR1}, "stopped, and saved"),  # the request reached rank 1 late
         (
             [stopped(0, 5.0)],
             {0: 75, 1: KILL},

@@ -1,4 +1,4 @@
-"""Device selection of a process, and its message on failure. The GPU is simulated by mocked torch answers."""
+"""Device selection of a process, and its message on failure. Mocked torch functions simulate the GPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def third_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The GPUs that were made the current one, in a process that has joined its job already."""
+    """GPUs that the process has made current; the process has already joined its job."""
     result: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", result.append)
@@ -98,9 +98,9 @@ def test_cpu_is_used_on_request_or_fallback(taken: list[torch.device], monkeypat
 
 
 def test_only_one_module_chooses_the_device() -> None:
-    """Choose the device in one module only.
+    """Only one module may choose the device.
 
-    Any other would use cuDNN's attention and not report a GPU that cannot be used.
+    Code that bypasses it would use cuDNN's attention, and would not report an unusable GPU.
     """
     files = Path(dsreason.__file__).parent.rglob("*.py")
     asking = {file.name for file in files if "cuda.is_available" in file.read_text(encoding="utf-8")}
@@ -126,7 +126,7 @@ def test_more_ranks_than_gpus_reports_both_numbers(taken: list[torch.device], mo
 
 @pytest.fixture
 def connect_fails(taken: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
-    """Have the first connection fail, of a rank that has met the others in the store."""
+    """A function that makes the first connection fail, after the rank has met the others in the store."""
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(hosts, "join", lambda: SimpleNamespace(set_timeout=lambda _: None))
     monkeypatch.setattr(hosts, "exchange", lambda *_: [])

@@ -1,4 +1,4 @@
-"""Facts that hosts compare, and variables that a host takes from the first host."""
+"""Facts that hosts compare, and environment variables that a host takes from the first host."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_first_host_shares_selected_variables(name: str, given: bool) -> None:
     [
         ({}, {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"}),
         ({"HF_TOKEN": "own"}, {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"}),
-        ({"AWS_PROFILE": "own"}, {"HF_TOKEN", "AWS_REGION"}),  # half of the first host's keys would fit nothing
+        ({"AWS_PROFILE": "own"}, {"HF_TOKEN", "AWS_REGION"}),  # one key of the first host would not match the others
     ],
 )
-def test_a_host_keeps_its_own_variables(environment: dict[str, str], taken: set[str]) -> None:
+def test_host_keeps_its_own_variables(environment: dict[str, str], taken: set[str]) -> None:
     assert (
         find_missing_variables(["HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"], environment)
         == taken
@@ -101,6 +101,14 @@ def test_cosmos_keys_are_not_mixed_between_hosts() -> None:
         ("https_proxy", "http://me:password@proxy", True),
         ("https_proxy", "http://proxy", False),
         ("REMOTE_REWARD_URL", "http://judge/?token=abcdefgh", True),
+        ("REMOTE_REWARD_URL", "http://judge/?code=abcdefgh", True),
+        ("REMOTE_REWARD_HEADERS", '{"X-Api": "abcdefg"}', True),
+        ("WANDB_API_KEY_V2", "x", True),
+        ("HF_PAT", "x", True),
+        ("HTTPS_PROXY", "alice:password@proxy:3128", True),
+        ("HTTPS_PROXY", "alice:password@proxy", True),
+        ("HTTPS_PROXY", "proxy:3128", False),
+        ("REMOTE_REWARD_URL", "http://judge:8000/score", False),
         ("HF_HOME", "/data/hf", False),
         ("NCCL_DEBUG", "INFO", False),
         ("AWS_REGION", "eu-west-1", False),
@@ -112,7 +120,7 @@ def test_credentials_are_known_by_name_or_value(name: str, value: str, expected:
 
 @pytest.fixture
 def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Return the port of a program that accepts connections but never sends anything; ranks are to meet there."""
+    """The port where ranks should meet, taken by a program that accepts connections but never sends anything."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         settings = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -122,7 +130,7 @@ def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
 
 
-def test_taken_port_is_reported(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_is_reported(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(DsReasonError, match=rf"port {taken_port} is used by another process on this host"):
         hosts.join()
@@ -173,7 +181,7 @@ def test_missing_rank_is_named_when_store_is_file(tmp_path: Path, monkeypatch: p
     hosts.release_store()
 
 
-def test_rank_beside_deepspeed_takes_its_credentials(
+def test_rank_on_deepspeed_host_takes_its_credentials(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sent: list[object] = []

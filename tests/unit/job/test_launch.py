@@ -1,4 +1,4 @@
-"""Starting ranks, without any. Real ranks: tests/integration/test_launch.py."""
+"""The start of ranks, tested without ranks. Tests with real ranks: tests/integration/test_launch.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, rank
 
 
 def started(monkeypatch: pytest.MonkeyPatch, failures: Sequence[Failure | None], max_restarts: int) -> list[int]:
-    """The attempts that are made where each ends with the next of `failures`."""
+    """Launch a job whose attempts end with `failures` in turn, and return the attempts."""
     following, attempts = iter(failures), []
     monkeypatch.setattr(launch, "_run_once", lambda *_: next(following))
 

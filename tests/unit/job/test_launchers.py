@@ -1,4 +1,4 @@
-"""Processes whose end is the end of a rank that `deepspeed` started on several hosts."""
+"""The launcher processes that a rank started by `deepspeed` on several hosts must not outlive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Temporary files of killed processes: a later start deletes them, and nothing else."""
+"""Temporary files of killed processes, which are the only files that a later start deletes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
 PIECES = 3
-"""A folder, a file in shared memory, and a value that the children of one launcher share, which belongs to that."""
+"""Number of leftovers: a folder, a file in shared memory, and a value that the launcher's children share."""
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def owner(place: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process with temporary files, whose parent is a launcher of its own."""
+    """Run a process with temporary files whose parent is a separate launcher."""
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
@@ -58,7 +59,7 @@ def list_files_of(pid: int, place: Path) -> list[Path]:
 def test_files_of_killed_process_are_removed(owner: subprocess.Popen[str], place: Path) -> None:
     remove_leftovers()
     assert len(list_files_of(owner.pid, place)) == 2
-    assert len(list_files_of(os.getpid(), place)) == 1  # of `share_value`, which belongs to the parent
+    assert len(list_files_of(os.getpid(), place)) == 1  # the file of `share_value`, which belongs to the parent
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     remove_leftovers()
@@ -66,13 +67,24 @@ def test_files_of_killed_process_are_removed(owner: subprocess.Popen[str], place
     assert len(list_files_of(os.getpid(), place)) == 1
 
 
-def test_reused_process_id_is_told_apart(place: Path) -> None:
+def test_reused_process_id_is_distinguished(place: Path) -> None:
     prefix = build_prefix()
     (place / f"{prefix}mine").mkdir()
     old = place / prefix.replace(f"-{prefix.split('-')[-2]}-", "-1-") / "inner"
     old.mkdir(parents=True)
     remove_leftovers()
     assert [path.name for path in place.iterdir()] == [f"{prefix}mine"]
+
+
+def test_files_of_invisible_parent_stay_a_day(place: Path) -> None:
+    """The parent of a process that `docker exec` starts has the id 0."""
+    file = place / f"{build_prefix(0)}value"
+    file.touch()
+    remove_leftovers()
+    assert file.exists()
+    os.utime(file, (time.time() - 25 * 3600,) * 2)
+    remove_leftovers()
+    assert not file.exists()
 
 
 def test_links_and_foreign_files_stay(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +106,7 @@ def test_links_and_foreign_files_stay(place: Path, monkeypatch: pytest.MonkeyPat
     assert (place / f"{dead}folder").is_dir()
 
 
-def test_start_removes_leftovers_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_first_removes_leftovers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / f"dsreason-{os.getuid()}-{get_scope()}-4194305-1-x").mkdir()
     monkeypatch.setattr(launch, "_run_once", lambda *given: None)
     launch.start_ranks(lambda attempt: [], ranks=1, log_dir=place)

@@ -1,4 +1,4 @@
-"""Three ranks' lifelines in one process: whose failure everybody hears of."""
+"""Lifelines of three ranks in one process, and the failures that they report to each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.job.lifeline import Lifeline, Peer
 
 HOST = socket.gethostname()
 PATIENCE = 120.0
-"""Seconds, on a machine under load."""
+"""Maximum waiting time in seconds, enough for a machine under load."""
 
 
 class Ranks:
@@ -32,7 +32,7 @@ class Ranks:
         for line, log, heard in zip(self.lines, self.logs, self.heard, strict=True):
             line.open(heard.put)
             line.report_log(str(log))
-        # Rank 0 tells its log to those that it knows; whom it does not know yet, it tells nothing.
+        # Rank 0 sends its log's path only to ranks that have already connected.
         wait_until(lambda: all(self.zero(rank).log for rank in range(3)))
 
     def kill(self, rank: int) -> None:
@@ -43,7 +43,7 @@ class Ranks:
         return self.zero(rank).connection
 
     def zero(self, rank: int) -> Peer:
-        """Rank 0 as this rank knows it."""
+        """Return the rank's connection to rank 0."""
         zero = self.lines[rank]._zero
         assert zero is not None
         return zero
@@ -104,7 +104,7 @@ def test_rank_0_departure_is_not_reported(ranks: Ranks) -> None:
 
 def test_failing_rank_learns_original_failure(ranks: Ranks) -> None:
     ranks.kill(2)
-    first = ranks.lines[1].fail(failure(1))  # of the connection it lost
+    first = ranks.lines[1].fail(failure(1))  # reports only the lost connection
     assert first.rank == 2
     assert ranks.all_hear(0, 1) == first
 
@@ -159,7 +159,7 @@ def test_forked_child_does_not_hold_connection(ranks: Ranks) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_silent_host_is_probed_and_given_up(ranks: Ranks) -> None:
+def test_silent_host_is_probed_and_reported_dead(ranks: Ranks) -> None:
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
     connection = ranks.connection(1)
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

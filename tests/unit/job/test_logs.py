@@ -57,7 +57,7 @@ def test_log_file_records_rank_and_step(tmp_path: Path) -> None:
     _, _, file = run_program(tmp_path, rank=1)
     assert " rank 1 INFO dsreason.train: before the loop" in file
     assert " rank 1 step 7 INFO DeepSpeed: engine details" in file
-    assert file.count("UserWarning: deprecated thing") == 1  # and not once a step
+    assert file.count("UserWarning: deprecated thing") == 1  # not once per step
     assert "uncaught exception in thread Thread-1" in file
     assert "KeyError: 'thread key'" in file
     assert "uncaught RuntimeError" in file

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet, and on which interfaces they listen."""
+"""The place where the ranks of a job meet, and the interfaces on which they listen."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_single_process_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_store(TIME), dist.HashStore)
 
 
-def test_ranks_of_our_launcher_meet_at_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dsreason_launcher_ranks_meet_at_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_job(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=1, DSREASON_ERROR_DIR=tmp_path)
     store = open_store(TIME)
     store.set("a", "1")
@@ -79,7 +79,7 @@ def test_ranks_of_our_launcher_meet_at_file(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("host", [LOOPBACK, "node-0"])
 def test_store_of_one_machine_listens_on_loopback(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 finds it there, too, whatever address `host` has."""
+    """Check that rank 1 connects to the loopback interface, too, whatever address `host` resolves to."""
     port = find_free_port("")
     set_job(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR=host, MASTER_PORT=port)
     child = os.fork()
@@ -109,7 +109,7 @@ def test_listener_for_a_name_uses_all_interfaces(address: str) -> None:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
 
 
-def test_loopback_replaces_interfaces_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_replaces_user_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
     for name in names:
         monkeypatch.setenv(name, "eth7")

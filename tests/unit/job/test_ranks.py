@@ -1,4 +1,4 @@
-"""Functions that need no other rank. Collectives of real ones: tests/integration."""
+"""Rank functions that need no other rank. Collectives of real ranks: tests/integration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsreason.job.ranks import World, seed_everything
 
 @pytest.fixture
 def own_random_numbers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Those of the other tests go on as they were."""
+    """Restore the random-number state after each test, so that other tests are not affected."""
     file = tmp_path_factory.mktemp("rng") / "rng.safetensors"
     take_rng_state(torch.device("cpu"))(file)
     yield
@@ -36,7 +36,7 @@ def test_random_numbers_depend_on_seed_and_rank() -> None:
     assert drawn(7, 0) == first
 
 
-def test_sums_over_ranks_have_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_sums_keep_float64_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.dist, "all_reduce", lambda total, group: total.mul_(2))
     assert ranks.reduce_sum(2.0**24 + 1) == 2.0**25 + 2  # float32 would drop the 1
 

@@ -1,4 +1,4 @@
-"""Signals to one rank: the first is noted, an echo of it is not a second one."""
+"""Signals to one rank: the first requests a stop, and its repetitions by a launcher do not count as a second one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.job.stop import StopRequest
 
 @pytest.fixture
 def ended() -> Iterator[list[int]]:
-    """The SIGTERMs that would have ended this process."""
+    """A list of the SIGTERMs that would have ended this process."""
     numbers: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
     yield numbers
@@ -60,14 +60,14 @@ def test_signal_to_any_rank_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_signal_is_passed_on_while_main_thread_waits() -> None:
-    """Check the case in which a rank waits in a collective: in C code that returns only once the other ranks have come."""
+    """Simulate a rank in a collective, which waits in C code until all other ranks have entered it."""
     reported: list[tuple[str, float]] = []
     lifeline: Any = SimpleNamespace(report_stop=lambda name: reported.append((name, time.monotonic())))
     with StopRequest() as request:
         request.share(lifeline)
         signal.pthread_sigmask(
             signal.SIG_BLOCK, [signal.SIGTERM]
-        )  # another thread gets it, so `sleep` is not interrupted
+        )  # another thread gets the signal, so `sleep` is not interrupted
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             ctypes.CDLL(None).sleep(1)

@@ -1,4 +1,4 @@
-"""A machine whose GPUs torch cannot use: an error, and no training on the CPU."""
+"""Machines whose GPUs torch cannot use, which cause an error instead of training on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Machine = Callable[..., None]
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Return a function that fakes torch's view of the machine.
 
-    It sets what the driver lists, whether torch can use it, and what torch warns of.
+    It sets the GPUs that the driver lists, whether torch can use them, and the warnings of torch.
     """
 
     def make(
@@ -86,7 +86,7 @@ def test_gpu_error_names_required_driver_and_workaround(machine: Machine, monkey
 def test_rank_rejects_unusable_gpu_before_joining(machine: Machine) -> None:
     machine(0, warning=TOO_OLD)
     launch.prepare_environment()
-    assert "DS_ACCELERATOR" not in os.environ  # it was not the person's wish
+    assert "DS_ACCELERATOR" not in os.environ  # the user has not set it
     with pytest.raises(ConfigError, match="driver on your system is too old"):
         init_world()
 

@@ -1,4 +1,4 @@
-"""The watchdog of one rank, in a separate process because it ends the process."""
+"""The watchdog of one rank, tested in separate processes because it ends its process."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ except Exception as error:
 
 
 def run_program(mode: str, folder: Path) -> tuple[int, str, str]:
-    quiet = ["-W", "ignore::DeprecationWarning"]  # from 3.12 on, Python warns of a fork beside threads
+    quiet = ["-W", "ignore::DeprecationWarning"]  # Python 3.12 and later warn about forks of multithreaded processes
     command = [sys.executable, *quiet, "-c", PROGRAM, mode, str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stderr, (folder / "logs" / "rank_0.log").read_text()
 
 
-def test_late_phase_ends_rank_with_all_stacks(tmp_path: Path) -> None:
+def test_phase_over_limit_ends_rank_with_stacks(tmp_path: Path) -> None:
     code, stderr, log = run_program("late", tmp_path)
     assert code == TIME_LIMIT_EXIT_CODE
     for text in (stderr, log):
@@ -91,7 +91,7 @@ def test_late_phase_ends_rank_with_all_stacks(tmp_path: Path) -> None:
         assert "the time limit is 0.5 s; raise monitor.phase_time_limit if" in last
 
 
-def test_rank_holding_interpreter_lock_leaves_its_stack(tmp_path: Path) -> None:
+def test_rank_holding_interpreter_lock_writes_its_stack(tmp_path: Path) -> None:
     code, _, log = run_program("locked", tmp_path)
     assert code == 1
     assert "in sleep_with_the_interpreter_lock" in log
@@ -154,7 +154,7 @@ def test_timer_is_reset_at_every_check(
     monkeypatch.setattr(watchdog, "_end_in", times.append)
     with watchdog.track_phase("step"):
         watchdog._watch()
-    end = 120.0  # after a phase the time between phases counts
+    end = 120.0  # after a phase, the time outside phases counts
     watchdog._watch()
     assert times == [limit + module.GRACE for limit in (40.0, 20.0, 0.0, 40.0, 20.0)]
 
@@ -204,7 +204,7 @@ def late(rank: int, at: float) -> Failure:
     return Failure(rank, f"stack of {rank}\n", TIME_LIMIT_EXIT_CODE, user_fixable=False, time=at)
 
 
-def test_parent_shows_first_late_rank_last() -> None:
+def test_parent_prints_first_late_rank_last() -> None:
     codes = {0: TIME_LIMIT_EXIT_CODE, 1: TIME_LIMIT_EXIT_CODE, 2: TIME_LIMIT_EXIT_CODE, 3: -signal.SIGKILL}
     failure = find_first_failure([late(0, 3.0), late(1, 1.0), late(2, 2.0)], codes)
     assert failure.rank == 1

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand; "cosmos-rl" marks those that its own function gives too."""
+"""Advantages compared with hand-computed values; "cosmos-rl" marks values that cosmos-rl's function also returns."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from dsreason.losses.advantages import (
     ],
 )
 def test_group_normalized_divides_by_the_population_std(rewards, expected):
-    # cosmos-rl's remote rewards divide by the sample std + 1e-4 instead, ours do not: [1, 0, 0, 0] gave 1.4997 there.
+    # Unlike ours, cosmos-rl's remote rewards divide by the sample std + 1e-4, so [1, 0, 0, 0] gives 1.4997 there.
     assert group_normalized(torch.tensor([rewards]).float())[0].tolist() == pytest.approx(expected, abs=2e-6)
 
 

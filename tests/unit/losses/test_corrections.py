@@ -1,4 +1,4 @@
-"""Trainer/engine importance weights against numbers worked out by hand."""
+"""Trainer/engine importance weights compared with hand-computed values."""
 
 import pytest
 import torch

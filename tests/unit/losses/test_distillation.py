@@ -1,4 +1,4 @@
-"""Advantages of the student's tokens under a teacher, computed by hand, and the gradient that they stand for."""
+"""Advantages of the student's tokens under a teacher, computed by hand, and the gradient that they produce."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsreason.losses.distillation import compute_distillation_advantages
 
 STUDENT = [[1.0, 2.0, 0.5, -1.0], [0.0, 0.0, 3.0, 1.0]]
 TEACHER = [[2.0, 1.0, 0.0, -1.0], [0.0, 1.0, 2.0, 1.0]]
-"""Logits of two places."""
+"""Logits of two positions."""
 
 
 def test_advantage_is_the_log_ratio_to_teacher() -> None:
@@ -48,7 +48,7 @@ def test_expected_policy_gradient_equals_reverse_kl_gradient(place: int) -> None
     (of_kl,) = torch.autograd.grad(kl, logits, retain_graph=True)
     advantages = compute_distillation_advantages(
         teacher, student, torch.arange(4)
-    )  # every token once, weighted by its chance
+    )  # every token once, weighted by its probability
     loss = -(student.detach().exp() * advantages * student).sum()
     (of_loss,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(of_loss, of_kl, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""KL estimators against numbers worked out by hand."""
+"""KL estimators compared with hand-computed values."""
 
 import math
 
@@ -23,7 +23,7 @@ def test_k3_is_positive_and_not_clamped():
     # e^0.5 - 1.5, e^-0.5 - 0.5, e - 2, e^-1: cosmos-rl's too
     expected = [0.148721, 0.106531, 0.718282, 0.367879]
     assert k3(LOGPROBS, LOGPROBS + D).tolist() == pytest.approx(expected, abs=1e-6)
-    # e^3 - 4. Here ours differs by intent from cosmos-rl, which gives 10: a clamp takes the gradient from these tokens.
+    # e^3 - 4. cosmos-rl returns 10; ours differs on purpose, because a clamp removes the gradient of these tokens.
     assert k3(torch.tensor([-4.0]), torch.tensor([-1.0])).item() == pytest.approx(16.085537)
 
 
@@ -32,7 +32,7 @@ def test_clamped_k3_matches_cosmos_rl():
     values = k3(logprobs, torch.tensor([-0.5, -1.0, -1.0]), clamp=10)
     assert values.tolist() == pytest.approx([0.148721, 10, 10], abs=1e-6)
     values.sum().backward()
-    # 1 - e^0.5; none above the clamp, and e^200 = inf makes no nan of it
+    # 1 - e^0.5; no gradient above the clamp, and no NaN from e^200 = inf
     assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(0.5), 0, 0])
 
 
@@ -62,7 +62,7 @@ def test_estimator_gradients_match_hand_computed_values():
 
 
 def test_bias_corrected_gradient_matches_kl_off_policy():
-    # Exact expectation over a vocabulary of three; plain k3 misses it.
+    # Exact expectation over a vocabulary of three; plain k3 differs from it.
     logits = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
     old, ref = torch.tensor([[0.0, 0.1, 0.5], [1.0, -1.0, 0.3]], dtype=torch.float64).log_softmax(dim=-1)
     policy = logits.log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The objective of a run: a preset with what the configuration changes."""
+"""The objective of a run: a preset, with the changes from the configuration."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_configured_correction_bounds_override_published_bounds() -> None:
         ({"kl_coef": 0.1, "kl_estimator": "bias_corrected_k3", "kl_clamp": 0.1}, 0.011052),  # 0.1 * e^0.1 * 0.1
         ({"kl_coef": 0.0, "entropy_coef": 0.01}, -0.02),
         ({"kl_coef": 0.1, "entropy_coef": 0.01}, -0.005128),
-        ({}, 0.005949),  # 0.04 as the paper
+        ({}, 0.005949),  # 0.04, as in the paper
     ],
 )
 def test_penalty_combines_kl_and_entropy(settings: dict[str, object], expected: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Policy losses against numbers worked out by hand."""
+"""Policy losses compared with hand-computed values."""
 
 import math
 
@@ -10,7 +10,7 @@ from dsreason.losses.policy import GlobalCounts, LossInputs, cispo_loss, dapo_lo
 
 LOSSES = [grpo_loss, dr_grpo_loss, dapo_loss, gspo_loss, cispo_loss]
 
-# Two sequences; ratios 1.5, 0.5 | 1. Clipped to 1.2 the objectives are 1.2, 0.5 | -1.
+# Two sequences with the ratios 1.5, 0.5 | 1. With clipping at 1.2, the objectives are 1.2, 0.5 | -1.
 LOGPROBS = [-1.0, -2.0, -3.0]
 RATIOS = [1.5, 0.5, 1.0]
 ADVANTAGES = torch.tensor([1.0, 1.0, -1.0])
@@ -20,7 +20,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 
 
 def run(loss_fn, ratios=RATIOS, correction=None, penalty=None, **clips):
-    """The result, and the gradient of each token."""
+    """Return the result of the loss, and the gradient of each token."""
     logprobs = torch.tensor(LOGPROBS, requires_grad=True)
     old_logprobs = logprobs.detach() - torch.tensor(ratios).log()
     inputs = LossInputs(logprobs, old_logprobs, ADVANTAGES, SEQUENCE, COUNTS, correction, penalty)
@@ -95,7 +95,7 @@ def test_correction_scales_objective_and_penalty_is_added(loss_fn, expected):
     correction, penalty = torch.tensor([1.0, 0.5, 2.0]), torch.tensor([0.2, 0.4, 0.1])
     result, _ = run(loss_fn, correction=correction)
     assert result.loss.item() == pytest.approx(expected, abs=1e-6)
-    # averaged as the variant averages: (0.3 + 0.1) / 2 over sequences, 0.7 / 8, 0.7 / 3 over tokens
+    # averaged like the loss of each variant: (0.3 + 0.1) / 2 over sequences, 0.7 / 8, 0.7 / 3 over tokens
     added = {grpo_loss: 0.2, gspo_loss: 0.2, dr_grpo_loss: 0.0875, dapo_loss: 0.7 / 3, cispo_loss: 0.7 / 3}[loss_fn]
     result, _ = run(loss_fn, correction=correction, penalty=penalty)
     assert result.loss.item() == pytest.approx(expected + added, abs=1e-6)
@@ -110,7 +110,7 @@ def test_every_variant_is_policy_gradient_on_policy(loss_fn):
     assert not result.clipped.any()
 
 
-# cosmos-rl's scalars: clip 0.2 / 0.2, dual clip 3. A negative clip of cosmos-rl, which turns it off, is infinity here.
+# cosmos-rl's settings: clip 0.2 / 0.2, dual clip 3. Its negative clip, which disables clipping, is infinity here.
 @pytest.mark.parametrize("loss_fn", [grpo_loss, dr_grpo_loss, dapo_loss])
 @pytest.mark.parametrize(
     ("ratio", "advantage", "options", "expected", "clipped"),
@@ -126,7 +126,7 @@ def test_every_variant_is_policy_gradient_on_policy(loss_fn):
         (1.5, 1.0, {"clip_low": math.inf, "clip_high": math.inf}, -1.5, False),
         (0.5, -1.0, {"clip_low": math.inf, "clip_high": math.inf}, 0.5, False),
         (1.5, 0.0, {}, 0.0, False),
-        # e^200 is infinity in float32
+        # e^200 is infinite in float32
         (math.inf, 1.0, {}, -1.2, True),
         (math.inf, -1.0, {}, 3.0, True),
     ],
@@ -174,7 +174,7 @@ def test_kl_penalty_matches_cosmos_rl_batch():
     assert cosmos(dapo_loss, counts=counts, penalty=0.1 * kl) == pytest.approx(0.525891, abs=1e-6)
 
 
-@pytest.mark.parametrize("num_tokens", [7, 0])  # trained tokens elsewhere, or none at all
+@pytest.mark.parametrize("num_tokens", [7, 0])  # trained tokens on other ranks, or none at all
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_loss_is_zero_without_trained_tokens(loss_fn, num_tokens):
     weight = torch.ones(3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Preference losses against published vectors, numbers by hand, and plain formulas in float64."""
+"""Preference losses compared with published vectors, hand-computed values, and plain formulas in float64."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def make_pairs(
 CHOSEN, REJECTED, REF = [-10.0, -12.0], [-11.0, -9.0], ([-10.5, -12.5], [-10.8, -9.5])
 PAIRS = make_pairs(CHOSEN, REJECTED, REF, ([4, 5], [2, 4]))
 FREE = make_pairs(CHOSEN, REJECTED)
-"""Without a reference."""
+"""The pairs without reference log-probabilities."""
 
 
 def s(x: float) -> float:
-    """-log σ(x)."""
+    """Compute -log σ(x)."""
     return math.log1p(math.exp(-x))
 
 
@@ -130,7 +130,7 @@ def of_one_pair(name: str, c: Tensor, r: Tensor, n_c: int, n_r: int, settings: P
 
 
 def by_hand(logprobs: Tensor, name: str, settings: PairSettings) -> Tensor:
-    """The mean loss of the three pairs."""
+    """Compute the mean loss of the three pairs."""
     total, at = torch.zeros((), dtype=torch.float64), 0
     for (n_c, n_r), (ref_c, ref_r) in zip(LENGTHS.tolist(), REFERENCE.tolist(), strict=True):
         c, r = logprobs[at : at + n_c].sum(), logprobs[at + n_c : at + n_c + n_r].sum()

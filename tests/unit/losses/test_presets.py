@@ -1,4 +1,4 @@
-"""Presets by name, and that each gives the same gradient however the batch is cut."""
+"""Presets, and the independence of their gradients from the division of the batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Batch:
     sequence: torch.Tensor
 
     def pick(self, sequences: list[int]) -> Batch:
-        """These sequences, numbered anew from 0, as a micro-batch would."""
+        """Return these sequences, renumbered from 0 as in a micro-batch."""
         rows = [torch.nonzero(self.sequence == i)[:, 0] for i in sequences]
         index = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
         picked = {name: value[index] for name, value in vars(self).items()}
@@ -87,7 +87,7 @@ def global_batch(dtype: torch.dtype, weight: torch.Tensor) -> Batch:
 
 
 def gradient(name: str, cut: list[list[list[int]]], dtype: torch.dtype, *, naive: bool = False) -> torch.Tensor:
-    """Gradients summed over ranks and micro-batches; naive: means over each micro-batch, averaged over them."""
+    """Sum gradients over ranks and micro-batches; `naive` instead averages the means of the micro-batches."""
     preset = PRESETS[name]
     weight = torch.tensor([0.3, -0.5, 0.8, 0.1], dtype=dtype, requires_grad=True)
     batch = global_batch(dtype, weight)
@@ -116,7 +116,7 @@ def test_gradient_does_not_depend_on_batch_split(name, cut, dtype, tolerance):
     torch.testing.assert_close(gradient(name, CUTS[cut], dtype), full, rtol=tolerance, atol=tolerance)
 
 
-# With as many sequences in each micro-batch the variants that average over sequences agree by luck, so these are uneven.
+# Uneven micro-batches, because even ones would hide errors of the variants that average over sequences.
 @pytest.mark.parametrize("name", PRESETS)
 def test_micro_batch_means_change_gradient(name):
     full = gradient(name, CUTS["1x8"], torch.float64)

@@ -1,4 +1,4 @@
-"""Sums over sequences against numbers worked out by hand."""
+"""Sums over sequences compared with hand-computed values."""
 
 import torch
 
@@ -6,7 +6,7 @@ from dsreason.losses.sequences import average_by_sequence, count_sequence_tokens
 
 
 def test_tokens_receive_length_sum_and_mean():
-    # sequence 1 has no token here; the tokens of a sequence need not lie together
+    # sequence 1 has no token here; the tokens of a sequence need not be contiguous
     sequence = torch.tensor([0, 2, 0, 2, 2])
     values = torch.tensor([1.0, 2.0, 5.0, 3.0, 4.0])
     assert count_sequence_tokens(sequence).tolist() == [2, 3, 2, 3, 3]

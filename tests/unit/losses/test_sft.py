@@ -1,4 +1,4 @@
-"""SFT loss against numbers worked out by hand."""
+"""The SFT loss compared with hand-computed values."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_micro_batch_losses_sum_to_global_mean():
     assert sum(compute_sft_loss(p, num_tokens=2).item() for p in parts) == pytest.approx(1.239545)
 
 
-@pytest.mark.parametrize("num_tokens", [5, 0])  # trained tokens elsewhere, or none at all
+@pytest.mark.parametrize("num_tokens", [5, 0])  # trained tokens on other ranks, or none at all
 def test_loss_is_zero_without_trained_tokens(num_tokens):
     weight = torch.ones(3, requires_grad=True)
     loss = compute_sft_loss((weight * 2)[:0], num_tokens=num_tokens)

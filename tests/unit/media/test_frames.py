@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Twelve frames `f_0.png` to `f_11.png` that show their number, and files that are no frames."""
+    """A folder with twelve frames, `f_0.png` to `f_11.png`, which show their number, and with files that are not frames."""
     folder = tmp_path / "clip [1]"
     folder.mkdir()
     for number in range(12):

@@ -144,7 +144,7 @@ def test_variable_frame_rate_is_read(tmp_path):
 
 
 def test_rounded_times_do_not_change_the_rate(tmp_path):
-    """Check Matroska, which rounds to milliseconds: 45 frames at 60 fps end at 733 ms, not at 733.3."""
+    """Check Matroska, which rounds to milliseconds: 45 frames at 60 fps end at 733 ms instead of 733.3."""
     path = write_video(tmp_path / "a.mkv", [round(number * 1000 / 60) for number in range(45)], rate=60)
     info = probe_video(path)
     assert info.fps == 60.0 and info.duration == 0.75

@@ -1,4 +1,4 @@
-"""The real qwen-vl-utils, on clips of which only the headers exist, with the processors' files of published checkpoints."""
+"""Comparison with the real qwen-vl-utils, on clips that consist only of headers, with processor files of published models."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def cosmos_rl_ids(
 ) -> list[int]:
     """Return the token ids as cosmos-rl's data packers make them.
 
-    They pass the frames of qwen-vl-utils through the processor, which resizes those of Qwen2.5-VL again.
+    The packers pass the frames of qwen-vl-utils through the processor, which resizes Qwen2.5-VL's frames again.
     """
     patch_size = encoder.processor.video_processor.patch_size
     part = {"type": "video", "video": clip.path, **settings}
@@ -165,7 +165,7 @@ def test_given_frames_match_qwen_vl_utils(
     [(frames, own_metadata)] = prompt.media
     assert frames.shape[1:3] == expected.shape[-2:]
     assert [read_number(frame) for frame in frames] == [*range(count), *[count - 1] * (count % 2)]
-    assert np.abs(frames - expected.permute(0, 2, 3, 1).numpy()).max() <= 1  # it rounds later
+    assert np.abs(frames - expected.permute(0, 2, 3, 1).numpy()).max() <= 1  # qwen-vl-utils rounds later
     assert (own_metadata["fps"], own_metadata["total_num_frames"]) == (metadata["fps"], metadata["total_num_frames"])
 
 
@@ -205,7 +205,7 @@ def test_clips_are_predicted_without_qwen_vl_utils(utils: Any, model_type: str) 
     for clip, settings in product(CLIPS, SETTINGS + MORE_SETTINGS):
         if (expected := show_with_qwen(utils, clip, settings, patch_size)) != told(clip, settings, patch_size):
             assert isinstance(expected, str), (clip.path, settings)
-            if "max_pixels" not in settings:  # there it is that of version 0.0.11, which does not refuse
+            if "max_pixels" not in settings:  # with it, `told` follows version 0.0.11, which does not refuse
                 assert told(clip, settings, patch_size) is None, (clip.path, settings)
 
 
@@ -221,7 +221,7 @@ def told(clip: ClipFile, settings: dict[str, float], patch_size: int) -> ShownPi
 @pytest.mark.parametrize(
     ("height", "width", "settings", "expected"),
     [
-        # 0.0.11: 320x240 is 9 x 11 tokens, fewer than 81,920 pixels but also than 128 tokens, so it grows by 1.143
+        # 0.0.11: 320x240 is 9 x 11 tokens: below 81,920 pixels, but also below 128 tokens, so the size grows by 1.143
         (240, 320, {"max_pixels": 81_920}, (280, 392)),
         (1080, 1920, {"max_pixels": 81_920}, (196, 364)),
     ],

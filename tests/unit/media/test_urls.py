@@ -1,4 +1,4 @@
-"""Media at URLs, from a server in this process, and `data:` URIs."""
+"""Media from `data:` URIs, and from URLs on a server in this process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fail(url: str, *, allow_private: bool = True) -> str:
 
 
 def in_turn(*behaviours: Behaviour) -> Behaviour:
-    """Behave in one way per request; the last way stays."""
+    """Apply the behaviours to successive requests; the last one also applies to all further requests."""
     waiting = list(behaviours)
 
     def act(connection: socket.socket, over: threading.Event) -> None:
@@ -254,7 +254,7 @@ def test_redirect_to_public_address_is_followed(monkeypatch: pytest.MonkeyPatch)
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]) -> None:
-    """Look up these names without the network, each time with the next address of the list."""
+    """Resolve these names without the network; each lookup returns the next address of the list."""
     real = socket.getaddrinfo
 
     def look_up(host: Any, *arguments: Any, **keywords: Any) -> Any:

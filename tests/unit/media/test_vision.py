@@ -43,16 +43,16 @@ def test_vision_module_does_not_import_torch():
         (100, 10, {"fps": 0.1}, 4),  # 1, but at least 4
         (100, 10, {"fps": 0.1, "min_frames": 7}, 8),  # 7 rounded up to even
         (100, 10, {"fps": 0.1, "min_frames": 2}, 2),
-        (100, 10, {"fps": 30}, 100),  # never more than there are
+        (100, 10, {"fps": 30}, 100),  # no more than the video has
         (100, 10, {"max_frames": 9}, 8),
-        (3, 10, {}, 2),  # fewer than 4: the even number below
+        (3, 10, {}, 2),  # fewer than 4 frames: rounded down to even
         (9, 3, {"fps": 2}, 6),
         (20000, 10, {}, 768),
         (100, 10, {"nframes": 8}, 8),
         (100, 10, {"nframes": 7}, 8),  # 3.5 pairs round to 4
         (100, 10, {"nframes": 5}, 4),  # 2.5 pairs round to 2 (half to even, as in qwen-vl-utils)
         (100, 10, {"nframes": 1}, 2),
-        (7, 10, {"nframes": 7}, 6),  # 8 would be more than there are
+        (7, 10, {"nframes": 7}, 6),  # 8 would be more than the video has
     ],
 )
 def test_number_of_sampled_frames_follows_settings(num_frames, rate, part, expected):
@@ -134,7 +134,7 @@ def test_extreme_setting_values_are_accepted(key):
             lambda part: compute_image_size(100, 100, part, QWEN2_5),
             lambda part: compute_video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
         ]
-        if key not in ("nframes", "video_start", "video_end"):  # a video of 10 s has no frame there
+        if key not in ("nframes", "video_start", "video_end"):  # a range with such limits may contain no frame
             used.append(lambda part: sample_frames(video(100, 10.0), part, QWEN2_5_VISION))
         for use in used:
             use({key: value})
@@ -194,7 +194,7 @@ def test_total_pixels_yield_to_min_pixels(more, size):
 
 
 def test_min_pixels_win_over_total_pixels():
-    # 784 x 100 pixels for 10 pairs leave 10 cells a frame, the minimum asks for 128 x 1.05
+    # 784 x 100 pixels for 10 pairs leave 10 cells per frame, but the minimum requires 128 x 1.05
     height, width = compute_video_size(1000, 1000, 20, {"total_pixels": 78400}, QWEN2_5, QWEN2_5_VISION)
     assert (height, width) == (308, 308)  # 11 x 11 = 121 <= 134.4
 
@@ -207,9 +207,12 @@ def test_qwen2_5_video_defaults_apply_per_frame():
 @pytest.mark.parametrize(
     ("limits", "family"),
     [
-        (PixelLimits(28, 4 * 784, 16384 * 784), QWEN2_5_VISION),  # published; of one frame
-        (PixelLimits(32, 4 * 1024, 24576 * 1024), QWEN3_VISION),  # published; of all frames
-        (PixelLimits(32, 1, 2 * 768 * 1024), QWEN3_VISION),  # just room for two of the largest frames
+        (PixelLimits(28, 4 * 784, 16384 * 784), QWEN2_5_VISION),  # published values; the limits apply to each frame
+        (
+            PixelLimits(32, 4 * 1024, 24576 * 1024),
+            QWEN3_VISION,
+        ),  # published values; the limits apply to all frames together
+        (PixelLimits(32, 1, 2 * 768 * 1024), QWEN3_VISION),  # exactly two frames of the maximum size fit
     ],
 )
 def test_limits_wider_than_training_sizes_are_ignored(limits, family):
@@ -244,7 +247,7 @@ def test_narrower_limits_of_all_frames_decide():
 @pytest.mark.parametrize(
     ("height", "width", "expected"),
     [
-        (240, 320, (252, 308)),  # 99 tokens: neither 128, the smallest by default, nor more than 104
+        (240, 320, (252, 308)),  # 99 tokens: fewer than the default minimum of 128, and at most 104
         (56, 56, (56, 56)),
         (1080, 1920, (196, 364)),
     ],
@@ -268,7 +271,7 @@ def test_frame_count_matches_qwen_vl_utils_rounding():
 @pytest.mark.parametrize(
     ("num_frames", "rate", "part", "expected"),
     [
-        (4, 10, {}, [0, 1, 2, 3]),  # at the default 2 frames per second, a file would be shown with 2
+        (4, 10, {}, [0, 1, 2, 3]),  # a video file at the default of 2 frames per second would be sampled with 2 frames
         (5, 0.5, {}, [0, 1, 2, 3, 4, 4]),
         (1, 2, {}, [0, 0]),
         (5, 2, {"max_frames": 6}, [0, 1, 2, 3, 4, 4]),

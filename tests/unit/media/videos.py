@@ -1,4 +1,4 @@
-"""Small video files whose frame number can be read off their pixels."""
+"""Functions that write small videos whose frames show their number in their pixels."""
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -11,7 +11,7 @@ MILLISECONDS = Fraction(1, 1000)
 
 
 def number_frame(number: int, height: int = 48, width: int = 64) -> np.ndarray:
-    """White background, the bits of `number` as black bars from left to right."""
+    """Draw the bits of `number` as black bars from left to right on a white background."""
     frame = np.full((height, width, 3), 255, np.uint8)
     for bit in range(8):
         if number >> bit & 1:

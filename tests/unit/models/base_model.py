@@ -1,4 +1,4 @@
-"""A tiny base model, whose tokenizer ends a text with another token than its chat template ends a turn."""
+"""A tiny base model whose tokenizer ends a text with a different token than its chat template ends a turn."""
 
 import json
 import shutil

@@ -31,7 +31,7 @@ def model_path(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[EncodedSample]:
-    """Eight samples: only text, one image, a video and two images, in turn."""
+    """Eight samples that alternate between text only, one image, and a video with two images."""
     rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
     data = {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}
     config = SFTConfig.model_validate({"data": data, "train": {"precision": "fp32"}})
@@ -41,7 +41,7 @@ def samples(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 @pytest.fixture(scope="module")
 def completions(samples: list[EncodedSample]) -> list[EncodedSample]:
-    """Three for each of five prompts, of 1 to 6 tokens."""
+    """Three completions of 1 to 6 tokens for each of five prompts."""
     random = torch.Generator().manual_seed(0)
     result = []
     for prompt in samples[:5]:
@@ -68,7 +68,7 @@ def policy(path: Path, kind: str = "auto") -> Policy:
 
 
 def results(policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities, and the gradients of a weighted sum of them whose weights depend on nothing but the place."""
+    """Return log-probabilities, and gradients of their weighted sum; each weight depends only on the token's position."""
     result = policy(batch)
     weights = torch.randn(len(result), generator=torch.Generator().manual_seed(1)) / len(result)
     (result * weights).sum().backward()
@@ -82,7 +82,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def apart(model_path: Path, samples: list[EncodedSample]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities and gradients of padded rows with transformers' attention."""
+    """Return log-probabilities and gradients of padded rows with transformers' attention."""
     return results(policy(model_path, "sdpa"), collate(samples, pad_id=0))
 
 
@@ -111,7 +111,7 @@ def test_recomputation_uses_the_same_sample_boundaries(
     recomputing = policy(model_path)
     enable_gradient_checkpointing(recomputing.model)
     first = recomputing(pack(samples))
-    recomputing(pack(samples[::-1]))  # another row, as long, before the backward pass of the first
+    recomputing(pack(samples[::-1]))  # another row of the same length, before the backward pass of the first
     weights = torch.randn(len(first), generator=torch.Generator().manual_seed(1)) / len(first)
     (first * weights).sum().backward()
     result = {name: p.grad for name, p in recomputing.named_parameters() if p.grad is not None}
@@ -216,7 +216,7 @@ def test_shared_prompts_are_rejected_with_transformers_attention(
 def reference_varlen(
     query: Tensor, key: Tensor, value: Tensor, call: attention.KernelCall, scaling: float | None, *, causal: bool
 ) -> Tensor:
-    """Torch's kernel, as its documentation describes it, one part after the other."""
+    """Compute torch's variable-length attention as documented, one segment after another."""
     result = []
     for i in range(len(call.query_starts) - 1):
         requested = query[call.query_starts[i] : call.query_starts[i + 1]]

@@ -27,7 +27,7 @@ def matching(*parts: str) -> set[str]:
         ([], set()),
         ([r"visual\..*"], matching("visual.")),
         ([r"model\.layers\.[0-1]\."], matching("model.layers.0.", "model.layers.1.")),  # not 10 and 11
-        (["self_attn"], {name for name in NAMES if "self_attn" in name}),  # found anywhere in a name
+        (["self_attn"], {name for name in NAMES if "self_attn" in name}),  # matches anywhere in a name
         (["^visual", "lm_head"], matching("visual.", "lm_head")),
         (["visual", "patch_embed"], matching("visual.")),  # overlapping patterns
         (["patch_embed", "visual"], matching("visual.")),

@@ -1,4 +1,4 @@
-"""Modules with fused kernels, compared with transformers' own on a CPU, with plain functions for Liger's kernels.
+"""Modules with fused kernels, compared with transformers' modules on a CPU; plain functions replace Liger's kernels.
 
 The kernels themselves are compared in `tests/gpu/test_fused_kernels_gpu.py`.
 """

@@ -1,4 +1,4 @@
-"""Model folders: what is loaded, and what is refused with which words."""
+"""Loading of model folders, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A tied Qwen2.5-VL in one file, to be spoilt."""
+    """A Qwen2.5-VL with tied weights in one file, for tests that damage it."""
     return build_tiny("qwen2_5_vl", tmp_path / "model", hidden_size=64, num_layers=1, vision_depth=1)
 
 
@@ -207,7 +207,7 @@ def test_attention_auto_selects_dsreason_attention(tiny: Path, attention: str, t
     config = load_model(tiny, dtype=torch.float32, attention=attention).config
     assert config.text_config._attn_implementation == text
     assert config.vision_config._attn_implementation == vision
-    assert not {TEXT, VISION} & set(str(config.to_dict()).split("'"))  # no exported folder names it
+    assert not {TEXT, VISION} & set(str(config.to_dict()).split("'"))  # dsreason's names must not appear in exports
 
 
 def test_tiny_model_is_built_once(tmp_path: Path) -> None:

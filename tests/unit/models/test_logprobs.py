@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against the plain formula."""
+"""Chunked log-probabilities compared with the plain formula."""
 
 import math
 
@@ -147,7 +147,7 @@ def test_backward_reuses_only_last_chunk(monkeypatch):
     assert sizes == [1, 3, 3]
     first = torch.autograd.grad(result.sum(), (hidden, weight), retain_graph=True)
     assert sizes[3:] == [3, 1]
-    grad = torch.autograd.grad(result.sum(), (hidden, weight))  # nothing is kept any more
+    grad = torch.autograd.grad(result.sum(), (hidden, weight))  # recomputes all chunks
     assert sizes[5:] == [3, 3, 1]
     for a, b in zip(first, grad, strict=True):
         torch.testing.assert_close(a, b)

@@ -1,4 +1,4 @@
-"""Choice of the layers that get adapters, their initial values, and what they add to a weight."""
+"""The choice of layers that get adapters, the adapters' initial values, and the delta that they add to a weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The media of a batch in one call of the vision tower, against transformers' own forward, which calls it for each kind."""
+"""Media features from one call of the vision tower per batch, compared with transformers, which calls it for each kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tiny: Path) -> PreTrainedModel:
 
 
 def make_row(model: PreTrainedModel, name: str, seed: int) -> EncodedSample:
-    """A row of text between media, whose last four tokens are trained."""
+    """Build a row of text and media whose last four tokens are trained."""
     width = model.model.visual.patch_embed.proj.weight[0].numel()
     generator = torch.Generator().manual_seed(seed)
     placeholders = {"image": model.config.image_token_id, "video": model.config.video_token_id}
@@ -131,7 +131,9 @@ def test_media_tokens_number_images_before_videos(model: PreTrainedModel) -> Non
     assert media is not None
     assert media.grids.tolist() == [[1, 4, 8], [1, 4, 4], [2, 4, 4]]
     assert media.numbers == (0, 1, 0, 2, 2)
-    width = len(rows[0])  # 8 tokens of video from 1, 8 of the image from 10; the second row's image has 4 from 1
+    width = len(
+        rows[0]
+    )  # first row: 8 video tokens from 1 and 8 image tokens from 10; second row: 4 image tokens from 1
     images = [*range(10, 18), *range(width + 1, width + 5), *range(2 * width + 10, 2 * width + 18)]
     assert media.indices.tolist() == [*images, *range(1, 9), *range(2 * width + 1, 2 * width + 9)]
 

@@ -1,4 +1,4 @@
-"""Positions by hand. Grids in patches; 2 x 2 patches make a token."""
+"""Hand-computed positions. Grids are in patches; 2 x 2 patches make a token."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_qwen2_5_text_continues_from_largest_axis() -> None:
     # 3 groups of frames of 1 x 2 tokens, 2 s apart: 2 s * 2 per second = 4
     result = positions("qwen2_5_vl", [0, *[2] * 6, 0, 0], video_grid_thw=[[3, 2, 4]], second_per_grid_ts=[2.0])
     assert result == [
-        [0, 1, 1, 5, 5, 9, 9, 10, 11],  # not 3, 4 as transformers 5.19 has it
+        [0, 1, 1, 5, 5, 9, 9, 10, 11],  # transformers 5.19 has 3, 4 instead
         [0, 1, 1, 1, 1, 1, 1, 10, 11],
         [0, 1, 2, 1, 2, 1, 2, 10, 11],
     ]
@@ -61,7 +61,7 @@ def test_qwen2_5_text_continues_from_largest_axis() -> None:
     [
         (1.0, [0, 2, 4, 6]),
         (0.5, [0, 1, 2, 3]),
-        (0.25, [0, 0, 1, 1]),  # 0, 0.5, 1, 1.5 are cut
+        (0.25, [0, 0, 1, 1]),  # 0, 0.5, 1, 1.5 are truncated
         (2 / 3, [0, 1, 2, 4]),  # 1.33, 2.67, 4.0: float32 2/3 is a little more than 2/3
     ],
 )

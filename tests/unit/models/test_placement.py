@@ -1,5 +1,5 @@
-"""A model that does not fit on one device answers as it does on one. The rest of its weights stay in the files here: there is
-one CPU. Several GPUs: the plan; a GPU and files: tests/gpu."""
+"""Models that do not fit on one device give the same outputs as on one. As the tests have only one CPU, the remaining weights
+stay in the files. For several GPUs, only the plan is tested; a GPU with files is tested in tests/gpu."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Draws = list[tuple[list[int], list[float]]]
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model whose layers weigh more than its vision tower, as in real ones."""
+    """The folder of a model whose layers are larger than its vision tower, as in real models."""
     return build_tiny(
         request.param, tmp_path_factory.mktemp("deep") / request.param, num_layers=4, intermediate_size=2048
     )
@@ -37,7 +37,7 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch, deep: Path) -> Limit:
-    """Give the device room for this share of the model's weights in float32."""
+    """A function that limits the device's memory to this share of the model's weights in float32."""
     size = weight_bytes(deep)
     return lambda share: monkeypatch.setattr(placement, "compute_budget", lambda device: int(share * size))
 
@@ -48,7 +48,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def drawn(model: Any, encoder: Encoder) -> Draws:
-    """Return what three rows sample, two of which show the same image."""
+    """Return the completions sampled for three rows, two of which show the same image."""
     image, video = encoder.build_dummy("image"), encoder.build_dummy("video")
     steps = draw_tokens(
         model,
@@ -62,14 +62,14 @@ def drawn(model: Any, encoder: Encoder) -> Draws:
 
 
 def in_files(model: Any) -> float:
-    """Share of the values of a model whose weights are still in their files."""
+    """Return the fraction of a model's values that are still in their files."""
     sizes = [(parameter.numel(), parameter.is_meta) for parameter in model.parameters()]
     return sum(size for size, meta in sizes if meta) / sum(size for size, _ in sizes)
 
 
 @pytest.fixture(scope="module")
 def whole(deep: Path) -> tuple[Encoder, Draws]:
-    """The encoder, and what the model draws that is on one device."""
+    """The encoder, and the completions of the model that is entirely on one device."""
     encoder = build_encoder(SFTConfig(), deep)
     return encoder, drawn(load_where_it_fits(deep, dtype=torch.float32, device=CPU), encoder)
 
@@ -114,7 +114,7 @@ def test_evaluation_engine_reports_placement_of_large_model(
 
 
 def planned(folder: Path, *shares: float) -> tuple[Any, dict[str, int | str]]:
-    """An empty model, and where its parts go with GPUs that have room for these shares of it."""
+    """Return an empty model, and the placement of its modules on GPUs with memory for these shares of it."""
     model, _ = build_checked_model(folder, dtype=torch.float32)
     size = sum(parameter.nbytes for parameter in model.parameters())
     family = get_family(model.config.model_type)
@@ -137,9 +137,9 @@ def test_whole_layers_are_distributed_across_gpus(
 
 
 def test_inputs_are_moved_to_model_gpu(deep: Path) -> None:
-    _, device_map = planned(deep, 0.0, 2.0)  # somebody else has the memory of the first
+    _, device_map = planned(deep, 0.0, 2.0)  # another program uses the memory of the first GPU
     assert set(device_map.values()) == {1}
-    assert "" not in device_map  # which accelerate would take for the place of the inputs
+    assert "" not in device_map  # accelerate would use it as the device of the inputs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The policy's log-probabilities, against those that the model's own logits give."""
+"""The policy's log-probabilities, compared with those computed from the model's logits."""
 
 from __future__ import annotations
 

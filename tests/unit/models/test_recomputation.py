@@ -1,4 +1,4 @@
-"""Inputs of layers that wait in the host's memory give the same gradients."""
+"""Recomputation with layer inputs in host memory, which must not change gradients."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def gradients(path: Path, frozen: list[str], *, offload: bool) -> dict[str, Tens
 @pytest.mark.parametrize(
     ("frozen", "moved"),
     [
-        ([], 4),  # the inputs of two blocks of the vision tower and of two layers of the text
+        ([], 4),  # the inputs of two vision blocks and two language-model layers
         (["visual"], 2),
-        (["visual", "embed_tokens"], 1),  # nothing before the first layer is trained
+        (["visual", "embed_tokens"], 1),  # no module before the first layer is trained
     ],
 )
 def test_offloaded_inputs_give_the_same_gradients(

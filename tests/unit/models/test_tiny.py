@@ -1,4 +1,4 @@
-"""Tiny checkpoints: complete folders, reproducible, with the real models' names and tokens."""
+"""Tiny models: complete, reproducible folders with the names and tokens of the real models."""
 
 import json
 from pathlib import Path

@@ -46,7 +46,7 @@ def tiny(family: str, *, tied: bool) -> Any:
 
 
 def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
-    """Count with torch the FLOPs of forward and backward, and the tokens, of one image sample with text around it."""
+    """Let torch count the FLOPs of the forward and backward passes of one sample (text and an image); also return its tokens."""
     t, h, w = grid
     image = [62] + [60] * (t * h * w // 4) + [63]
     ids = torch.tensor([[1, 2, 3, *image, 4, 5, 6, 7]])
@@ -74,7 +74,7 @@ def test_step_flops_match_torch_counter(family: str, frozen: str, tied: bool) ->
     grid = (1, 4, 10)  # the windows of Qwen2.5-VL are 4 patches wide: the last one is cut
     counted, length = counted_flops(model, grid)
     dsreason_result = compute_model_flops(model).step(Work([(length, 0)], length, [grid]), causal=False)
-    assert dsreason_result == pytest.approx(counted, rel=1e-3)  # rotary tables are products too, of no weight
+    assert dsreason_result == pytest.approx(counted, rel=1e-3)  # torch also counts the rotary tables
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

@@ -14,7 +14,7 @@ SIZE = 64 * 2**20  # bytes
 
 
 def touched_pages() -> mmap.mmap:
-    """Memory from the kernel itself: the allocator may have as much to spare, after the tests before this one."""
+    """Allocate memory from the kernel, because the allocator may have enough free memory left from earlier tests."""
     pages = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for start in range(0, SIZE, mmap.PAGESIZE):
         pages[start] = 1
@@ -72,7 +72,7 @@ def test_table_has_row_for_each_phase() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """A GPU of 80 GiB in numbers: what the driver and what torch count as used."""
+    """A simulated GPU of 80 GiB: the bytes that the driver and torch count as used."""
     used = {"driver": 60 * GIB, "torch": 50 * GIB, "peak": 55 * GIB}
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB - used["driver"], 80 * GIB))
@@ -85,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 def test_gpu_driver_reports_memory_freed_by_engine(gpu: dict[str, int]) -> None:
     ledger = MemoryLedger(torch.device("cuda"))
     with ledger.track_phase("sleep"):
-        gpu["driver"] = 20 * GIB  # vLLM unmaps its memory, and torch's count stays
+        gpu["driver"] = 20 * GIB  # vLLM unmaps its memory, but torch still counts it
     values = ledger.take()
     assert values.pop("memory/sleep/seconds") < 60
     assert values == {
@@ -104,7 +104,7 @@ def test_higher_peak_of_repeated_phase_counts(gpu: dict[str, int]) -> None:
             gpu["peak"] = peak * GIB
     assert ledger.take()["memory/train/peak_gib"] == 70
     with ledger.track_phase("train"):
-        gpu["driver"] = 61 * GIB  # it holds more than before
+        gpu["driver"] = 61 * GIB  # vLLM holds more than before
     values = ledger.take()
     assert (values["memory/train/peak_gib"], values["memory/train/freed_gib"]) == (60, 0)
     assert ledger.totals["train"].gib == {"allocated": 50, "peak": 70, "freed": 0, "device": 61}

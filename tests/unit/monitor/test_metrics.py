@@ -44,7 +44,7 @@ def test_every_call_is_written_before_it_returns(tmp_path: Path) -> None:
     metrics = open_in(tmp_path)
     metrics.log_scalars(1, {"train/loss": 2.125})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.125}]
-    metrics.log_scalars(1, {"train/loss": 2})  # a shorter line leaves nothing of the longer one
+    metrics.log_scalars(1, {"train/loss": 2})  # a shorter line completely replaces the longer one
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.0}]
     metrics.close()
 
@@ -164,7 +164,7 @@ def test_wandb_run_continues_only_when_resumed(tmp_path: Path, monkeypatch: pyte
     assert first == second != fresh
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the library's thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from the library's thread
 def test_deleted_folder_is_named_in_error(tmp_path: Path) -> None:
     message = r"run/tensorboard: the curves cannot be written \(.*\); the folder must exist"
     with pytest.raises(SaveError, match=message), open_in(tmp_path / "run") as writer:

@@ -49,7 +49,7 @@ def test_failed_step_is_not_written(tmp_path: Path):
         profiler.begin(1)
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
-    run_steps(tmp_path, [1])  # the failed profile is not in the way of another one
+    run_steps(tmp_path, [1])  # a failed profile does not prevent the next one
     assert (tmp_path / "step_1.txt").exists()
 
 

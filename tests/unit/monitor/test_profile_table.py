@@ -1,4 +1,4 @@
-"""The table of a profile, from events whose times are written down here."""
+"""The table of a profile, built from events with fixed times."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_part_line_shows_number_and_total_eta(clock: Clock) -> None:
     with progress.track_phase("validating", 4, "samples"):
         clock.now += 100
     lines = stream.getvalue().splitlines()
-    # 10 steps of 2 seconds are left, then one and a half times the 22 seconds of all steps.
+    # 10 steps of 2 s remain, followed by 1.5 times the 22 s of all steps.
     assert lines[0].startswith("2/4 step 1/11 ")
     assert lines[0].endswith("0:00:20 left, 0:00:53 in total")
     assert lines[1:] == ["2/4 validating: 4 samples", "2/4 validating: done in 0:01:40"]

@@ -1,4 +1,4 @@
-"""Encoders of the tiny models, and the chat templates that models were published with, from the package trl."""
+"""Encoders of the tiny models, and published chat templates from the package trl."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAMP = {"type": "function", "function": {"name": "lamp", "parameters": {}}}
 
 
 def reported(*reports: str) -> pytest.MarkDecorator:
-    """Name the reports in the id of a test."""
+    """Mark a test's case with the reports in its id."""
     return pytest.mark.parametrize((), [()], ids=["+".join(reports)])
 
 
@@ -42,7 +42,7 @@ def use_published_template(encoder: Encoder, name: str) -> Encoder:
 
 
 def train_on(encoder: Encoder, messages: list[dict[str, Any]], **columns: Any) -> list[str]:
-    """Return the trained texts of a row of the format that most tools share."""
+    """Return the trained texts of a row in the format that most tools share."""
     return runs(encoder, encoder.encode(read_row({"messages": messages, **columns})))
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests for faults that were reported publicly, mostly in other programs."""
+"""Fixtures for the tests of publicly reported faults, mostly of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publicly reported faults in which tokens are trained: the values that are right.
+"""Correct results for publicly reported faults in the choice of trained tokens.
 
 Covered by other tests:
 
@@ -41,7 +41,7 @@ def test_end_token_used_as_padding_is_trained(qwen3_vl: Encoder, layout: str) ->
 
 @reported("axolotl#3088")
 def test_plain_and_reasoning_replies_are_trained(qwen3_vl: Encoder) -> None:
-    """All tokens of such conversations were masked."""
+    """Check conversations whose tokens were all masked in the report."""
     thoughtful = "<think>I should respond positively</think>I'm doing great, thanks for asking!"
     messages = [ask("Hello"), reply("Hi there!"), ask("How are you?"), reply(thoughtful)]
     assert train_on(qwen3_vl, messages) == ["Hi there!<|im_end|>", f"{thoughtful}<|im_end|>"]
@@ -66,7 +66,7 @@ def test_empty_thoughts_are_not_trained(qwen3_vl: Encoder, template: str) -> Non
 
 @reported("ArcticTraining#286")
 def test_empty_thoughts_of_row_are_trained(qwen3_vl: Encoder) -> None:
-    """A row that has the empty block itself asks for it."""
+    """Train an empty block of thoughts if the row contains it."""
     encoder = use_published_template(qwen3_vl, "qwen3")
     assert train_on(encoder, [ask("Up?"), reply(f"{EMPTY}yes")]) == [f"{EMPTY}yes<|im_end|>"]
 

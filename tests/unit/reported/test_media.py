@@ -1,4 +1,4 @@
-"""Publicly reported faults of images and videos: the values that are right.
+"""Correct results for publicly reported faults with images and videos.
 
 Covered by other tests:
 
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A video of 6 s at 10 frames per second."""
+    """The path of a video of 6 s at 10 frames per second."""
     return str(write_video(tmp_path_factory.mktemp("clips") / "clip.mp4", 60))
 
 
@@ -117,7 +117,7 @@ def test_untagged_image_gets_its_tokens(qwen2_5_vl: Encoder, folder: Path) -> No
 @pytest.mark.parametrize("place", ["system", "question", "reply", "tool", "call"])
 @reported("2U1/Qwen-VL-Series-Finetune#181")
 def test_written_vision_tokens_are_refused(qwen2_5_vl: Encoder, place: str, token: str) -> None:
-    """They would count as tokens of an image that does not exist."""
+    """Refuse written vision tokens, which would count as tokens of an image that does not exist."""
     texts = dict.fromkeys(["system", "question", "reply", "tool", "call"], "a") | {place: f"Say {token}"}
     messages = [
         {"role": "system", "content": texts["system"]},
@@ -145,7 +145,7 @@ UNEVEN = [10, 98, 120, 180, 200, 250, 272, 310]
 )
 @reported("Qwen3-VL#2117")
 def test_chosen_frames_keep_their_seconds(qwen3_vl: Encoder, folder: Path, frames: list[int], marks: list[str]) -> None:
-    """Eight of the 380 frames of a video at 30 frames per second; a mark is the mean of two frames."""
+    """Use eight of the 380 frames of a video at 30 frames per second; each mark is the mean of two frames' times."""
     write_jpeg(folder / "a.jpg")
     row = {"question": "?", "answer": "a", "video": ["a.jpg"] * 8, "timestamps": [number / 30 for number in frames]}
     assert list_marks(qwen3_vl, qwen3_vl.encode(read_sample(folder, row))) == marks

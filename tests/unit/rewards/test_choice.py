@@ -1,4 +1,4 @@
-"""Multiple choice: strict as in cosmos-rl, lenient, and with partial credit."""
+"""Multiple-choice rewards: strict as in cosmos-rl, lenient, and with partial credit."""
 
 from __future__ import annotations
 

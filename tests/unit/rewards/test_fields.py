@@ -1,4 +1,4 @@
-"""JSON answers, field by field."""
+"""The reward that compares JSON answers field by field."""
 
 from __future__ import annotations
 

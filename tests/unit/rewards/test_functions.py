@@ -1,4 +1,4 @@
-"""Finding reward functions by name."""
+"""The lookup of reward functions by name."""
 
 from __future__ import annotations
 

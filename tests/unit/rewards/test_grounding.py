@@ -1,4 +1,4 @@
-"""Overlaps and distances, computed by hand; pairing of several; coordinates; unusable answers and references."""
+"""Grounding rewards: hand-computed overlaps and distances, pairing, coordinates, and unusable answers and references."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def asks(answer: Any, **meta: Any) -> Sample:
         ("[15, 15]", "[10, 20]", 0.0),
         ("[0, 10], [20, 30]", "[[0, 10], [20, 30]]", 1.0),
         ("[20, 30], [0, 10]", "[[0, 10], [20, 30]]", 1.0),  # in any order
-        ("[0, 10]", "[[0, 10], [20, 30]]", 2 * 1 / (2 + 1)),  # one missed
-        ("[0, 10], [20, 30], [40, 50]", "[[0, 10], [20, 30]]", 2 * 2 / (2 + 3)),  # one too much
-        ("[0, 10], [0, 10]", "[0, 10]", 2 * 1 / (1 + 2)),  # twice the same
+        ("[0, 10]", "[[0, 10], [20, 30]]", 2 * 1 / (2 + 1)),  # one is missing
+        ("[0, 10], [20, 30], [40, 50]", "[[0, 10], [20, 30]]", 2 * 2 / (2 + 3)),  # one too many
+        ("[0, 10], [0, 10]", "[0, 10]", 2 * 1 / (1 + 2)),  # the same one twice
         ("[[0, 10], [5, 15]]", "[[5, 15], [10, 20]]", 2 * (1 + 0) / 4),  # 1/3 + 1/3 would be less
         ("[]", "[]", 1.0),
         ("none", "[]", 1.0),
@@ -43,7 +43,7 @@ def asks(answer: Any, **meta: Any) -> Sample:
         ("[]", "[0, 10]", 0.0),
         ("I cannot tell.", "[]", 0.0),
         ("", "[10, 20]", 0.0),
-        ("<think>[10, 20]", "[10, 20]", 0.0),  # thoughts are no answer
+        ("<think>[10, 20]", "[10, 20]", 0.0),  # thoughts do not count as an answer
     ],
 )
 def test_span_score_is_its_overlap(completion, reference, worth):
@@ -106,7 +106,7 @@ def test_box_score_is_its_overlap(completion, worth):
 
 
 def test_boxes_are_paired_for_largest_overlap_sum():
-    # Row by row the first pair would be the best one, 0.9, and leave 0 for the other.
+    # A greedy choice would take 0.9 first, which leaves 0 for the other row.
     assert compute_best_sum([[0.9, 0.8], [0.8, 0.0]]) == pytest.approx(1.6)
     right = '[{"bbox_2d": [0, 0, 10, 10], "label": "a"}, {"bbox_2d": [20, 0, 30, 10], "label": "b"}]'
     value = (
@@ -141,7 +141,7 @@ def test_thousandths_are_compared_with_pixel_references():
 
 
 def test_generalized_overlap_of_boxes_matches_formula():
-    # Areas 100 and 100, apart: the hull is 30 x 10.
+    # Two separate areas of 100 each; their hull is 30 x 10.
     assert box_iou("[20, 0, 30, 10]", asks("[0, 0, 10, 10]"), generalized=True) == pytest.approx((200 / 300) / 2)
 
 
@@ -152,7 +152,7 @@ def test_generalized_overlap_of_boxes_matches_formula():
     ("completion", "options", "worth"),
     [
         ('{"point_2d": [500, 300], "label": "cup"}', {}, 1.0),
-        ("(530, 340)", {}, 0.5),  # 50 away of 100
+        ("(530, 340)", {}, 0.5),  # at distance 50, with a limit of 100
         ("(530, 340)", {"limit": 200.0}, 0.75),
         ("(530, 340)", {"score": "exp"}, math.exp(-0.5)),
         ("(530, 340)", {"threshold": 50.0}, 1.0),
@@ -171,7 +171,7 @@ def test_point_score_decreases_with_distance(completion, options, worth):
 def test_point_inside_reference_box_is_right():
     sample = asks('{"bbox_2d": [100, 100, 200, 200]}')
     assert points("(150, 199)", sample) == 1.0
-    assert points("(230, 240)", sample) == pytest.approx(0.5)  # 30 and 40 away from its corner
+    assert points("(230, 240)", sample) == pytest.approx(0.5)  # 30 and 40 away from the corner
 
 
 def test_distance_limit_is_tenth_of_range():

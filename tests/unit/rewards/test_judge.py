@@ -1,4 +1,4 @@
-"""A judge over HTTP: what it is asked, how its replies become scores, and that a failure is never a score."""
+"""A judge over HTTP: its requests, the scores from its replies, and its failures, which never become scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards.judge import check_judge, judge
 from tests.unit.evaluation.stand_in import StandIn, chat, serving
 
-module = importlib.import_module("dsreason.rewards.judge")  # the package has the function under that name
+module = importlib.import_module("dsreason.rewards.judge")  # in the package, this name is a function
 SAMPLE = Sample("7", [{"role": "user", "content": "What happens next?"}], answer="The cup falls.")
 
 

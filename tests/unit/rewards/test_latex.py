@@ -1,4 +1,4 @@
-"""Mathematical answers, on hand-made ones and on what cosmos-rl's functions return."""
+"""Rewards for mathematical answers, compared with hand-made scores and with results of cosmos-rl's functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers with tolerances, units, percent and separators."""
+"""The reward for numbers with tolerances, units, percent signs and separators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def worth(completion, answer, **options):
         ("150", "100", {"score": "relative"}, 0.5),
         ("300", "100", {"score": "relative"}, 0.0),
         ("105", "100", {"score": "relative", "relative": 0.05}, 1.0),
-        ("112", "100", {"score": "mra"}, 0.8),  # 0.12 < 1 - level for 0.5 … 0.85, which are eight of ten
+        ("112", "100", {"score": "mra"}, 0.8),  # 0.12 < 1 - level for the levels 0.5 … 0.85, which are eight of ten
         ("100", "100", {"score": "mra"}, 1.0),
         ("200", "100", {"score": "mra"}, 0.0),
         ("0", "0", {}, 1.0),

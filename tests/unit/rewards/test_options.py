@@ -1,4 +1,4 @@
-"""Options of built-in rewards are checked before anything is scored; any text can be scored."""
+"""Options of built-in rewards, which are checked before scoring, and robustness against arbitrary text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readings of varied answers, compared with a person's. `held out` ones were written before they were run."""
+"""Readings of varied answers, compared with those of a person. `held out` cases were written before the first run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TUNED = [row for row in ROWS if row["part"] == "tuned"]
 
 
 def reading(kind: str, text: str) -> Any:
-    """Return the reading in the form of the fixture.
+    """Return the reading in the format of the fixture.
 
-    This is lists of numbers, or for a number its value in the first unit of its dimension.
+    The format is a list of numbers, or for a number its value in the first unit of its dimension.
     """
     text = to_plain(text)
     if kind == "number":

@@ -1,4 +1,4 @@
-"""Rewards from a server, against a small one in a thread."""
+"""Rewards from a server, tested with a small server in a thread."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ COMPLETIONS = ["l", "le", "lef", "left", "lefts"]
 
 
 class Server:
-    """Answers with what `answer(request body)` gives: (status, object or bytes)."""
+    """A server that responds with `answer(request body)`: (status, object or bytes)."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.answer: Callable[[dict[str, Any]], tuple[int, Any]] = self.lengths
         self.headers: dict[str, str] = {}
         self.drip = 0.0
-        """Seconds between the bytes of an answer."""
+        """Seconds between the bytes of a response."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -141,7 +141,7 @@ def test_transient_failure_is_retried(server, status):
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Those between the attempts, which are not waited for."""
+    """A list that records the pauses between attempts, in seconds; the client does not wait."""
     noted: list[float] = []
 
     def note(seconds: float, cancelled: threading.Event) -> bool:
@@ -157,7 +157,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     [
         ({}, [0.5, 1.0, 2.0, 4.0]),
         ({"Retry-After": "3"}, [3.0, 3.0, 3.0, 4.0]),  # at least what the server asks for
-        ({"Retry-After": "3600"}, [30.0] * 4),  # but no pause is longer than this
+        ({"Retry-After": "3600"}, [30.0] * 4),  # the maximum pause
         ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, [0.5, 1.0, 2.0, 4.0]),
     ],
 )
@@ -326,7 +326,7 @@ def test_scorer_adds_scores_from_server(server):
 
 def test_run_uses_configured_url_and_environment_token(server, monkeypatch):
     monkeypatch.setenv("REMOTE_REWARD_TOKEN", TOKEN)
-    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/elsewhere")  # the configuration's address wins
+    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/elsewhere")  # the configuration's URL takes precedence
     reward = {
         "functions": {"format": 1.0, "remote:length": 0.5},
         "options": {"format": {"pattern": "l.*"}},

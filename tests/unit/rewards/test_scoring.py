@@ -1,4 +1,4 @@
-"""Scoring in worker processes: several weighted functions, and functions that misbehave."""
+"""Scoring in worker processes, with several weighted functions and with functions that misbehave."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_async_functions_run_concurrently(file):
     with scorer_for({f"{file}:judge": 1.0}, workers=1) as scorer:
         begin = time.monotonic()
         scores = scorer.score(["x"] * 40, SAMPLES * 10)
-        assert time.monotonic() - begin < 4  # one after the other: 8 s
+        assert time.monotonic() - begin < 4  # one after another would take 8 s
     assert scores.total.tolist() == [1.0] * 40
     assert scores.metric_sums == {"judge/judged": (40.0, 40)}
 
@@ -280,7 +280,7 @@ def test_best_accepted_answer_counts(file):
     samples = [Sample("0", [], answer="a", other_answers=("b", "c")), Sample("1", [], answer="a")]
     scores = score({"exact_match": 1.0, f"{file}:right": 1.0}, completions=["c", "c"], samples=samples)
     assert scores.by_function["exact_match"].tolist() == [1, 0]
-    assert scores.by_function["right"].tolist() == [0, 0]  # a function of the user chooses for itself
+    assert scores.by_function["right"].tolist() == [0, 0]  # a user's function decides itself which answers count
 
 
 def test_duration_of_calls_is_reported(file):
@@ -339,7 +339,7 @@ def test_slow_async_function_is_reported_with_sample(file, function):
 
 
 def test_function_may_define_score_after_timeout(file, caplog):
-    samples = [Sample(str(i), [], answer="a b") for i in range(16)]  # the worker gets four calls at a time
+    samples = [Sample(str(i), [], answer="a b") for i in range(16)]  # a worker gets four calls at a time
     functions = {f"{file}:stubborn": 1.0, "exact_match": 1.0}
     scores = score(functions, completions=COMPLETIONS * 4, samples=samples, time_limit=1.0, workers=1)
     assert scores.by_function["stubborn"].tolist() == [1, 1, -1] + [1] * 13
@@ -380,7 +380,7 @@ def test_unpicklable_sample_is_reported(file):
 
 
 def test_workers_of_a_killed_trainer_end(file, tmp_path):
-    """Include a worker that hangs."""
+    """Include a worker that hangs in a reward."""
     code = f"""
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.data.types import Sample

@@ -1,4 +1,4 @@
-"""Reward functions of TRL, verl and ms-swift."""
+"""Reward functions with the signatures of TRL, verl and ms-swift."""
 
 from __future__ import annotations
 

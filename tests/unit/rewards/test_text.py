@@ -1,4 +1,4 @@
-"""Rewards that read text, on hand-made completions and on what cosmos-rl's functions return for theirs."""
+"""Rewards that read text, compared with hand-made scores and with results of cosmos-rl's functions."""
 
 from __future__ import annotations
 

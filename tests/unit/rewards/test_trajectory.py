@@ -1,4 +1,4 @@
-"""Waypoints, with errors computed by hand."""
+"""The reward for waypoints, with hand-computed errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEAR = "(1, 0), (2, 0), (3, 1), (4, 1)"  # off by 0, 0, 1 and 1: ADE 0.5, FDE 1
         (NEAR, {"threshold": 0.49}, 0.0),
         (NEAR, {"threshold": 0.5, "error": "both"}, 0.0),  # FDE is 1
         ("(1, 0), (2, 0), (3, 0), (4, 10)", {}, 3 / 4),  # no waypoint costs more than the limit
-        ("(1, 0), (2, 0), (3, 0)", {}, 3 / 4),  # so leaving it out gains nothing
+        ("(1, 0), (2, 0), (3, 0)", {}, 3 / 4),  # so omitting it gains nothing
         ("(1, 0), (2, 0), (3, 0)", {"error": "fde"}, 0.0),
         ("(1, 0), (2, 0), (3, 0)", {"lengths": "equal"}, 0.0),
         ("(1, 0), (2, 0), (3, 0)", {"threshold": 2.0}, 0.0),
@@ -36,7 +36,7 @@ NEAR = "(1, 0), (2, 0), (3, 1), (4, 1)"  # off by 0, 0, 1 and 1: ADE 0.5, FDE 1
         ("(1, 1), (4, 1)", {"lengths": "resample"}, 0.5),
         ("(1, 0)", {"lengths": "resample"}, (1 + 0.5 + 0 + 0) / 4),  # all four at (1, 0)
         ("(100 cm, 0 cm), (200 cm, 0 cm), (3 m, 0 m), (4 m, 0 m)", {}, 1.0),
-        ("(1, 0, 0.1), (2, 0, 0.1), (3, 0, 0.2), (4, 0, 0.2)", {}, 1.0),  # headings are left out
+        ("(1, 0, 0.1), (2, 0, 0.1), (3, 0, 0.2), (4, 0, 0.2)", {}, 1.0),  # headings are ignored
         ("straight on", {}, 0.0),
         ("", {}, 0.0),
         ("(NaN, 0), (NaN, 0)", {}, 0.0),

@@ -1,4 +1,4 @@
-"""Number of prompts per engine call, computed by hand."""
+"""The number of prompts per engine call, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsreason.rollout.batches import count_tokens_that_fit, cut_batches, merge_g
 KIB = 2**-20
 """One KiB, in GiB."""
 ROWS = [[300, 300], [100, 600], [10], [], [10]]
-"""Their sizes in bytes, in groups."""
+"""Sizes of rows in bytes, in groups."""
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_groups_are_merged_while_room_remains(memory_gib: float, least: int, lis
 
 
 def test_ranks_yield_the_same_number_of_lists() -> None:
-    """Check both ways: the other rank is full after its first group, or still has rows at the end."""
+    """Check both cases: the other rank is full after its first group, or still has rows at the end."""
     other = iter([True, False, True])
     lists = merge_groups([[1], [2]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))
     assert list(lists) == [[1], [2]]

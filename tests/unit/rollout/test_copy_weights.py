@@ -1,4 +1,4 @@
-"""A sync is complete or an error that names the tensors."""
+"""Weight syncs, which are either complete or raise an error that names the tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsreason.rollout.weight_sync import WeightStream
 
 @pytest.fixture
 def model() -> nn.Module:
-    """Three parameters under four names: `head.weight` is tied to `embed.weight`."""
+    """Build a model with three parameters under four names: `head.weight` is tied to `embed.weight`."""
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "inner": nn.Linear(2, 2), "head": nn.Linear(2, 4, bias=False)})
     model["head"].weight = model["embed"].weight
     return model

@@ -1,4 +1,4 @@
-"""One token from a row of logits, by hand-computed distributions."""
+"""Sampling of a token from a row of logits, compared with hand-computed distributions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_temperature_divides_the_logits() -> None:
     ],
 )
 def test_top_k_and_top_p_are_renormalised(sampling: Sampling, kept: list[float]) -> None:
-    drawn, logprob = draw(LOGITS, sampling, torch.tensor([0.999999]))  # the least probable of those kept
+    drawn, logprob = draw(LOGITS, sampling, torch.tensor([0.999999]))  # the least probable of the remaining tokens
     assert drawn.item() == len(kept) - 1
     assert logprob.item() == pytest.approx(math.log(kept[-1] / sum(kept)), abs=1e-6)
 

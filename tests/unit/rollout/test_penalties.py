@@ -1,4 +1,4 @@
-"""Hand-computed penalties of used tokens."""
+"""Penalties for tokens that were already used, compared with hand-computed values."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ LOGITS = [2.0, -2.0, 1.0, 4.0]
 
 
 def penalised(drawn: list[int], **settings: float) -> list[float]:
-    """Token 1 is in the prompt; `drawn` have been sampled."""
+    """Return the penalised logits when token 1 is in the prompt and `drawn` have been sampled."""
     row = SimpleNamespace(input_ids=torch.tensor([1, 1]))
     penalties = Penalties(Sampling(**settings), [row], len(LOGITS), torch.device("cpu"))
     for token in drawn:

@@ -1,4 +1,4 @@
-"""Faults that the self-test detects, from hand-made rounds. Real engines: tests/integration/test_self_test.py."""
+"""Faults that the self-test detects in hand-made rounds. Tests with real engines: tests/integration/test_self_test.py."""
 
 from __future__ import annotations
 

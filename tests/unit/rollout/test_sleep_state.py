@@ -1,4 +1,5 @@
-"""The other tensors of a memory pool: they are found wherever they are held, and written back.
+"""Tensors of a memory pool other than weights, buffers, keys and values: they are found wherever they are stored, and
+written back after sleep.
 
 Others means besides weights, buffers, keys and values.
 """
@@ -27,7 +28,7 @@ def runner(*caches: Tensor) -> SimpleNamespace:
 
 
 def pools_of(**tensors: Tensor) -> Callable[[int], str | None]:
-    """Stands in for vLLM's pools: these tensors' memory, by pool."""
+    """Return a stand-in for vLLM's lookup of the pool to which a memory address belongs."""
     tags = {tensor.untyped_storage().data_ptr(): name.partition("__")[0] for name, tensor in tensors.items()}
     return tags.get
 

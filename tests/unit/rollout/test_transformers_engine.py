@@ -1,4 +1,4 @@
-"""The engine around its model, which a stand-in replaces. With real models: tests/integration/test_rollout.py."""
+"""The transformers engine with a stand-in for its model. Tests with real models: tests/integration/test_rollout.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY, WARM = Sampling(temperature=0, max_completion_length=4), Sampling(max_co
 
 
 class StandIn(TransformersEngine):
-    """Completes a prompt with the number of its stream, and notes its batches as (lengths, streams, temperature)."""
+    """An engine that completes a prompt with the number of its stream, and records batches as (lengths, streams, temperature)."""
 
     def __init__(self) -> None:
         self.settings = TransformersSettings(batch_size=2)

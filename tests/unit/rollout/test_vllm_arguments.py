@@ -1,4 +1,4 @@
-"""Arguments that vLLM is started with, and the options that a user may set."""
+"""Arguments with which vLLM is started, and the options that users may set."""
 
 from __future__ import annotations
 

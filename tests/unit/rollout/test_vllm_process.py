@@ -1,4 +1,4 @@
-"""State of the trainer's process while vLLM works in it, and afterwards."""
+"""The state of the trainer's process while vLLM runs in it, and afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A medium's digest is that of all the processor reads, and is computed once for the completions of a prompt."""
+"""Digests of media items, which cover everything that the processor reads and are computed once per prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_digests_distinguish_only_different_media() -> None:
     assert compute_digest(Image.fromarray(PIXELS[0].copy())) == compute_digest(different[0])
     assert compute_digest(video(np.asfortranarray(PIXELS))) == compute_digest(
         different[4]
-    )  # however they lie in memory
+    )  # regardless of the memory layout
 
 
 def test_completions_share_media_and_digest() -> None:

@@ -1,4 +1,4 @@
-"""Fingerprints, and which frozen tensors a layer-wise reload can leave out. No engine."""
+"""Fingerprints of weights, and the frozen tensors that a layer-wise reload can omit, tested without an engine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from dsreason.rollout.weight_sync import (
 def test_fingerprint_detects_smallest_value_change(dtype: torch.dtype) -> None:
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = compute_fingerprint(values)
-    assert is_same_fingerprint(compute_fingerprint(*values.chunk(7)), before)  # added up in another order
-    assert is_same_fingerprint(compute_fingerprint(values, values), before)  # held twice
+    assert is_same_fingerprint(compute_fingerprint(*values.chunk(7)), before)  # summed in another order
+    assert is_same_fingerprint(compute_fingerprint(values, values), before)  # the same tensor twice
     assert not is_same_fingerprint(before, compute_fingerprint(values, values))
     values[17] = torch.nextafter(values[17], torch.tensor(9.0, dtype=dtype))
     assert not is_same_fingerprint(compute_fingerprint(values), before)
 
 
 class Transfers(TorchDispatchMode):
-    """Counts single numbers that are asked for, each of which waits for its device."""
+    """A counter of single numbers that are read from tensors, because each read waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,6 +124,6 @@ def test_unexpected_or_missing_tensors_are_reported() -> None:
 def test_fused_layer_parts_occupy_consecutive_rows() -> None:
     layer = SimpleNamespace(output_partition_sizes=[4, 2, 2])  # query, key, value
     assert [find_rows(layer, part) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
-    vocabulary = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=5))  # what is beyond is padding
+    vocabulary = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=5))  # further rows are padding
     assert find_rows(vocabulary, None) == slice(0, 5)
     assert find_rows(SimpleNamespace(), None) == slice(None)

@@ -1,4 +1,4 @@
-"""Packages, retries, and the uploads of a run. S3 and the Hub: tests/integration."""
+"""Packages, retries, and the uploads of a run. Tests with S3 and the Hub: tests/integration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.unit.checkpoints.made_folders import EXPORT_BYTES, make_checkpoint, m
 TARGET = S3Address("bucket", "run")
 MD5_OF_A = "0cc175b9c0f1b6a831c399e269772661"
 
-# What is uploaded
+# Contents of packages
 
 
 def test_checkpoint_package_holds_files_of_marker(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_marker_is_refused_for_deleted_files(tmp_path: Path, make: Callable[[Pat
         (lambda folder: (folder / "COMPLETE").write_text("{}"), "COMPLETE: does not list the checkpoint's files"),
     ],
 )
-def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+def test_incomplete_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
     folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
     spoil(folder)
     with pytest.raises(CheckpointError) as caught:
@@ -254,13 +254,13 @@ def test_etag_of_other_bytes_is_transient_error() -> None:
     assert caught.value.transient
 
 
-# Trying again
+# Retries
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     result: list[float] = []
-    monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=result.append))  # threads of other tests sleep, too
+    monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=result.append))  # threads of other tests also sleep
     return result
 
 
@@ -292,11 +292,11 @@ def test_permanent_error_is_raised_at_once(waits: list[float]) -> None:
     assert waits == []
 
 
-# The uploads of a run
+# Uploads of a run
 
 
 class FakeStorage:
-    """Records uploads; `gate` holds them back, `errors` are raised one after the other."""
+    """A storage that records uploads; `gate` delays them, and `errors` are raised one after another."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -381,14 +381,14 @@ def test_failed_upload_is_logged_and_retried_later(
     )
 
 
-def test_failed_upload_is_retried_with_next(run: Path, storage: FakeStorage) -> None:
+def test_failed_upload_is_retried_with_next_folder(run: Path, storage: FakeStorage) -> None:
     storage.errors = [StorageError("busy"), StorageError("busy")]
     uploader = Uploader(TARGET, what="all", include=EVERYTHING)
     first, second = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
     uploader.add(first, last=False)
     while uploader.missing().count("busy") == 0:
         time.sleep(0.01)
-    uploader.add(second, last=True)  # fails once as well
+    uploader.add(second, last=True)  # also fails once
     while storage.sent != [f"{TARGET}/checkpoints/step_1"]:
         time.sleep(0.01)
     uploader.finish()
@@ -492,7 +492,7 @@ def test_stop_request_ends_waiting_and_names_missing(run: Path, storage: FakeSto
     assert f"to upload it: dsreason push {export} --to s3://bucket/run/export/final" in str(caught.value)
     uploader.finish()
     with open_uploads(config(), lambda: "SIGTERM") as uploader:
-        uploader.add(export, last=True)  # it is there
+        uploader.add(export, last=True)  # the export now exists
     assert storage.sent == [f"{TARGET}/export/final"]
 
 
@@ -526,7 +526,7 @@ def test_only_rank_0_with_target_uploads(
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The targets that folders were uploaded to, by kind of storage."""
+    """A dict that records the targets of all uploads, by kind of storage."""
     result: dict[str, list[str]] = {"s3": [], "hub": []}
 
     def upload(package: Package, target: UploadAddress, advance: Advance) -> Sent:
@@ -546,7 +546,7 @@ def add_all(uploader: uploads.Uploads, run: Path) -> None:
     uploader.add(run / "export" / "final", last=True)
 
 
-def test_s3_gets_all_and_hub_final_export(run: Path, places: dict[str, list[str]]) -> None:
+def test_s3_gets_everything_and_hub_final_export(run: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload=("s3://bucket/outputs", "hub:user/name"))
     with open_uploads(config) as uploader:
         add_all(uploader, run)
@@ -624,7 +624,7 @@ def test_logs_are_uploaded_once_more_at_end(logged: Path, monkeypatch: pytest.Mo
 
     def upload(package: Package, target: object, advance: Advance) -> Sent:
         recorded.append((str(target), dict(package.files)))
-        with (logged / "logs" / "rank_0.log").open("a") as file:  # as the uploads themselves are logged
+        with (logged / "logs" / "rank_0.log").open("a") as file:  # uploads also write to the log
             file.write("uploaded\n")
         return Sent(1, 1)
 
@@ -644,7 +644,7 @@ def test_logs_are_uploaded_once_more_at_end(logged: Path, monkeypatch: pytest.Mo
 def test_logs_upload_when_nothing_else_is_saved(logged: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload="s3://bucket/run", upload_include=("logs",), export="none", last=False, every=0)
     with open_uploads(config) as uploader:
-        uploader.add_not_uploaded(logged)  # as a run does when it begins
+        uploader.add_not_uploaded(logged)  # as at the start of a run
     assert places["s3"] == ["s3://bucket/run/logs"]
 
 
@@ -674,7 +674,7 @@ def test_log_upload_failure_does_not_hide_error(
         raise ZeroDivisionError
     assert f"dsreason push {logged / 'logs'} --to s3://bucket/run/logs" in caplog.text
     storage.gate.set()
-    assert storage.arrived.wait(10)  # the upload that nobody waited for must not take the next one's error
+    assert storage.arrived.wait(10)  # the abandoned upload must not take the error of the next one
     monkeypatch.setattr(uploads, "LOGS_TIME_S", 10.0)
     storage.errors = [StorageError("denied")]
     with pytest.raises(ZeroDivisionError), open_uploads(config(upload_include=("logs",))) as uploader:

@@ -29,11 +29,11 @@ def md5(content: bytes) -> str:
 
 
 class Bucket:
-    """Answers as S3 does, and notes each call that changes something as (method, name below `PLACE`)."""
+    """A stand-in for S3 that records each modifying call as (method, object name relative to `PLACE`)."""
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, dict[str, str], str]] = {}
-        """Content, metadata and ETag."""
+        """Content, metadata and ETag of each object."""
         self.calls: list[tuple[str, str]] = []
         self.parts: dict[int, bytes] = {}
         self.broken_part: int | None = None
@@ -101,7 +101,7 @@ def package(tmp_path: Path) -> Package:
     return open_package(make_checkpoint(tmp_path / "checkpoints" / "step_4"))
 
 
-def test_the_marker_is_sent_after_all_files(bucket: Bucket, package: Package) -> None:
+def test_marker_is_sent_after_all_files(bucket: Bucket, package: Package) -> None:
     done: list[int] = []
     sent = S3Storage(PLACE).upload(package, done.append)
     assert bucket.calls == [("put_object", name) for name in (*package.files, "COMPLETE")]

@@ -1,4 +1,4 @@
-"""Checks of rewards before anything is sampled."""
+"""Checks of rewards before sampling begins."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own(tmp_path: Path) -> str:
 
 
 def test_available_reward_functions_pass(own, monkeypatch):
-    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # nobody listens: it is not asked
+    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # no server is running, and none is contacted
     options = {"format": {"pattern": COSMOS_FORMAT}, "overlong": {"buffer": 100}, own: {"strict": True}}
     check_functions(config("format", "overlong", own, "remote:quality", options=options))
 
@@ -125,7 +125,7 @@ def test_unmatchable_reference_is_rejected(reward, answer, options, text):
 def test_rows_are_checked_only_for_builtin_rewards(own):
     check = pickle.loads(
         pickle.dumps(build_row_check(config("exact_match", own, "remote:a")))
-    )  # it goes to the data workers
+    )  # it is sent to the data workers
     with pytest.raises(DataError, match="exact_match"):
         check(asks("q", answer=None))
     build_row_check(config("format", own, "remote:a"))(asks("q", answer=None))
@@ -195,7 +195,7 @@ def test_custom_reward_without_rows_is_reported(tmp_path, caplog):
 
 
 def test_reward_servers_are_not_called_by_check(tmp_path, monkeypatch):
-    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # nobody listens
+    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # no server is running
     settings = config("judge", "remote:quality", "exact_match")
     try_user_functions(settings, [("rows.jsonl, row 1", asks("q"))], lambda text: [])
 

@@ -1,4 +1,4 @@
-"""The digest of rows: another one for other rows, the same in another folder."""
+"""The digest of rows, which depends on the rows but not on their folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_unusable_row_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", [{"text": "x"}, {"type": "image"}, {"type": "text"}, 3], ids=repr)
 def test_digest_accepts_malformed_parts(part: Any, tmp_path: Path) -> None:
-    """Check that the digest accepts any part, because a bad row is reported, or skipped, only when it is used."""
+    """Check that the digest accepts any part, because bad rows are reported or skipped only when they are used."""
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     row = {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": [part]}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""Warnings about runs that cannot learn: when they are given, and what the run's end says."""
+"""Warnings about runs that cannot learn: when they appear, and the summary at the end of the run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_skipped_rows_are_reported_with_numbers(counts: RowCounts, texts: list[s
 
 
 class Finished:
-    """A run whose steps had something to learn from, or not, and the lines that it prints at its end."""
+    """A run with or without steps that had a training signal, and the lines that it prints at its end."""
 
     def __init__(self, folder: Path, learned: list[bool], state: TrainerState | None = None) -> None:
         config = SFTConfig.model_validate({"checkpoint": {"export": "none"}})
@@ -133,5 +133,5 @@ def test_resumed_run_counts_earlier_steps(tmp_path: Path) -> None:
     learned = Finished(tmp_path, [True, False, False]).run.state
     with pytest.raises(NothingLearned, match="in the 4 steps"):
         Finished(tmp_path, [False], idle).run.finish()
-    for state in (learned, TrainerState(step=3)):  # the latter is from a version that did not count such steps
+    for state in (learned, TrainerState(step=3)):  # the latter state is from a version that did not count such steps
         Finished(tmp_path, [False], state).run.finish()

@@ -1,4 +1,4 @@
-"""Differences between engine and trainer: their numbers, and when they stop a run."""
+"""Differences between engine and trainer: their metrics, and the limits that stop a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference policy that belongs to a step. With real weights: tests/integration/test_reference.py."""
+"""The reference policy of a step. Tests with real weights: tests/integration/test_reference.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_reference_is_policy_of_last_reset(step: int, every: int, expected: int)
 def test_references_still_in_use_are_kept(tmp_path: Path) -> None:
     for name in ("reference/step_10", "reference/step_20", "reference/step_30", "reference/step_40"):
         (tmp_path / name).mkdir(parents=True)
-    complete = tmp_path / "checkpoints/step_25"  # goes on with the reference of step 20
+    complete = tmp_path / "checkpoints/step_25"  # continues with the reference of step 20
     complete.mkdir(parents=True)
     (complete / "COMPLETE").touch()
     (tmp_path / "checkpoints/.saving_step_39").mkdir()
@@ -43,7 +43,7 @@ def test_checkpoint_resumes_with_its_reference(tmp_path: Path, monkeypatch: pyte
     reference: Any = SimpleNamespace(engine=engine, load=lambda folder, rename: loaded.append(folder.name))
     (tmp_path / "reference/step_20").mkdir(parents=True)
     load_reference(reference, config, tmp_path / "checkpoints/step_25", tmp_path)
-    load_reference(reference, config, tmp_path / "checkpoints/step_5", tmp_path)  # still the first model
+    load_reference(reference, config, tmp_path / "checkpoints/step_5", tmp_path)  # still uses the first model
     assert loaded == ["step_20"]
     with pytest.raises(CheckpointError, match=r"step_30 is missing \(grpo\.reference_reset_every = 10\)"):
         load_reference(reference, config, tmp_path / "checkpoints/step_30", tmp_path)

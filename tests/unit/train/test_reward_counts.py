@@ -1,4 +1,4 @@
-"""Counts of hand-made scored groups, and the problems that they show."""
+"""Counts of hand-made scored groups, and the problems that they reveal."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def find(rows: list[dict[str, Any]], **grpo: Any) -> dict[str, str]:
 def test_healthy_groups_have_no_problem() -> None:
     rows = [row(0.5, right=1, short=1, format=1, overlong=0), row(-0.5, right=0, short=0, format=1, overlong=0)]
     assert find(rows) == {}  # format and overlong always give their best score
-    assert find([]) == find([row(0), row(0)]) == {}  # no completion, and a teacher without rewards
+    assert find([]) == find([row(0), row(0)]) == {}  # no completions, or a teacher without rewards
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rollouts as the loss takes them: hand-made prompts and completions."""
+"""Rollouts in the form that the loss reads, from hand-made prompts and completions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_only_completion_after_prompt_is_trained() -> None:
     assert sample.parent.input_ids.tolist() == [1, 2, 3]
     assert sample.input_ids.tolist() == [8, 9]
     assert sample.loss_mask.tolist() == [True, True]
-    assert sample.position_ids.tolist() == [[8, 9]] * 3  # after the largest of all axes
+    assert sample.position_ids.tolist() == [[8, 9]] * 3  # after the maximum over all axes
 
 
 def test_tokens_carry_values_of_their_rollouts() -> None:
@@ -79,7 +79,7 @@ def group(place: tuple[int, int], rewards: list[float]) -> Group:
 
 
 def with_others(*others: object) -> Callable[[object], list[object]]:
-    """Return a gather function for rank 0 if the other ranks give `others`."""
+    """Return a gather function for rank 0 if the other ranks contribute `others`."""
     return lambda own: [own, *others]
 
 

@@ -1,4 +1,4 @@
-"""Work that is due after a step, and steps that deserve a checkpoint: runs without a model."""
+"""Work that is due after a step, and the steps that get a checkpoint, tested with runs without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.checkpoints.made_folders import make_export
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., TrainingRun[SFTConfig]]:
-    """Make a run at a state, with sections of its configuration."""
+    """A function that makes a run with a given state and configuration sections."""
     return lambda state, **sections: make_run(make_job(SFTConfig.model_validate(sections), tmp_path), state)
 
 
@@ -39,7 +39,7 @@ def test_due_step_within_rollout_is_detected(finished: list[int], every: int, ex
 
 
 def test_learning_rate_is_for_next_step(start: Callable[..., TrainingRun[SFTConfig]]) -> None:
-    # 3 warmup steps to the peak of 0.5: shares 0, 1/2 and 1; then down to 0 over the other 7.
+    # 3 warmup steps to the peak of 0.5 (fractions 0, 1/2 and 1), then linear decay to 0 over the other 7.
     optim = {"lr": 0.5, "warmup": 3, "schedule": "linear"}
     rates = [start(TrainerState(step=step), optim=optim).learning_rate for step in (0, 1, 2, 3, 4)]
     assert rates == pytest.approx([0.0, 0.25, 0.5, 0.5, 0.5 * 6 / 7])
@@ -84,7 +84,7 @@ def test_best_and_uploading_checkpoints_are_kept(start: Callable[..., TrainingRu
 
 
 class Saved:
-    """A run of ten steps that notes the steps of its checkpoints, its exports and its uploads."""
+    """A run of ten steps that records the steps of its checkpoints, exports and uploads."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, stop_at: int = 0, **checkpoint: Any) -> None:
         config = SFTConfig.model_validate({"checkpoint": checkpoint, "validation": {"every": 3}})
@@ -169,8 +169,8 @@ def test_newest_best_and_final_exports_are_kept(
     [
         (4, 3, {}, {"step_4"}),
         (3, 3, {}, {"step_3"}),
-        (5, 3, {}, set()),  # saved because somebody asked it to stop
-        (10, 3, {}, set()),  # `finish` looks after the final one
+        (5, 3, {}, set()),  # saved because of a stop request
+        (10, 3, {}, set()),  # `finish` writes the final one
         (4, 3, {"export": "final"}, set()),
     ],
 )
@@ -187,7 +187,7 @@ def test_killed_run_writes_missing_export_on_resume(
     marker = saved.run.checkpoints.folder / f"step_{step}" / MARKER
     marker.parent.mkdir(parents=True)
     marker.touch()
-    for _ in range(2):  # what is there is not written again
+    for _ in range(2):  # existing exports are not written again
         saved.run.begin_steps(saved.validate)
     assert saved.exports == expected
     assert saved.exported == len(expected)
@@ -356,7 +356,7 @@ def test_damaged_export_of_finished_run_is_written_again(
     damage(tmp_path / "export" / "final" / name)
     resumed = Saved(tmp_path, monkeypatch)
     resumed.run.finish()
-    is_unknown = name == DIGESTS_FILE and damage is Path.unlink  # an export of an older version looks like that
+    is_unknown = name == DIGESTS_FILE and damage is Path.unlink  # looks like an export of an older version
     assert resumed.exported == (0 if is_unknown else 1)
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on: whether its rows are those that it had."""
+"""The comparison of a resumed run's rows with its original rows."""
 
 from __future__ import annotations
 

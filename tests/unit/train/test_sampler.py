@@ -1,4 +1,4 @@
-"""Decision of a run about what leaves the GPU during rollouts."""
+"""The choice of training states that leave the GPU during rollouts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FITTING = RolloutMemory(
     total=80 * GIB, vllm=40 * GIB, fixed=0, gradients=4 * GIB, moments=8 * GIB, masters=4 * GIB, sync=0, outside=0
 )
 TIGHT = replace(FITTING, outside=30 * GIB)
-"""Memory that does not fit: 86.8 GiB with 5 % of training's 16 GiB, 6.8 GiB too much, 2.8 GiB without gradients."""
+"""Memory that does not fit: with 5 % of training's 16 GiB, 86.8 GiB, which is 6.8 GiB too much (2.8 without gradients)."""
 
 
 def open_offload(mode: OffloadMode, share: float | None, device: str = "cuda") -> StateOffload:
-    """Open the offload of a rank whose memory fits, beside one whose memory does not."""
+    """Open the offload of a rank whose memory fits, if another rank's memory does not fit."""
     engine = SimpleNamespace(device=torch.device(device))
     with (
         mock.patch.object(StateOffload, "measure", return_value=FITTING),

@@ -1,4 +1,4 @@
-"""Requests of a rollout to the engine, and the completions that are trained on."""
+"""Requests of a rollout to the engine, and the completions that are used for training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompt(name: str) -> EncodedPrompt:
 
 
 class Engine:
-    """Notes what it is asked for; completes every prompt with its name and the number of its stream."""
+    """An engine that records its requests, and completes every prompt with its name and the number of its stream."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[str], Sampling, int, list[int]]] = []
@@ -46,7 +46,7 @@ class Engine:
 
 
 class Scorer:
-    """The reward of a completion is its stream's number, or that of the prompt where groups are to have equal rewards."""
+    """A scorer that returns the stream's number, or the prompt's number for prompts whose group should have equal rewards."""
 
     def __init__(self, equal: set[str]) -> None:
         self.equal = equal
@@ -95,7 +95,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_completion_streams_follow_prompt_position() -> None:
-    # Rank 1 of 2: it has the prompts 1 and 3 of the batch.
+    # Rank 1 of 2 has the prompts 1 and 3 of the batch.
     engine = Engine()
     batch = Prompts(6, [prompt("b"), prompt("d")], [1, 3], [])
     groups = make_sampler(engine, []).sample_groups(engine, batch, 4, SampledRollouts())  # type: ignore[arg-type]

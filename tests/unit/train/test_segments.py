@@ -1,4 +1,4 @@
-"""Completions of several segments, against the same conversation encoded as one sample."""
+"""Completions of several segments, compared with the same conversation encoded as one sample."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def encoder(model_path: Path) -> Encoder:
 
 @pytest.fixture
 def conversation(tmp_path: Path) -> Sample:
-    """A question about an image, a call of a tool, the image that it gives, and an answer."""
+    """Build a conversation: a question about an image, a tool call, the image that the tool returns, and an answer."""
     for name, size in (("street.png", (96, 64)), ("crop.png", (64, 64))):
         Image.new("RGB", size, (len(name) * 20, 90, 10)).save(tmp_path / name)
 
@@ -53,7 +53,7 @@ def conversation(tmp_path: Path) -> Sample:
 
 
 def cut_into_segments(whole: EncodedSample, prompt: EncodedPrompt) -> Completion:
-    """The assistant's turns as sampled segments, with the tool's turn and its image between them."""
+    """Return the assistant's turns as sampled segments, with the tool's turn and its image between them."""
     mask, ids = whole.loss_mask, whole.input_ids
     starts = [i for i in range(len(prompt.encoded), len(ids)) if i == len(prompt.encoded) or mask[i] != mask[i - 1]]
     segments = []

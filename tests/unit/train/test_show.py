@@ -1,4 +1,4 @@
-"""Numbers of a rollout, from hand-made rows."""
+"""Metrics of a rollout, computed from hand-made rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_missing_rewards_do_not_count_in_means() -> None:
     assert metrics["reward/mean"] == metrics["reward/right/mean"] == pytest.approx(1 / 3)
     assert metrics["reward/none_fraction"] == metrics["reward/right/none_fraction"] == 0.5
     assert metrics["reward/std"] == pytest.approx(0.4714045)
-    assert metrics["reward/zero_std_fraction"] == 1.0  # one completion with a reward, equal rewards, no rewards
+    assert (
+        metrics["reward/zero_std_fraction"] == 1.0
+    )  # the groups: one completion with a reward, equal rewards, no rewards
 
 
 def test_rewards_are_averaged_per_data_source() -> None:

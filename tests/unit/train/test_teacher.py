@@ -1,4 +1,4 @@
-"""Teachers: what cannot teach is named, and what a server says is read or refused."""
+"""Teachers: unusable teachers are named, and the responses of teacher servers are read or refused."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 def said(ids: list[int], *, decoded: Any = None, **changes: Any) -> tuple[int, Any]:
     """Build a response like vLLM's.
 
-    The first token has no entry; each other one has its log-probability, here minus a tenth of its id.
+    The first token has no entry; every other token has its log-probability, here minus a tenth of its id.
     """
     entries = [
         None,

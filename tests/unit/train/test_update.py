@@ -1,4 +1,4 @@
-"""The gradients of a GRPO step: hand-made rollouts, and an engine whose log-probabilities are leaves."""
+"""Gradients of a GRPO step, tested with hand-made rollouts and an engine whose log-probabilities are leaf tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Engine:
 
 
 def micro_batch(*rollouts: tuple[tuple[float, ...], float], **fixed: Tensor) -> RolloutMicroBatch:
-    """Rollouts as (the rollout engine's log-probabilities, advantage)."""
+    """Build a micro-batch from rollouts given as (the rollout engine's log-probabilities, advantage)."""
     made = [
         Rollout(PROMPT, make_single_turn(tuple(range(5, 5 + len(value))), "", value, "stop", 0), 0.0, {}, advantage)
         for value, advantage in rollouts
@@ -83,7 +83,7 @@ def config(**algorithm: Any) -> GRPOConfig:
 
 
 def with_other_rank(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
-    """Beside this rank there is one that gives `answers`, in this order."""
+    """Simulate a second rank that contributes `answers`, in this order."""
     following = iter(answers)
     monkeypatch.setattr(update, "gather_objects", lambda own: [own, next(following)])
 
@@ -110,7 +110,7 @@ def test_loss_is_normalized_by_global_token_count(
 
 
 def test_sequences_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # GRPO: 1 sequence here and 3 on the other rank, so each of the 2 tokens here has -A / (2 * 4).
+    # GRPO: 1 sequence here and 3 on the other rank, so the gradient of each of the 2 tokens here is -A / (2 * 4).
     with_other_rank(monkeypatch, 9, 3, NOTHING_ELSE)
     engine = Engine([-1.0, -2.0])
     settings = config(preset="grpo", kl_coef=0.0)

@@ -1,4 +1,4 @@
-"""FLOPs per second and padding of a step: hand-made samples, and another rank whose numbers are given."""
+"""FLOPs per second and padding of a step, with hand-made samples and fixed numbers for a second rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOPS = ModelFlops(text_token=100, text_pair=10, head_token=1000)
 
 
 def sample(length: int, trained: int = 0, parent: EncodedSample | None = None) -> EncodedSample:
-    """Its last `trained` tokens are trained."""
+    """Build a sample whose last `trained` tokens are trained."""
     return EncodedSample(
         id="",
         input_ids=torch.zeros(length, dtype=torch.int64),
@@ -35,14 +35,14 @@ def image(length: int) -> EncodedSample:
 
 
 def with_other_rank(monkeypatch: pytest.MonkeyPatch, *answers: float) -> None:
-    """Beside this rank there is one that gives `answers`, in this order."""
+    """Simulate a second rank that contributes `answers`, in this order."""
     following = iter(answers)
     monkeypatch.setattr(utilisation, "reduce_sum", lambda own: own + next(following))
 
 
 def test_mfu_counts_samples_but_not_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A prompt of 5 and a completion of 2: 7 tokens, 15 + (2 x 5 + 3) pairs, 2 trained; a medium of 3 tokens behind them.
-    # The other rank computed 10 tokens, 8 of them of samples.
+    # A prompt of 5 and a completion of 2: 7 tokens, 15 + (2 x 5 + 3) pairs, 2 trained; then a dummy image of 3 tokens.
+    # The other rank computed 10 tokens, of which 8 belong to samples.
     with_other_rank(monkeypatch, 10, 8, 1020)
     samples = [sample(2, 2, parent=sample(5))]
     row = append_dummies(pack(samples), [image(3)], pad_id=0)
@@ -57,11 +57,11 @@ def test_padding_share_excludes_sample_tokens(monkeypatch: pytest.MonkeyPatch) -
     metrics = UtilisationMeter(FLOPS, peak=None).metrics(
         compute_work([samples], packing=False), [collate(samples, pad_id=0)], seconds=1
     )
-    assert metrics == {"perf/padding": pytest.approx(1 / 3)}  # of 2 x 3
+    assert metrics == {"perf/padding": pytest.approx(1 / 3)}  # 2 of 2 x 3 tokens
 
 
 def test_shared_row_counts_once_in_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 4 tokens, 10 pairs and 1 trained are 1,500; both ranks say so.
+    # 4 tokens, 10 pairs and 1 trained token give 1,500 on each rank.
     with_other_rank(monkeypatch, 4, 4, 1500)
     samples = [sample(4, 1)]
     metrics = UtilisationMeter(FLOPS, peak=1e4, ranks_per_row=2).metrics(

@@ -1,4 +1,4 @@
-"""Right answers, accuracies, and blanked media in validation."""
+"""Validation: right answers, accuracies, and blanked media."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_only_rank_0_writes_validation_results(tmp_path: Path) -> None:
 
 
 class Rows(HeldOut):
-    """Held-out rows that are read already."""
+    """Held-out rows that are already in memory."""
 
     def read(self, use):
         return iter([[(0, self.dataset[0]), (1, self.dataset[1])]])
@@ -160,7 +160,7 @@ def test_rows_without_answer_are_read_for_rewards(need_reference: bool, rows: li
 
 
 class Policy:
-    """Gives every trained token the log-probability -0.5."""
+    """A policy that assigns the log-probability -0.5 to every trained token."""
 
     training, device = True, None
 

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tiny_worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Name of a family → its folder."""
+    """Folders of the tiny models, by the name of their family."""
     from dsreason.world.families import FAMILIES
 
     folder = tmp_path_factory.mktemp("worlds")

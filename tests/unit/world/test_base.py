@@ -1,4 +1,4 @@
-"""Exports that know which model they belong to."""
+"""Exports that name their base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsreason.world.schema import WorldModelConfig
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """An export of a run that began with `base/`."""
+    """An export of a run that started from `base/`."""
     base, made = tmp_path / "base", tmp_path / "export"
     for part in ("transformer", "vae", "tokenizer", "scheduler"):
         (base / part).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The caches of text embeddings and latents: what is encoded once, what a key depends on, what is noticed."""
+"""The caches of text embeddings and latents: reuse, the dependencies of keys, and the detection of damage."""
 
 from __future__ import annotations
 
@@ -150,19 +150,19 @@ def test_flipped_bit_in_an_embedding_is_noticed(tiny_worlds: dict[str, Path], tm
     cache.encode(PROMPTS[:1])
     expected, file = cache.read(PROMPTS[:1]), next(cache.folder.iterdir())
     content = file.read_bytes()
-    for number in range(8 * 8, 8 * len(content), 307):  # behind the header's length, one bit in each 38 bytes
+    for number in range(8 * 8, 8 * len(content), 307):  # one bit in every 38 bytes, after the header's length
         file.write_bytes(content)
         flip_bit(file, number // 8, number % 8)
         try:
             cache.check_different(PROMPTS[:1])
-            assert torch.equal(cache.read(PROMPTS[:1]), expected)  # a digest that is not compared was hit
+            assert torch.equal(cache.read(PROMPTS[:1]), expected)  # the bit belongs to a digest that is not compared
             assert number // 8 < len(content) - expected.nbytes
         except StorageError as error:
             assert f"{file}: " in str(error)  # noqa: PT017 (harmless damage is no error)
 
 
 def test_damage_to_older_entry_is_noticed(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
-    """Older entries have only a SHA-256."""
+    """Check older entries, which have only a SHA-256."""
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
     cache.encode(PROMPTS[:1])
     expected, file = cache.read(PROMPTS[:1]), next(cache.folder.iterdir())

@@ -1,4 +1,4 @@
-"""Codecs: Wan's autoencoder in the pipeline's normalisation, and the linear one in the same geometry."""
+"""Codecs: Wan's autoencoder with the pipeline's normalisation, and the linear codec with the same shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = ClipSize(9, 32, 48, 16.0)
 
 
 def squares(count: int) -> torch.Tensor:
-    """Clips `[B, 3, 9, 32, 48]` from -1 to 1 of a square that moves to the right."""
+    """Make clips `[B, 3, 9, 32, 48]`, with values from -1 to 1, of a square that moves to the right."""
     numbers = torch.Generator().manual_seed(0)
     clips = torch.full((count, 3, 9, 32, 48), -0.8)
     for clip in clips:

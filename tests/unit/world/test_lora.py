@@ -1,4 +1,4 @@
-"""Adapters in diffusers' format: alpha and rank survive the file."""
+"""Adapters in diffusers' format, which preserve alpha and rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of diffusion policies, against values computed by hand."""
+"""Losses of diffusion policies, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsreason.world.losses import (
 
 
 def clips(*values: list[float]) -> Tensor:
-    """`[B, 1, 1, 1, N]` in float64."""
+    """Build a float64 tensor `[B, 1, 1, 1, N]`."""
     return torch.tensor(values, dtype=torch.float64)[:, None, None, None]
 
 

@@ -1,4 +1,4 @@
-"""Finding models and loading their components: real folders' layouts, and what is refused."""
+"""The search for models and the loading of their components: layouts of real folders, and refused folders."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_missing_config_keys_use_class_defaults(tiny_worlds: dict[str, Path], tm
 
 
 class Trap:
-    """Unpickling this writes a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""Our sampler against the pipelines of diffusers, step by step of the same solver; and what a rollout keeps."""
+"""The sampler, compared step by step with diffusers' pipelines with the same solver; and the tensors that rollouts keep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOISE = (1, 16, 3, 4, 4)
 
 
 class NoSafety(nn.Module):
-    """The pipeline of Cosmos wants a checker of what it shows."""
+    """A safety checker that does nothing, which the Cosmos pipeline requires."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -61,7 +61,7 @@ def pipelines(tiny_worlds: dict[str, Path]) -> dict[str, Any]:
 
 
 def given_frames(folder: Path, image: Image.Image, mode: str) -> Conditioning | None:
-    """Build the conditioning that the pipeline makes of an image or a video.
+    """Build the conditioning that the pipeline derives from an image or a video.
 
     An image has grey frames behind it; a video gives its last five frames.
     """
@@ -150,7 +150,7 @@ def test_wan_supports_the_newer_scheduler(tiny_worlds: dict[str, Path], tmp_path
     predict = partial(family.velocity, load_transformer(folder, torch.float32).eval(), text=text)
     result = solve(predict, noise, load_scheduler(folder), STEPS, family.solver_times)
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
-    # Euler along the folder's own noise levels is what this solver does
+    # this solver equals Euler steps along the folder's own noise levels
     sigmas = family.sigmas(folder, STEPS).tolist()
     steps = [build_step("ode", sigmas[i], sigmas[i + 1]) for i in range(STEPS)]
     torch.testing.assert_close(
@@ -165,7 +165,7 @@ def test_wan_guidance_scale_of_one_disables_guidance() -> None:
 
 
 def straight(x: Tensor, s: Tensor) -> Tensor:
-    """The velocity of data at the origin: x = s·noise."""
+    """Return the velocity for data at the origin, where x = s·noise."""
     return x / s.view(-1, 1, 1, 1, 1)
 
 
@@ -209,7 +209,7 @@ def test_conditioning_frames_follow_ode_without_probability() -> None:
     other = [torch.cat([d[:, :, :1] + 1, d[:, :, 1:]], dim=2) for d in draw]
     second = sample(velocity, noise, sigmas, steps, other.__getitem__, keep={0, 1}, free=free)
     assert torch.equal(result.latents, second.latents)
-    # of the sampled frame alone: x' − mean is std·ε
+    # only the sampled frame counts: x' − mean is std·ε
     expected = -(draw[1][:, :, 1:] ** 2).mean() / 2 - math.log(steps[1].std) - 0.9189385
     assert result.trajectory[1].log_prob.tolist() == pytest.approx([expected.item()], abs=1e-5)
 

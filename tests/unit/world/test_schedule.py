@@ -1,4 +1,4 @@
-"""Noise levels, windows of trained steps, and noise that does not depend on who draws it."""
+"""Noise levels, windows of trained steps, and noise that does not depend on the rank that draws it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a world model that are refused before anything is read."""
+"""World-model settings that are refused before any file is read."""
 
 from __future__ import annotations
 

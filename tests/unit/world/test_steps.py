@@ -1,4 +1,4 @@
-"""Steps and log-probabilities: published coefficients computed by hand, and the marginals of the processes."""
+"""Steps and log-probabilities, compared with hand-computed published coefficients and with the processes' marginals."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_ratio_includes_standard_deviation() -> None:
 
 
 def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
-    """s .8 → .5, eta .6: the posterior's std is s'·sqrt(1 − (s'(1 − s)/(s(1 − s')))²) = .5·sqrt(1 − .25²) = .484123."""
+    """Use s .8 → .5, eta .6: the posterior's std is s'·sqrt(1 − (s'(1 − s)/(s(1 − s')))²) = .5·sqrt(1 − .25²) = .484123."""
     step = build_step("ddim", 0.8, 0.5, 0.6)
     assert step.std == pytest.approx(0.6 * 0.4841229, abs=1e-6)
     sqrt = math.sqrt(0.25 - step.std**2)
@@ -159,7 +159,7 @@ def exact_velocity(x: Tensor, s: float, centre: float = 2.0, spread: float = 0.5
 
 
 def cosmos_levels(count: int) -> list[float]:
-    """The schedule of Cosmos-Predict2.5: EDM's ramp of exponent 7 from 200 to 0.01, as flow times."""
+    """Return Cosmos-Predict2.5's schedule: EDM's ramp with exponent 7 from 200 to 0.01, converted to flow times."""
     first, last = 200 ** (1 / 7), 0.01 ** (1 / 7)
     sigmas = [(first + i / (count - 1) * (last - first)) ** 7 for i in range(count)]
     return [sigma / (1 + sigma) for sigma in sigmas] + [0.0]

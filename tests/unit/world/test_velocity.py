@@ -21,7 +21,7 @@ PROMPTS = ["a red square", "a blue square"]
 
 
 class Recorder(nn.Module):
-    """Answers with ones, in bfloat16, and remembers what it was asked."""
+    """A transformer that returns ones in bfloat16, and records its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_solver_times_match_schedule(tiny_worlds: dict[str, Path], name: str) ->
 def test_conditioning_frames_have_separate_time_and_velocity() -> None:
     recorder, noise, latents = Recorder(), draw(*SHAPE, seed=1), draw(*SHAPE, seed=2)
     mask = torch.zeros(2, 1, 3, 1, 1)
-    mask[0, :, :1] = 1  # of the first clip the first frame, of the second none
+    mask[0, :, :1] = 1  # the first frame of the first clip, and none of the second
     x = draw(*SHAPE)
     v = FAMILIES["cosmos_predict2_5"].velocity(
         recorder, x, S, draw(2, 8, 32), Conditioning(latents * mask, mask), noise
@@ -124,7 +124,7 @@ def test_projection_is_skipped_without_size_reduction(tiny_worlds: dict[str, Pat
 
 
 def keep_width(folder: Path, width: int) -> None:
-    """Make the projection of a Cosmos transformer one from `width` to `width`."""
+    """Replace the text projection of a Cosmos transformer with one from `width` to `width`."""
     from diffusers import CosmosTransformer3DModel
 
     config = CosmosTransformer3DModel.load_config(folder)

@@ -1,4 +1,4 @@
-"""The report of used, kept and ignored columns."""
+"""The report that lists used, kept and ignored columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the media of a row's columns are shown, and which numbers of tags and media are refused."""
+"""Positions of a row's media in its messages, and refused combinations of tags and media."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.errors import DataError
 
 
 def show(row: dict[str, Any]) -> list[Any]:
-    """Return the parts of the first message; a medium as (kind, file, other keys)."""
+    """Return the parts of the first message, with each media item as (kind, file, other keys)."""
     content = read_row(row).messages[0]["content"]
     if isinstance(content, str):
         return [content]
@@ -35,7 +35,7 @@ URIS = ["data:image/png;base64,QQ==", "data:image/png;base64,Qg=="]
 
 
 def speak(*texts: str) -> list[dict[str, Any]]:
-    """Return messages of the system, the user and the assistant."""
+    """Return messages with these texts, from system, user and assistant in turn."""
     return [{"role": role, "content": text} for role, text in zip(("system", "user", "assistant"), texts, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Media as other tools write them: clips, camera names, numbered columns, embedded content; and what is refused."""
+"""Spellings of media in other tools: clips, camera names, numbered columns, embedded content, and refused spellings."""
 
 from __future__ import annotations
 

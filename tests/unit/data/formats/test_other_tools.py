@@ -1,4 +1,4 @@
-"""Rows of other tools: what carries meaning is used with the meaning that it has there, or refused."""
+"""Rows of other tools: every meaningful field is either used with its original meaning or refused."""
 
 from __future__ import annotations
 

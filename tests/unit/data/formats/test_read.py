@@ -1,4 +1,4 @@
-"""One literal row of each format, what it becomes, and which contradictions are refused."""
+"""A literal row of each format, the sample that it becomes, and the contradictions that are refused."""
 
 from __future__ import annotations
 

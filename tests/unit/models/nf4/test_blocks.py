@@ -1,4 +1,4 @@
-"""NF4 blocks against the published table, values computed by hand, and a reference that searches the nearest entry."""
+"""NF4 blocks compared with the published table, hand-computed values, and a reference that searches for the nearest entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 bits: what they give, and what of them waits for the backward pass."""
+"""Linear layers with 4-bit weights: their outputs, and the tensors that they keep for the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of cosmos-rl become ours: batches, schedules, objectives, rewards, data, checkpoints."""
+"""The conversion of cosmos-rl configurations: batches, schedules, objectives, rewards, data and checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ reward_function = "gsm8k"
 
 
 def document(text: str, **changes: Any) -> dict[str, Any]:
-    """The file with further keys, `train__epoch=3`."""
+    """Parse the file and add keys, such as `train__epoch=3`."""
     loaded = tomllib.loads(text)
     for key, value in changes.items():
         here = loaded
@@ -67,7 +67,7 @@ def config(text: str, *accepted: str, **changes: Any) -> dict[str, Any]:
 
 
 def note(text: str, key: str, *accepted: str, **changes: Any) -> tuple[str, str]:
-    """Verdict and text of one key."""
+    """Return the verdict and the text for one key."""
     findings = convert(document(text, **changes), accepted).findings
     return next((finding.verdict, finding.text) for finding in findings if finding.key == key)
 

@@ -1,4 +1,4 @@
-"""Keys that cosmos-rl does not read: misspelt ones, and those in its examples and guides."""
+"""Keys that cosmos-rl does not read: misspelt keys, and dead keys in its examples and guides."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ rollout_batch_size = 32
 num_samples_per_prompt = 4
 kl_penalty = 0.01
 """
-"""Configuration in the guide on post-training Cosmos-Reason1."""
+"""The configuration in the guide on post-training Cosmos-Reason1."""
 
 
 def told(text: str) -> dict[str, str]:

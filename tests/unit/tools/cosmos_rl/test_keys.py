@@ -1,4 +1,4 @@
-"""The tables of keys: complete against cosmos-rl's own schema, and no mapped key is without effect."""
+"""The tables of keys, which must cover cosmos-rl's schema; every mapped key must have an effect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ dataset.name = "prompts.txt"
 def leaves(
     node: dict[str, Any], definitions: dict[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The dotted keys of a JSON schema that hold plain values, and what it says of them."""
+    """Yield the dotted keys of a JSON schema that have plain values, with their descriptions."""
     if "$ref" in node:
         yield from leaves(definitions[node["$ref"].rpartition("/")[2]], definitions, path)
         return
@@ -267,7 +267,7 @@ NOTHING_TO_SEE = {
 
 
 def another(key: str, known: Key) -> Any:
-    """A value that is not the default's, of the same kind."""
+    """Return a value of the same type as the default, but different from it."""
     if key in OTHER_VALUES:
         return OTHER_VALUES[key]
     default = known.default
@@ -363,7 +363,7 @@ ODD_VALUES: list[Any] = [
     ids=["sft", "dpo", "grpo", "world", "predict"],
 )
 def test_no_value_causes_a_traceback(keys: dict[str, Key], text: str) -> None:
-    """Check that a wrong value raises only ConfigError, from the import or from our own schema."""
+    """Check that a wrong value raises only ConfigError, from the import or from dsreason's schema."""
     for key in keys:
         taken_value, used = None, None
         for value in ODD_VALUES:

@@ -1,4 +1,4 @@
-"""Files of world models: DiffusionNFT in diffusers' format, and the older trainer of FlowGRPO and DDRL."""
+"""Imports of world-model files: DiffusionNFT in diffusers' format, and files of the older FlowGRPO and DDRL trainer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_mock_flow_grpo_import_matches_handwritten_recipe() -> None:
     assert different == {
         "data.workers": (8, 2),
         "train.max_steps": (2001, 10),
-        "world.prompts_per_step": (1, 8),  # 8 GPUs, a clip each
+        "world.prompts_per_step": (1, 8),  # 8 GPUs with a clip each
     }
 
 

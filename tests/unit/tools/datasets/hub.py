@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub: one data set repository, served on this machine."""
+"""A stand-in for the Hugging Face Hub that serves one data set repository on this machine."""
 
 import hashlib
 import json
@@ -13,24 +13,24 @@ COMMIT = "a" * 40
 
 @dataclass
 class Hub:
-    """Files by path; those above `large` bytes have a SHA-256, as files in Git LFS do."""
+    """A repository of files by path; files above `large` bytes have a SHA-256, like files in Git LFS."""
 
     repo: str
     files: dict[str, bytes]
     large: int = 1000
     gated: bool = False
     token: str | None = None
-    """The token that a request must carry to get a gated file."""
+    """Token that a request for a gated file must contain."""
     cut_at: int | None = None
-    """The number of content bytes after which the next answer that has more is cut off."""
+    """Number of content bytes after which the next longer response is cut off."""
     refuse: int | None = None
-    """The status that every request for a file's content gets from now on, once an answer was cut."""
+    """Status of all requests for file contents after a response has been cut off."""
     tells_sizes: bool = True
-    """A flag: answers with a part of a file state the size of the whole file."""
+    """Whether responses with a part of a file state the size of the whole file."""
     ranges: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and Range header of every request for a file's content."""
     plain: dict[str, bytes] = field(default_factory=dict)
-    """Files of another server: by their path in its address."""
+    """Files of another server, by the path in their URL."""
     tokens: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and Authorization header of the same requests."""
 

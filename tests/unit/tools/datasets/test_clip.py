@@ -1,4 +1,4 @@
-"""Clips cut from raw videos whose frame numbers can be read off their pixels."""
+"""Clips cut from raw videos whose frames show their number in their pixels."""
 
 import json
 import os
@@ -181,7 +181,7 @@ def test_missing_raw_video_raises_missing_raw(tmp_path: Path) -> None:
     ):
         choose_rule("agibot", tmp_path)("1-2-head-3-4")
     with pytest.raises(MissingRaw):
-        choose_rule("bridgev2", tmp_path)("a.1._.totalframe008.clipframe009")  # a bad range, too
+        choose_rule("bridgev2", tmp_path)("a.1._.totalframe008.clipframe009")  # also a bad range
 
 
 # ---------------------------------------------------------------- frames
@@ -289,7 +289,7 @@ def test_one_extra_frame_is_accepted(tmp_path: Path) -> None:
 
 
 def test_frame_without_time_is_reported(tmp_path: Path) -> None:
-    frame = av.VideoFrame.from_ndarray(number_frame(0), format="rgb24")  # a decoder may leave the time out
+    frame = av.VideoFrame.from_ndarray(number_frame(0), format="rgb24")  # decoders may omit the time
     with pytest.raises(DataError, match=r"a frame has no time"):
         encode(iter([frame]), IMAGE_FPS, tmp_path / "clip.mp4")
 

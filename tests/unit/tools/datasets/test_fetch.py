@@ -1,4 +1,4 @@
-"""Fetching from a stand-in for the Hub."""
+"""`dsreason data fetch` with a stand-in for the Hub."""
 
 import io
 import json
@@ -245,7 +245,7 @@ def test_insufficient_disk_is_reported_before_fetching(
 
 
 def test_second_fetch_into_a_folder_is_refused(hub: Hub, tmp_path: Path) -> None:
-    """Both would append to the same partial downloads."""
+    """Refuse the second fetch, because both would append to the same partial downloads."""
     missing = plan(tmp_path)
     with hold_folder(missing.folder), pytest.raises(ConfigError, match="benchmark: is in use by process"):
         fetch(missing)

@@ -1,4 +1,4 @@
-"""Reports of data inspection, and the rows that rendering rejects."""
+"""Reports of `dsreason data inspect`, and rows that cannot be rendered."""
 
 import json
 import os
@@ -143,7 +143,7 @@ def test_refused_media_and_differing_frames_are_reported(folder: Path, encoder: 
     write_video(folder / "film.mp4", range(0, 960, 40), rate=25)
     samples = open_rows(folder, row(0, video="film.mp4"), vision={**same, "video_start": 0.28, "nframes": 4})
     pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
-    # 0.28 s x 25 frames a second is 7.000000000000001 in binary, which qwen-vl-utils rounds up.
+    # 0.28 s x 25 frames per second is 7.000000000000001 in binary, which qwen-vl-utils rounds up.
     assert pixels is not None and pixels.examples[0].endswith("tokens (frame 7 in dsreason, 8 in qwen-vl-utils)")
     samples = open_rows(folder, row(0, video="a.mp4"), vision={**same, "nframes": 1})
     pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
@@ -344,8 +344,8 @@ def test_contact_sheet_shows_media_and_placeholders(folder: Path) -> None:
     samples = open_rows(folder, *rows)
     page = np.asarray(draw_sample_sheets([samples[i] for i in range(3)]))
     assert page.shape[1] == 1280
-    assert (page[40:100, 10:150] > 200).all()  # of the video: frame 0 is white,
-    assert (page[40:100, 168:196] < 60).all()  # frame 3 has its two left bars
+    assert (page[40:100, 10:150] > 200).all()  # the video's frame 0 is white
+    assert (page[40:100, 168:196] < 60).all()  # frame 3 has two black bars on the left
     assert (page[40:60, 650:760] < 50).all()  # the black picture beside it
     assert draw_sample_sheets([]).size == (1280, 1)
 

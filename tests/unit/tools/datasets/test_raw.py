@@ -1,4 +1,4 @@
-"""Raw videos from stand-ins for the Hub and for the servers of HoloAssist and BridgeData V2."""
+"""Downloads of raw videos, from stand-ins for the Hub and for the servers of HoloAssist and BridgeData V2."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_searched_tar_is_not_searched_again(hub: Hub, tmp_path: Path) -> None:
     fetch(tmp_path, "agibot", "327-151-head-1-2")
     hub.ranges.clear()
     assert len(fetch(tmp_path, "agibot", "327-151-head-1-2")) == 1
-    assert [requested for _, requested in hub.ranges] == ["bytes=0-0"]  # its size
+    assert [requested for _, requested in hub.ranges] == ["bytes=0-0"]  # a request for the size
     assert fetch(tmp_path, "agibot", "327-150-back-0-3") == []
     assert source_of(tmp_path, "agibot", "327-150-back-0-3").read_bytes() == b"b" * 999
 
@@ -193,7 +193,7 @@ def test_resumed_fetch_downloads_only_missing_bytes(hub: Hub, tmp_path: Path, mo
 
 @pytest.mark.parametrize("more", [0, 100])
 def test_replaced_tar_is_not_continued(hub: Hub, tmp_path: Path, more: int) -> None:
-    fetch(tmp_path, "holoassist", "R0_coarse_0_fine_4", "R9_coarse_0_fine_4")  # looks through all of it
+    fetch(tmp_path, "holoassist", "R0_coarse_0_fine_4", "R9_coarse_0_fine_4")  # searches the whole archive
     hub.cut_at, hub.refuse = 3000, 403
     with pytest.raises(DataError, match="403"):
         fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
@@ -249,7 +249,7 @@ def test_only_frames_of_shard_are_kept(hub: Hub, tmp_path: Path) -> None:
     assert [frame.name for frame in frames] == ["im_0.png", "im_1.png"]
     assert frames[1].read_bytes() == png("blue")
     assert not list((tmp_path / "raw").rglob("*tfrecord*"))
-    assert "bridge_dataset-train.tfrecord-00001-of-00002" not in requested(hub)  # found in the first one
+    assert "bridge_dataset-train.tfrecord-00001-of-00002" not in requested(hub)  # the episode is in the first shard
 
 
 def test_known_shards_avoid_needless_fetches(hub: Hub, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""TFRecord files as TensorFlow writes them, made here by Google's own protocol buffers."""
+"""TFRecord files in TensorFlow's format, written with Google's protobuf library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES, FLOAT, INT64, MESSAGE = 12, 2, 3, 11
 
 
 def example_class() -> Any:
-    """`tf.train.Example`, from the text of tensorflow/core/example/{example,feature}.proto."""
+    """Build the class `tf.train.Example` as defined in tensorflow/core/example/{example,feature}.proto."""
     file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tf", syntax="proto3")
 
     def message(name: str, *fields: tuple[str, int, int, int, str]) -> Any:
@@ -45,7 +45,7 @@ Example = example_class()
 
 
 def record(**given: list[bytes] | list[int] | list[float]) -> bytes:
-    """`a__b` stands for the feature `a/b`."""
+    """Serialize an example; the argument `a__b` stands for the feature `a/b`."""
     example = Example()
     for name, values in given.items():
         feature = example.features.feature[name.replace("__", "/")]

@@ -1,4 +1,4 @@
-"""`dsreason doctor`: what it says of machines with injected faults. The real runs are in tests/integration."""
+"""Findings of `dsreason doctor` on machines with injected faults. Real runs are in tests/integration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def only(found: Iterable[DoctorFinding]) -> DoctorFinding:
 
 
 def program(folder: Path, name: str, script: str) -> None:
-    """A program of this name on PATH."""
+    """Create a program with this name and script in a folder."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
@@ -39,7 +39,7 @@ def program(folder: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which programs are looked for first."""
+    """The first folder on PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     (tmp_path / "bin").mkdir()
     return tmp_path / "bin"
@@ -201,7 +201,7 @@ def test_gpus_unusable_by_torch_fail(path: Path, monkeypatch: pytest.MonkeyPatch
     assert (result.verdict, "too old" in result.what) == ("fail", True)
     monkeypatch.setattr(gpu, "find_cuda_fault", lambda: None)
     driver(path, CARD.format(used=10, mig="Disabled", errors="0"))
-    assert only(gpus.check_gpus()).verdict == "fail"  # a card, and a torch that sees none
+    assert only(gpus.check_gpus()).verdict == "fail"  # a GPU exists, but torch cannot see it
 
 
 # ---------------------------------------------------------------- environment

@@ -1,4 +1,4 @@
-"""No test asks the Hub: shapes of published models come from the built-in table."""
+"""Fixtures that keep tests from querying the Hub: shapes of published models come from the built-in table."""
 
 from __future__ import annotations
 

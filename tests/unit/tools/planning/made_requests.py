@@ -1,4 +1,4 @@
-"""Requests of the tests, of published models whose shape is in the built-in table."""
+"""Plan requests for tests, for published models whose shape is in the built-in table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of whole runs: what fits, why not, and that what is suggested is true."""
+"""Plans of complete runs: whether they fit, the reasons if not, and suggestions, which must work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's share of a GPU, by hand."""
+"""vLLM's share of a GPU, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_sleep_level_1_keeps_weights_on_host() -> None:
 
 
 def test_training_state_stays_on_gpu_if_possible() -> None:
-    """Training takes 8.29e9 x 18 / 8 bytes and a bucket, or 20 GiB, and vLLM 39 of the 78.8 GiB."""
+    """Check that both fit: training takes 8.29e9 x 18 / 8 bytes and a bucket (20 GiB), and vLLM 39 of the 78.8 GiB."""
     plan = plan_run(grpo(gpus=8))
     awake = next(phase for phase in plan.phases if phase.name == "rollout: vLLM awake")
     sizes = {item.name: item.nbytes for item in awake.items}

@@ -8,7 +8,7 @@ from dsreason.tools.planning.states import compute_gathered, compute_states, rou
 from tests.unit.tools.planning.made_requests import sft
 
 NUMEL = 8_292_166_656
-"""Parameters of the 7B model, all trained; small parameters and padding are less than a part in 10,000."""
+"""Number of trained parameters of the 7B model; small parameters and padding are less than 1 in 10,000."""
 
 
 def about(number: float) -> object:
@@ -62,4 +62,4 @@ def test_pinned_blocks_are_powers_of_two(size: int, pinned: int) -> None:
 def test_single_rank_gathers_only_offloaded_weights() -> None:
     assert compute_gathered(sft(gpus=1)) == (0, 0)
     at_work, _ = compute_gathered(sft(gpus=1, ds_config="zero3_offload.json"))
-    assert at_work == 2 * 152064 * 3584  # the output layer, more than the 500 million values that would be kept
+    assert at_work == 2 * 152064 * 3584  # the output layer, which exceeds the 500 million values that stay gathered

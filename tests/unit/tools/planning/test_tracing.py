@@ -1,4 +1,4 @@
-"""Memory of pieces of a model on the meta device, against counts by hand."""
+"""Memory of parts of a model, traced on the meta device and compared with hand-computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preferences as the model reads them, what is refused of them, and how they are cut."""
+"""Preference pairs: their tokens, refused pairs, and the division into micro-batches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def check_same(encoder: PairEncoder, sample: Sample, pair: Pair) -> None:
-    """Check that the prompt and each answer match a separate conversation, as far as anything of it is trained."""
+    """Check that prompt and answers match separately encoded conversations, up to the last trained token."""
     for answer, messages in ((pair.chosen, sample.messages), (pair.rejected, sample.rejected or [])):
         full = encoder.encode(replace(sample, messages=messages))
         assert answer.parent is pair.chosen.parent
@@ -84,7 +84,7 @@ def test_conversation_may_continue_after_differing_answer(encoder: PairEncoder) 
     sample = preference(LEFT, says("user", "Sure?"), says("assistant", "yes"), rejected=[RIGHT])
     pair = encoder.encode_pair(sample)
     check_same(encoder, sample, pair)
-    assert pair.lengths[0] < len(pair.chosen)  # the user's words between are not trained
+    assert pair.lengths[0] < len(pair.chosen)  # the user's turn in between is not trained
 
 
 def test_earlier_answers_belong_to_the_prompt(encoder: PairEncoder) -> None:
@@ -191,7 +191,7 @@ def make_pair(name: str, prompt: int, chosen: int, rejected: int) -> Pair:
 PAIRS = [make_pair("a", 10, 2, 3), make_pair("b", 20, 5, 5), make_pair("c", 4, 1, 2), make_pair("d", 6, 6, 1)]
 """Pairs of 15, 30, 7 and 13 tokens with a shared prompt.
 
-Padded, they have 26, 50, 12 and 24 tokens; with each answer behind a separate prompt, 25, 50, 11 and 19.
+Padded, they have 26, 50, 12 and 24 tokens; with a separate prompt for each answer, 25, 50, 11 and 19.
 """
 
 

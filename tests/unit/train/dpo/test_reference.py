@@ -1,4 +1,4 @@
-"""The files of reference log-probabilities: read, continued, and refused."""
+"""Files of reference log-probabilities, which are read, continued or refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def facts(row: int = 3, name: str = "7", fingerprint: str = "ab") -> PairFacts:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run with both rows measured."""
+    """The folder of a run that has measured both rows."""
     append(open_stored(tmp_path, None, "model-1").file, ROWS)
     return tmp_path
 

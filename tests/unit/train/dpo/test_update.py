@@ -1,4 +1,4 @@
-"""Metrics of a step's pairs, BCO's running baseline, and the warning sign."""
+"""Metrics of a step's pairs, BCO's running baseline, and the warning about falling probabilities."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ def test_nonfinite_reward_does_not_change_baseline() -> None:
         (lambda i: -0.1 * i, lambda i: 0.5 + i / 100, True),
         (lambda i: 0.1 * i, lambda i: 0.5 + i / 100, False),  # the chosen answers rise
         (lambda i: 5 - 0.1 * i, lambda i: 0.5 + i / 100, False),  # still more probable than under the reference
-        (lambda i: -0.1 * i, lambda i: 0.9 - i / 100, False),  # the accuracy falls, too: it shows by itself
+        (
+            lambda i: -0.1 * i,
+            lambda i: 0.9 - i / 100,
+            False,
+        ),  # the accuracy also falls, which is visible without a warning
         (lambda i: -0.1 * i if i else math.nan, lambda i: 0.5 + i / 100, True),
     ],
 )

@@ -30,7 +30,7 @@ SIZE = ClipSize(5, 32, 32, 8.0)
 
 
 def video(path: Path, frames: int = 24, fps: int = 8, height: int = 32, width: int = 64) -> Path:
-    """Frame number i is grey at 10·i; its left and right quarters are black."""
+    """Write a video whose frame i is grey (10·i), with black left and right quarters."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps, options={"crf": "4", "preset": "ultrafast"})

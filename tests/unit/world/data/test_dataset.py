@@ -1,4 +1,4 @@
-"""Rows of prompts and of generated clips."""
+"""Rows of prompt files and of generated clips."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_built_in_clip_matches_its_caption() -> None:
         assert row.prompt == f"a {row.meta['colour']} square moves {row.meta['move']}"
         channel = ["red", "green", "blue"].index(row.meta["colour"])
         mask = (clip.float().argmax(0) == channel) & (clip.float().amax(0) - clip.float().amin(0) > 30)
-        assert 80 <= mask[0].sum() <= 130  # 10 by 10 pixels, and its edges
+        assert 80 <= mask[0].sum() <= 130  # 10 by 10 pixels and the edges
         place = torch.stack([frame.nonzero().float().mean(0) for frame in mask])
         way = (place[-1] - place[0]).flip(0).tolist()
         assert way == pytest.approx([12.0 * step for step in MOVES[row.meta["move"]]], abs=0.6)
@@ -140,7 +140,7 @@ def test_missing_data_error_names_the_key(format: str, path: str) -> None:
 
 
 INSIDE = "\u0085", "\u2028", "\u2029", "\x0b", "\x0c", "\x1c"
-"""Characters that end a line for `splitlines`, but not in a text file or in JSON."""
+"""Characters that end a line for `splitlines`, but not in text files or JSON."""
 
 
 @pytest.mark.parametrize("character", INSIDE)

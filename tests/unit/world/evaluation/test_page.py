@@ -1,4 +1,4 @@
-"""Pages of world models: what they show, that they are whole, and that no text of a user becomes HTML."""
+"""Pages of world models: their contents, atomic writing, and the escaping of users' text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tags(html: str) -> list[str]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder after validations at the steps 0, 5 and 10, of two prompts, of which one has videos."""
+    """A run's folder after validations of two prompts at the steps 0, 5 and 10; only one prompt has videos."""
     for step in (0, 5, 10):
         rows = [
             {

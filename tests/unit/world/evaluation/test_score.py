@@ -78,7 +78,7 @@ def test_results_are_read_in_numeric_order(tmp_path: Path) -> None:
     open_results(tmp_path, settings, overwrite=False)
     for number in (10, 2):
         write_clip(tmp_path, clip(number, 0.5))
-    (tmp_path / "clips" / "notes.json").write_text("{}")  # somebody else's
+    (tmp_path / "clips" / "notes.json").write_text("{}")  # a file that is not dsreason's
     open_results(tmp_path, settings, overwrite=False)
     assert read_clips(tmp_path) == [clip(2, 0.5), clip(10, 0.5)]
 

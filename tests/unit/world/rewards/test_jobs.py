@@ -1,4 +1,4 @@
-"""Functions of a file that are served."""
+"""Reward functions of a file, and the queue of the server that offers them."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_old_responses_are_dropped_at_size_limit(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         job = queue.take()
         for _ in range(5):
-            queue.keep(job, "x", (200, {"scores": "s" * 1000}))  # only the last one counts
+            queue.keep(job, "x", (200, {"scores": "s" * 1000}))  # the last response replaces the others
         queue.keep(job, "x", (500, {}), replace=False)
         assert job.answers["x"][0] == 200
         queue.finish(job)
     assert [queue.find(name) is not None for name in names] == [False, True, True, True]
     queue.keep(job, "y", (200, {"scores": "s" * 5000}))
-    assert [queue.find(name) is not None for name in names] == [False, False, True, True]  # it alone is too long
+    assert [queue.find(name) is not None for name in names] == [False, False, True, True]  # too long on its own

@@ -1,4 +1,4 @@
-"""Built-in rewards on clips whose values can be worked out by hand."""
+"""Built-in rewards on clips whose scores can be computed by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = [WorldRow("0", "a red square"), WorldRow("1", "A Blue square, not red")]
 
 
 def plain(*rgb: float, frames: int = 3, side: int = 4) -> Tensor:
-    """One clip `[1, 3, T, S, S]` of one colour."""
+    """Return a clip `[1, 3, T, S, S]` of one colour."""
     return torch.tensor(rgb).view(1, 3, 1, 1, 1).expand(1, 3, frames, side, side).clone()
 
 

@@ -1,4 +1,4 @@
-"""Functions of clips: the inputs they get, the results they may return, and the reports of their failures."""
+"""Reward functions for clips: their inputs, their valid results, and the reports of their failures."""
 
 from __future__ import annotations
 

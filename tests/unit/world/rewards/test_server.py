@@ -1,4 +1,4 @@
-"""Our reward server, on bytes written by hand and on our client's, over a real socket."""
+"""The reward server over a real socket, with hand-written requests and with requests of dsreason's client."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ FUNCTIONS = {
 
 
 class Halver:
-    """Stands in for a VAE: a latent of 4 channels becomes 3, at half its value plus a half."""
+    """A stand-in for a VAE that keeps 3 of a latent's 4 channels and maps x to x / 2 + 1 / 2."""
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         assert latents.dtype == torch.float32
@@ -228,7 +228,9 @@ def test_pending_scores_are_answered_with_400(server: RewardHTTPServer) -> None:
         400,
         {"message": f"Not found scores for {first['uuid']}"},
     )
-    assert post(server, "pull", {"uuid": second["uuid"], "type": "level"})[0] == 400  # one after the other
+    assert (
+        post(server, "pull", {"uuid": second["uuid"], "type": "level"})[0] == 400
+    )  # the functions run one after another
     GATE.set()
     assert scored(server, first["uuid"], "slow")[1]["scores"] == {"slow": [1, 1]}
     assert scored(server, second["uuid"], "level")[0] == 200
@@ -245,7 +247,7 @@ def test_full_queue_and_large_body_are_rejected(server: RewardHTTPServer) -> Non
     )
     GATE.set()
     assert [scored(server, ticket["uuid"], "slow")[0] for _, ticket in tickets[:2]] == [200, 200]
-    assert post(server, "enqueue", sent)[0] == 200  # there is room again
+    assert post(server, "enqueue", sent)[0] == 200  # there is room in the queue again
 
 
 PICKLED = io.BytesIO()
@@ -305,7 +307,7 @@ def test_unusable_body_is_rejected_with_reason(server: RewardHTTPServer, sent: b
     status, answer = post(server, "enqueue", sent)
     assert status == 400
     assert re.search(said, answer["message"])
-    assert post(server, "enqueue", body(VIDEO, media_type="video"))[0] == 200  # and its room is given back
+    assert post(server, "enqueue", body(VIDEO, media_type="video"))[0] == 200  # its room is free again
 
 
 @pytest.mark.parametrize("server", [{"token": TOKEN}], indirect=True)
@@ -350,7 +352,7 @@ def test_malformed_http_is_rejected(server: RewardHTTPServer, line: str) -> None
 
 
 def send_raw(server: RewardHTTPServer, line: str) -> tuple[str, str]:
-    """Return the head and the body of the answer to a request of this line and no headers but the necessary ones."""
+    """Send a request with this request line and only the necessary headers; return the response's head and body."""
     with socket.create_connection(server.address, 20) as connection:
         connection.sendall(f"{line}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))

@@ -1,4 +1,4 @@
-"""The client of the reward service, on bytes written by hand, over a real socket."""
+"""The client of the reward service over a real socket, with hand-written responses."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ VIDEO_BODY = (
     + b"\n"
     + bytes(range(48))
 )
-"""A request as cosmos-rl's client writes it: JSON in a line, and what numpy saves."""
+"""A request of cosmos-rl's client: a line of JSON, followed by numpy's file format."""
 
 Answers = Callable[[str, dict[str, str], bytes], tuple[int, Any] | tuple[int, Any, dict[str, str]]]
 
 
 class Service:
-    """Records requests and answers with what `answer(path, headers, body)` gives."""
+    """A service that records requests and responds with `answer(path, headers, body)`."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], bytes]] = []
@@ -66,7 +66,7 @@ class Service:
         self.url = f"http://127.0.0.1:{self.http.server_port}/api/reward/"
 
     def scores(self, not_yet: int = 0, **scores: dict[str, list[float]]) -> None:
-        """Answer as the service does: `not_yet` times status 400 for each function, then the scores."""
+        """Respond like the service: status 400 `not_yet` times for each function, then its scores."""
         fromkeys = dict.fromkeys(scores, not_yet)
 
         def answer(path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:

@@ -1,4 +1,4 @@
-"""Evaluations of a world model: what they load, and which settings distinguish two of them."""
+"""Evaluations of a world model: the weights they load, and the settings that distinguish two evaluations."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_edited_reward_code_changes_settings(tmp_path: Path, monkeypatch: pytest
     config = WorldConfig(reward=WorldRewardConfig(functions={name: 1.0, "red": 1.0}))
     result = []
     for text in ("one", "another"):
-        file.write_text(text)  # it is not imported: this is no Python
+        file.write_text(text)  # the file is not imported, because it is not Python code
         result.append(collect_settings(config, "w"))
     assert [*find_differences(*result)] == [f"reward.code.{name}"]
 

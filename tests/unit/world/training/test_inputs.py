@@ -1,4 +1,4 @@
-"""Inputs made for clips: the form in which prompts are kept, and the clips that are read."""
+"""Inputs for the transformer: the format of cached prompts, and the clips that are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UPSTREAM = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
         (32, [], False, True),
         (32, UPSTREAM, False, True),
         (32, [*UPSTREAM, "crossattn_proj.0"], False, False),
-        (32, ["to_q", "0"], False, False),  # the end of a name does, and this is one of the layer's
+        (32, ["to_q", "0"], False, False),  # the suffix of a name suffices, and this one belongs to the layer
         (0, [], False, False),
         (0, [], True, True),
     ],
@@ -39,7 +39,7 @@ def test_projected_text_is_kept_unless_layer_trains(
 
 
 class Source:
-    """A source of clips, embeddings and latents that counts what is requested of it."""
+    """A source of clips, embeddings and latents that counts the requests."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()

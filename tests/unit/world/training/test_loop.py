@@ -1,4 +1,4 @@
-"""Display of a training step."""
+"""The display of a training step."""
 
 from __future__ import annotations
 

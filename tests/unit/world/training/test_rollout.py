@@ -1,4 +1,4 @@
-"""Plans of steps, rewards and advantages at their places, and the noise levels that training sees."""
+"""Plans of sampling steps, the assignment of rewards and advantages to clips, and the noise levels used in training."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_noise_levels_of_real_clips_are_shifted() -> None:
 def test_ratio_check_applies_only_to_first_update() -> None:
     check = RatioCheck()
     check.check(5e-5, 1)
-    check.check(0.5, 2)  # later ones are not on policy
+    check.check(0.5, 2)  # later updates are not on-policy
     with pytest.raises(DsReasonError, match="step 1: .* differs from 1 by 0.01"):
         RatioCheck().check(0.01, 1)
 
@@ -245,7 +245,7 @@ def test_look_statistics_detect_dark_and_similar_clips() -> None:
         (1.1e-5, 1e-8, 1.0, 11.0, False),
         (9e-6, 1e-8, 1.0, 9.0, True),
         (9e-6, 1e-12, 1.0, 9e4, False),
-        (5.0, 1e-8, 1e-6, 1.0, True),  # as it is after clipping
+        (5.0, 1e-8, 1e-6, 1.0, True),  # the value after clipping
         (5.0, 1e-8, 0.0, 5e6, False),
         (0.0, 1e-8, 1.0, 0.0, False),  # all rewards were equal
     ],

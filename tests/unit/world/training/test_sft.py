@@ -1,4 +1,4 @@
-"""Steps on real clips, some of which cannot be used: what one rank finds, every rank hears of."""
+"""SFT steps on real clips, some of which are unusable; every rank learns of the bad clips of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def failing(*given: Any) -> Any:
 
 
 def make_maker(**functions: Callable[..., Any]) -> Any:
-    """The clip maker of the second of two ranks; of one row it is the one that has it."""
+    """Build the clip maker of the second of two ranks, which owns the row if there is only one."""
     config = {"world": {"algorithm": "sft"}, "data": {"on_bad_row": "skip"}, "train": {"global_batch_size": 1}}
     encode = functions.get("encode", lambda clip: torch.zeros(1, 4, 2, 2, 2))
     return SimpleNamespace(
@@ -40,14 +40,14 @@ def make_maker(**functions: Callable[..., Any]) -> Any:
 
 
 def next_batches(maker: Any, clips: Iterator[Any], num_rows: int = 1) -> Any:
-    """The batches of step 7."""
+    """Return the batches of step 7."""
     dataset: Any = None
     return sft.read_next_batches(maker, dataset, range(num_rows), clips, 7)
 
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> list[DsReasonError]:
-    """The errors that other ranks heard of."""
+    """A list of the errors that are sent to other ranks."""
     errors: list[DsReasonError] = []
 
     @contextmanager

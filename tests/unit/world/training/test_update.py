@@ -1,4 +1,4 @@
-"""The loss and the gradient of a whole optimizer step, against the papers' formulas clip by clip in plain float64."""
+"""Loss and gradient of a complete optimizer step, compared with the papers' formulas for each clip in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEVELS = [3 * u / (1 + 2 * u) for u in (1.0, 0.75, 0.5, 0.25, 0.0)]
 
 
 class Engine(nn.Module):
-    """A small network that depends on all that Cosmos' transformer is given, as an engine on one rank."""
+    """An engine for one rank with a small network that depends on all inputs of Cosmos' transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Engine(nn.Module):
 
 
 class Source:
-    """Embeddings, latents and rewards, which follow from a row's number or from the latents."""
+    """Embeddings, latents and rewards that are computed from a row's number or from the latents."""
 
     def read(self, prompts: list[str]) -> Tensor:
         return torch.stack([text_of(prompt) for prompt in prompts])
@@ -133,7 +133,7 @@ def sample_rollout(maker: ClipMaker) -> list[list[SampledClips]]:
 
 
 class Clip:
-    """One clip by the formulas: nothing here is the project's but its random numbers."""
+    """One clip computed with the formulas; only the random numbers come from dsreason."""
 
     def __init__(self, net: Engine, prompt: int, clip: int) -> None:
         self.net, self.place = net, {"prompt": prompt, "clip": clip}
@@ -163,7 +163,7 @@ class Clip:
         return values[:, :, self.given :].mean()
 
     def sample(self, noisy: list[int]) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
-        """The latents, and what the noisy steps led from and to."""
+        """Return the final latents, and the latents before and after each noisy step."""
         x, remaining = self.noise, {}
         for i, (s, s_next) in enumerate(zip(LEVELS, LEVELS[1:], strict=False)):
             v = self.velocity(x, s, self.noise)
@@ -238,7 +238,7 @@ def nft_loss(net: Engine) -> Tensor:
 
 
 def check_step(engine: Engine, metrics: dict[str, float], expected: Tensor) -> None:
-    """float32 latents and log-probabilities leave 1e-5 of rounding."""
+    """Compare with a tolerance of 1e-5 for the rounding of float32 latents and log-probabilities."""
     gradient = {name: parameter.grad.clone() for name, parameter in engine.named_parameters()}
     assert engine.ends[-1] is True
     assert not any(engine.ends[:-1])
