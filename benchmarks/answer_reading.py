@@ -61,7 +61,7 @@ def load_rows(file: Path = RESPONSES) -> list[Row]:
 
 
 def read_ours(rows: Sequence[Row]) -> str:
-    """Return the readings of dsreason's reader, one character per row."""
+    """Return what dsreason's reader reads, one character per row."""
     return "".join(parse(row.response, "letter", options=row.options).answer or UNREAD for row in rows)
 
 
@@ -72,7 +72,7 @@ def load_others(file: Path = OTHERS) -> dict[str, str]:
 
 
 def count_outcomes(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
-    """Count outcomes: if a person reads B, `B` is read, `-` unread, and `A` misread; if a person reads none, `B` is misread."""
+    """Count outcomes: if a person reads B, `B` is read, `-` unread, `A` misread; if a person reads nothing, `B` is misread."""
     outcomes: Counter[str] = Counter()
     for row, reading in zip(rows, readings, strict=True):
         if part is not None and row.part != part:

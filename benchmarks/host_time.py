@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_report.materials import build_run_settings, write_rows  # noqa: E402 (the root is on the path only now)
-from benchmarks.gpu_report.parts import Setting  # noqa: E402
+from benchmarks.gpu_report.parts import BenchmarkSetup  # noqa: E402
 
 WARMUP = 4
 MAX_RATIO = {"sft": 1.15, "grpo": 1.3, "dpo": 1.3, "world": 1.3}
@@ -46,7 +46,7 @@ Step = Callable[[], int]
 
 def prepare_rows(arguments: argparse.Namespace) -> None:
     """Write rows with short answers, each with a rejected answer as well."""
-    path = write_rows(Setting(arguments.scratch, cards=0, tiny=True), 48)
+    path = write_rows(BenchmarkSetup(arguments.scratch, cards=0, tiny=True), 48)
     rows = [json.loads(line) | {"rejected": "I see nothing."} for line in path.read_text().splitlines()]
     kept_rows = [row for row in rows if "image" in row or not arguments.one_kind]
     path.write_text("".join(json.dumps(row) + "\n" for row in kept_rows))
@@ -73,7 +73,7 @@ def build_model(family: str, folder: Path) -> Path:
 
 
 def build_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    rows = write_rows(Setting(arguments.scratch, cards=0, tiny=True), 48)
+    rows = write_rows(BenchmarkSetup(arguments.scratch, cards=0, tiny=True), 48)
     settings = build_run_settings(arguments.scratch / "model", rows)
     settings["data"]["workers"] = 0
     settings["train"] |= {"global_batch_size": 4, "max_tokens_per_micro_batch": 4096}

@@ -53,7 +53,7 @@ def run_sft_side(task: dict[str, Any]) -> None:
     sft_vs_trl.run_dsreason_side(task | {"packing": task["side"] == "packed"})
 
 
-def prompts(arguments: argparse.Namespace, folder: Path) -> None:
+def measure_prompt_sharing(arguments: argparse.Namespace, folder: Path) -> None:
     model = grpo_vs_trl.build_endless(arguments, folder / "endless")
     num_rows = arguments.steps
     data = write_rows(folder, [PROMPT - grpo_vs_trl.AROUND] * num_rows, [1] * num_rows)
@@ -68,7 +68,7 @@ def prompts(arguments: argparse.Namespace, folder: Path) -> None:
     compare("GRPO updates/s", ("each its own", "shared"), task, compute_mean_update, folder, arguments, goal=3.0)
 
 
-def rows(arguments: argparse.Namespace, folder: Path) -> None:
+def measure_row_packing(arguments: argparse.Namespace, folder: Path) -> None:
     model = build_model(arguments, folder / "model")
     lengths = make_log_uniform_lengths(arguments.rows, sft_vs_trl.SHORTEST, sft_vs_trl.LONGEST)
     answers = [max(1, length // 10) for length in lengths]
@@ -86,7 +86,7 @@ def rows(arguments: argparse.Namespace, folder: Path) -> None:
     )
 
 
-def memory(arguments: argparse.Namespace, folder: Path) -> None:
+def measure_rank_memory(arguments: argparse.Namespace, folder: Path) -> None:
     from dsreason.job import launch
 
     launch.prepare_environment()
@@ -224,7 +224,7 @@ SIDES: dict[str, Callable[[dict[str, Any]], None]] = {
     "packed": run_sft_side,
     "memory": run_memory_side,
 }
-PARTS = {"prompts": prompts, "rows": rows, "memory": memory}
+PARTS = {"prompts": measure_prompt_sharing, "rows": measure_row_packing, "memory": measure_rank_memory}
 
 
 def parse() -> argparse.Namespace:

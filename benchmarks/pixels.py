@@ -184,7 +184,7 @@ class Comparison(NamedTuple):
 
 
 def compare(encoder: Any, utils: Any, clip: ClipFile, settings: dict[str, float], patch_size: int) -> Comparison:
-    """Compare dsreason's frames and sizes with those of qwen-vl-utils; if qwen-vl-utils rejects the clip, retry it with
+    """Compare dsreason's frames and sizes with those of qwen-vl-utils. If qwen-vl-utils rejects the clip, call it again with
     `min_pixels` = 1."""
     planned, reference = show_with_dsreason(encoder, clip, settings), show_with_qwen(utils, clip, settings, patch_size)
     if refused := isinstance(reference, str):

@@ -51,7 +51,7 @@ def start(tree: Path, arguments: list[str], folder: Path) -> subprocess.Popen[by
 
 
 def time_command(tree: Path, arguments: list[str], folder: Path) -> float:
-    """Return the CPU seconds of a command that ends by itself."""
+    """Run a command that exits on its own, and return the CPU seconds that it used."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start(tree, arguments, folder).wait(TIME_LIMIT_S)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -10,7 +10,7 @@ The CPU time of all threads is the better measure if other work on the machine d
 file headers is cleared before every round. First, videos of `--seconds` are made: a moving texture in H.264, 1280x720 at 30
 frames per second.
 
-The column `frames` shows whether frames and size equal those of dsreason. Pixels are normalised: one step of an 8-bit pixel is
+The column `frames` shows whether the frames and their size equal dsreason's. Pixels are normalised: one step of an 8-bit pixel is
 0.0145 to 0.0153, depending on the standard deviation of the colour channel.
 """
 
@@ -185,7 +185,7 @@ def build_conversation(file: Path, fps: float, max_pixels: int | None) -> list[d
 
 
 class Found(NamedTuple):
-    """The medians of one side, and how its result differs from that of dsreason."""
+    """The medians of one side, and how its result differs from dsreason's."""
 
     seconds: float
     cpu_seconds: float

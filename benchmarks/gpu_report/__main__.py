@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from benchmarks.gpu_report.parts import BY_NAME, CHECKS_SHARE, PARTS, SHORT, Part, Setting
+from benchmarks.gpu_report.parts import BY_NAME, CHECKS_SHARE, PARTS, SHORT, BenchmarkSetup, Part
 from benchmarks.gpu_report.report import GOOD, MARKDOWN_FILE, build_record, read_records, write_report
 from benchmarks.gpu_report.runner import Ended, get_limit, run_part
 from dsreason.job import launch
@@ -73,7 +73,7 @@ def catch_stop_signals() -> threading.Event:
 @app.command()
 def main(
     parts: Annotated[str, typer.Option(help="Parts to run, separated by spaces; default: all.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder for the report; results of earlier calls are kept.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the report; results of earlier invocations are kept.")] = Path(
         "outputs/gpu-report"
     ),
     scratch: Annotated[
@@ -103,10 +103,10 @@ def main(
     logs.mkdir(parents=True, exist_ok=True)
     records = read_records(out)
     with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=scratch) as folder, console.status("") as status:
-        setting = Setting(Path(folder), cards, tiny or not cards)
-        runner = Runner(setting, logs, stopped, status)
+        setup = BenchmarkSetup(Path(folder), cards, tiny or not cards)
+        runner = Runner(setup, logs, stopped, status)
         for part, result in runner.run_within(selected, seconds) if seconds else runner.run_all(selected):
-            records[part.name] = build_record(part, result, setting)
+            records[part.name] = build_record(part, result, setup)
             write_report(out, records)
             print_verdict(part, records[part.name])
     if stopped.is_set():
@@ -120,7 +120,7 @@ def main(
 class Runner:
     """A runner of parts. Once `stopped` is set, running parts end with their measurements so far, and no further part starts."""
 
-    setting: Setting
+    setup: BenchmarkSetup
     logs: Path
     stopped: threading.Event
     status: Status
@@ -130,15 +130,15 @@ class Runner:
         for number, part in enumerate(parts):
             if self.stopped.is_set():
                 return
-            later = sum(get_limit(other, self.setting) for other in parts[number + 1 :])
-            yield part, self.run(part, get_limit(part, self.setting), later)
+            later = sum(get_limit(other, self.setup) for other in parts[number + 1 :])
+            yield part, self.run(part, get_limit(part, self.setup), later)
 
     def run_within(self, parts: list[Part], seconds: float) -> Iterator[tuple[Part, Ended]]:
         """Run the checks in parallel, then the timed parts one by one, until `seconds` have passed."""
         deadline = time.monotonic() + seconds
         checks = [part for part in parts if part.beside]
         with ThreadPoolExecutor(max(1, len(checks))) as pool:
-            limits = {part: min(get_limit(part, self.setting), CHECKS_SHARE * seconds) for part in checks}
+            limits = {part: min(get_limit(part, self.setup), CHECKS_SHARE * seconds) for part in checks}
             futures = {pool.submit(self.run, part, limit): part for part, limit in limits.items()}
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -151,11 +151,11 @@ class Runner:
             if remaining < SHORTEST:
                 yield part, Ended("skipped", 0.0, {}, f"the {seconds:g} s are used up")
             else:
-                yield part, self.run(part, min(get_limit(part, self.setting), remaining))
+                yield part, self.run(part, min(get_limit(part, self.setup), remaining))
 
     def run(self, part: Part, limit: float, later: float = 0.0) -> Ended:
-        """Run a part; show the time so far, and the maximum time that it and the `later` parts still need, on the screen."""
-        cards = self.setting.cards
+        """Run a part, and display the elapsed time and the maximum time that it and the `later` parts still need."""
+        cards = self.setup.cards
         if cards and cards < part.cards:
             return Ended("skipped", 0.0, {}, f"needs {part.cards} GPUs, but only {cards} are visible")
 
@@ -164,7 +164,7 @@ class Runner:
             self.status.update(f"{part.name}: {seconds:.0f} of {limit:.0f} s; at most {minutes:.0f} minutes more")
             return not self.stopped.is_set()
 
-        return run_part(part, self.setting, self.logs, show_progress, limit)
+        return run_part(part, self.setup, self.logs, show_progress, limit)
 
 
 def print_verdict(part: Part, record: dict[str, object]) -> None:

@@ -26,7 +26,7 @@ class CommandRun:
     """A run that has ended."""
 
     seconds: float
-    """Seconds from the start, or from the signal if one was sent, to the end."""
+    """Seconds from the start, or from the signal if one was sent, until the process ended."""
     output: str
     """Everything that the run printed to the terminal."""
     metrics: list[dict[str, Any]]

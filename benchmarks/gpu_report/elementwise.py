@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, Value
 from benchmarks.gpu_report.timing import Function, measure_seconds, run_forward_backward
 
 if TYPE_CHECKING:
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 EPSILON = 1e-6
 
 
-def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
+def fused(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Time the forward and backward pass of a row, and compare results and gradients with those of transformers in float32."""
-    has_liger = bool(setting.cards) and importlib.util.find_spec("liger_kernel") is not None
+    has_liger = bool(setup.cards) and importlib.util.find_spec("liger_kernel") is not None
     yield "Liger-Kernel takes part", has_liger
     for operation, inputs, functions in (
-        ("RMSNorm", build_norm_inputs(setting), build_norms(has_liger)),
-        ("SwiGLU", build_swiglu_inputs(setting), build_swiglus(has_liger)),
-        ("rotary positions", build_rotary_inputs(setting), build_rotaries(has_liger)),
+        ("RMSNorm", build_norm_inputs(setup), build_norms(has_liger)),
+        ("SwiGLU", build_swiglu_inputs(setup), build_swiglus(has_liger)),
+        ("rotary positions", build_rotary_inputs(setup), build_rotaries(has_liger)),
     ):
-        yield from compare(operation, inputs, functions, setting)
+        yield from compare(operation, inputs, functions, setup)
 
 
 def compare(
-    operation: str, inputs: Sequence[Tensor], functions: dict[str, Function], setting: Setting
+    operation: str, inputs: Sequence[Tensor], functions: dict[str, Function], setup: BenchmarkSetup
 ) -> Iterator[tuple[str, Value]]:
     """Measure each function against transformers' function in float32; on a GPU, also measure torch.compile."""
     import torch
 
     plain = functions["transformers"]
     exact = run_forward_backward(plain, [tensor.float() for tensor in inputs])
-    if setting.cards:
+    if setup.cards:
         functions |= {"torch.compile": torch.compile(plain, dynamic=True)}
     for library, function in functions.items():
         own_inputs = [tensor.clone() for tensor in inputs]  # some of Liger's kernels overwrite their inputs
@@ -47,18 +47,18 @@ def compare(
         yield f"{operation}, {library}: forward and backward, ms", 1e3 * seconds
 
 
-def build_random_tensors(setting: Setting, *shapes: tuple[int, ...]) -> list[Tensor]:
+def build_random_tensors(setup: BenchmarkSetup, *shapes: tuple[int, ...]) -> list[Tensor]:
     import torch
 
-    return [torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for shape in shapes]
+    return [torch.randn(shape, device=setup.device, dtype=torch.bfloat16) for shape in shapes]
 
 
 # ---------------------------------------------------------------- RMSNorm: hidden states and weight
 
 
-def build_norm_inputs(setting: Setting) -> list[Tensor]:
-    tokens, width = (64, 128) if setting.tiny else (16_384, 2048)
-    return build_random_tensors(setting, (1, tokens, width), (width,))
+def build_norm_inputs(setup: BenchmarkSetup) -> list[Tensor]:
+    tokens, width = (64, 128) if setup.tiny else (16_384, 2048)
+    return build_random_tensors(setup, (1, tokens, width), (width,))
 
 
 def build_norms(has_liger: bool) -> dict[str, Function]:
@@ -83,9 +83,9 @@ def build_norms(has_liger: bool) -> dict[str, Function]:
 # ---------------------------------------------------------------- SwiGLU: gate and up projections
 
 
-def build_swiglu_inputs(setting: Setting) -> list[Tensor]:
-    shape = (1, 64, 128) if setting.tiny else (1, 16_384, 6144)
-    return build_random_tensors(setting, shape, shape)
+def build_swiglu_inputs(setup: BenchmarkSetup) -> list[Tensor]:
+    shape = (1, 64, 128) if setup.tiny else (1, 16_384, 6144)
+    return build_random_tensors(setup, shape, shape)
 
 
 def build_swiglus(has_liger: bool) -> dict[str, Function]:
@@ -102,9 +102,9 @@ def build_swiglus(has_liger: bool) -> dict[str, Function]:
 # ---------------------------------------------------------------- rotary positions: queries, keys, cosines and sines
 
 
-def build_rotary_inputs(setting: Setting) -> list[Tensor]:
-    tokens = 64 if setting.tiny else 16_384
-    return build_random_tensors(setting, (1, tokens, 16, 128), (1, tokens, 8, 128))
+def build_rotary_inputs(setup: BenchmarkSetup) -> list[Tensor]:
+    tokens = 64 if setup.tiny else 16_384
+    return build_random_tensors(setup, (1, tokens, 16, 128), (1, tokens, 8, 128))
 
 
 def build_rotaries(has_liger: bool) -> dict[str, Function]:

@@ -20,7 +20,7 @@ from benchmarks.gpu_report.materials import (
     find_largest_size,
     write_rows,
 )
-from benchmarks.gpu_report.parts import Setting, SkipPart, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, SkipPart, Value
 from benchmarks.gpu_report.timing import measure_seconds, sync_device
 from benchmarks.gpu_report.training import count_parameters, train_on_a_clip
 
@@ -59,7 +59,7 @@ class Opened:
 
 @contextmanager
 def open_policy(
-    setting: Setting, model: Path, deepspeed: str = "zero3.json", *, train: bool = True
+    setup: BenchmarkSetup, model: Path, deepspeed: str = "zero3.json", *, train: bool = True
 ) -> Iterator[Opened]:
     """Open policy and engine; with `train`, run one step first, which creates the optimizer's moments."""
     from dsreason.config.deepspeed import resolve_deepspeed
@@ -72,7 +72,7 @@ def open_policy(
     from dsreason.train.common.sampler import open_sampler
     from dsreason.train.grpo.build import build_engine_settings
 
-    settings = build_grpo_settings(setting, model, prompts=1, generations=2, length=64)
+    settings = build_grpo_settings(setup, model, prompts=1, generations=2, length=64)
     config = GRPOConfig.model_validate(settings)
     with ExitStack() as stack:
         world = init_world()
@@ -86,14 +86,14 @@ def open_policy(
         tokenizer, dtype = encoder.processor.tokenizer, DTYPES[config.train.precision]
         engine = open_rollout_engine(model, tokenizer, world, build_engine_settings(config, world), dtype=dtype)
         sampler = open_sampler(policy, engine, watchdog, stack)
-        yield Opened(sampler, encoder, encode_prompts(setting, encoder))
+        yield Opened(sampler, encoder, encode_prompts(setup, encoder))
 
 
-def encode_prompts(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
+def encode_prompts(setup: BenchmarkSetup, encoder: Encoder) -> list[EncodedPrompt]:
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
 
-    data = {"adapter": "jsonl", "path": str(write_rows(setting, 24)), "vision": {"fps": 4.0}}
+    data = {"adapter": "jsonl", "path": str(write_rows(setup, 24)), "vision": {"fps": 4.0}}
     samples, _ = open_datasets(SFTConfig.model_validate({"data": data}).data)
     return [encoder.encode_prompt(samples[i]) for i in range(3)]
 
@@ -101,24 +101,24 @@ def encode_prompts(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
 # ---------------------------------------------------------------- memory and sync
 
 
-def measure_ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]]:
+def measure_ledger(setup: BenchmarkSetup, *, size: str) -> Iterator[tuple[str, Value]]:
     """Hand memory over for three rollouts; the seconds are the minimum of all rollouts but the first, which is a warm-up."""
-    model = build_random_model(setting, check_fits(setting, size))
+    model = build_random_model(setup, check_fits(setup, size))
     large = size == "7B"
     started = time.perf_counter()
-    with open_policy(setting, model, "zero3_offload.json" if large else "zero3.json", train=not large) as run:
+    with open_policy(setup, model, "zero3_offload.json" if large else "zero3.json", train=not large) as run:
         yield "policy and engine built, s", time.perf_counter() - started
         yield "parameters, billions", count_parameters(run.sampler.policy) / 1e9
         ledgers = []
         for version in range(ROUNDS):
             with run.sampler.awake(version) as engine:
-                run.generate(engine, version, times=1 if setting.tiny else 8)
+                run.generate(engine, version, times=1 if setup.tiny else 8)
             ledgers.append(run.sampler.memory.take())
         yield "first wake + sync, s", ledgers[0]["memory/wake/seconds"] + ledgers[0]["memory/sync/seconds"]
         for phase in PHASES:
             yield f"{phase}, s", min(values[f"memory/{phase}/seconds"] for values in ledgers[1:])
         yield "wake + sync, s", min(v["memory/wake/seconds"] + v["memory/sync/seconds"] for v in ledgers[1:])
-        if setting.cards:
+        if setup.cards:
             yield from measure_memory(ledgers[-1])
 
 
@@ -143,23 +143,23 @@ ledger_05b = partial(measure_ledger, size="0.5B")
 ledger_2b = partial(measure_ledger, size="2B")
 
 
-def ledger_7b(setting: Setting) -> Iterator[tuple[str, Value]]:
+def ledger_7b(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     from dsreason.monitor.memory import count_available_bytes
 
     available = count_available_bytes() / 2**30
-    if not setting.tiny and available < HOST_GIB_7B:
+    if not setup.tiny and available < HOST_GIB_7B:
         raise SkipPart(
             f"7B parameters need {HOST_GIB_7B} GiB of host memory, but only {available:.0f} GiB are available"
         )
-    yield from measure_ledger(setting, size="7B")
+    yield from measure_ledger(setup, size="7B")
 
 
-def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
+def sync(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Time the sync for several bucket sizes and, for comparison, a copy of the same number of bytes on the device."""
-    with open_policy(setting, build_random_model(setting, find_largest_size(setting)), train=False) as run:
+    with open_policy(setup, build_random_model(setup, find_largest_size(setup)), train=False) as run:
         size = sum(2 * shape.numel() for shape in run.sampler.rollout.expected.values())
         yield "weights, GB", size / 1e9
-        copied = time_device_copy(size, setting.device)
+        copied = time_device_copy(size, setup.device)
         yield "device copy, s", copied
         yield "device copy, GB/s", size / copied / 1e9
         version = 0
@@ -189,14 +189,14 @@ GARBAGE = (255, 127)
 """Values of bytes to fill memory with: 255 makes NaN and negative integers, 127 numbers too large for sums and indices."""
 
 
-def check_state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
+def check_state_poison(setup: BenchmarkSetup, *, family: str) -> Iterator[tuple[str, Value]]:
     """Check that answers do not change if the memory that vLLM gets back contains the data of other code, or garbage."""
     from dsreason.rollout.sleep_state import DROPPED
 
-    with open_policy(replace(setting, tiny=True), build_tiny_model(setting, family), train=False) as run:
+    with open_policy(replace(setup, tiny=True), build_tiny_model(setup, family), train=False) as run:
         engine = run.sampler.rollout
         before = generate_answers(run, 1)
-        fill_free_memory(setting)
+        fill_free_memory(setup)
         yield "same answers after others have used the memory", generate_answers(run, 2) == before
         state = read_state(engine)
         for tag in DROPPED:
@@ -257,11 +257,11 @@ def generate_answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
     return [(completion.ids, [round(value, 3) for value in completion.logprobs]) for completion in completions]
 
 
-def fill_free_memory(setting: Setting) -> None:
+def fill_free_memory(setup: BenchmarkSetup) -> None:
     """Fill all but one GiB of the device's free memory with NaN, and free it."""
     import torch
 
-    if not setting.cards:
+    if not setup.cards:
         return
     torch.cuda.empty_cache()
     count = torch.cuda.mem_get_info()[0] // 2**30 - 1
@@ -274,14 +274,14 @@ def fill_free_memory(setting: Setting) -> None:
 # ---------------------------------------------------------------- media
 
 
-def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
+def processor(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Time completions of a prompt with a clip in vLLM only. Without a cache, every completion processes the clip again."""
     import numpy as np
 
-    llm = start_llm(setting)
+    llm = start_llm(setup)
     from vllm import SamplingParams
 
-    frames, height, width = (8, 64, 64) if setting.tiny else (60, 240, 320)
+    frames, height, width = (8, 64, 64) if setup.tiny else (60, 240, 320)
     clip = np.random.default_rng(0).integers(0, 255, (frames, height, width, 3), dtype=np.uint8)
     metadata = {"fps": 1.0, "duration": float(frames), "total_num_frames": frames, "do_sample_frames": False}
     metadata |= {"frames_indices": list(range(frames)), "video_backend": "none"}
@@ -298,23 +298,23 @@ def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
         return time.perf_counter() - started
 
     time_completions(1)
-    for times in (1, 2) if setting.tiny else (1, 8, 64):
+    for times in (1, 2) if setup.tiny else (1, 8, 64):
         clear_caches()
         yield f"{times} completions of a prompt that is new, s", time_completions(times)
         yield f"{times} completions of a prompt that is known, s", time_completions(times)
-    times, length = (2, 8) if setting.tiny else (64, 128)
+    times, length = (2, 8) if setup.tiny else (64, 128)
     yield f"{times} completions of {length} tokens: tokens/s", times * length / time_completions(times, length)
 
 
-def start_llm(setting: Setting) -> LLM:
+def start_llm(setup: BenchmarkSetup) -> LLM:
     """Start vLLM with a tiny model and a processor cache, which `reset_mm_cache` empties."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    if not setting.cards:
+    if not setup.cards:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from vllm import LLM
 
     return LLM(
-        str(build_tiny_model(setting)),
+        str(build_tiny_model(setup)),
         dtype="bfloat16",
         max_model_len=4096,
         enforce_eager=True,

@@ -8,13 +8,13 @@ import subprocess
 from collections.abc import Iterator
 from functools import partial
 
-from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, Value
 from benchmarks.gpu_report.timing import measure_seconds
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "NCCL_DEBUG")
 
 
-def environment(setting: Setting) -> Iterator[tuple[str, Value]]:
+def environment(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     import torch
 
     from dsreason.job.record import read_git_state, read_versions
@@ -28,11 +28,11 @@ def environment(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield "driver (CUDA 13 needs 580 or newer)", query_nvidia_smi("driver_version")
     yield "cores", len(os.sched_getaffinity(0))
     yield "host memory that can be had, GiB", count_available_bytes() / 2**30
-    yield "disk free for models and runs, GiB", shutil.disk_usage(setting.scratch).free / 2**30
+    yield "disk free for models and runs, GiB", shutil.disk_usage(setup.scratch).free / 2**30
     yield from ((name, os.environ[name]) for name in VARIABLES if name in os.environ)
-    if setting.cards:
+    if setup.cards:
         yield from iter_cards()
-    yield from measure_speeds(setting)
+    yield from measure_speeds(setup)
 
 
 def iter_cards() -> Iterator[tuple[str, Value]]:
@@ -61,16 +61,16 @@ def query_nvidia_smi(field: str, number: int = 0) -> str:
     return lines[min(number, len(lines) - 1)] if completed.returncode == 0 and lines else "unknown: nvidia-smi failed"
 
 
-def measure_speeds(setting: Setting) -> Iterator[tuple[str, Value]]:
+def measure_speeds(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Yield speeds of this machine that are upper bounds for training and weight sync."""
     import torch
 
-    device, side, size = setting.device, *((256, 2**20) if setting.tiny else (8192, 2**31))
+    device, side, size = setup.device, *((256, 2**20) if setup.tiny else (8192, 2**31))
     matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     yield f"bf16 matrix product of {side}, TFLOP/s", 2 * side**3 / measure_seconds(lambda: matrix @ matrix) / 1e12
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     yield "copy on the device, GB/s", size / measure_seconds(lambda: target.copy_(source)) / 1e9
-    if setting.cards:
+    if setup.cards:
         for kind, pinned in (("pinned", True), ("pageable", False)):
             host = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=pinned)
             seconds = measure_seconds(partial(host.copy_, target[: size // 4]))

@@ -9,7 +9,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, Value
 from benchmarks.gpu_report.timing import measure_peak_gib, measure_seconds, run_forward_backward
 
 if TYPE_CHECKING:
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
 NEW_SHAPES = 16
 
 
-def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
+def attention(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Measure attention as dsreason configures it, then with cuDNN enabled and disabled."""
     import torch
 
     from dsreason.job.ranks import init_world, shutdown
 
     init_world()
-    yield from measure_kernels("as dsreason sets it", setting)
-    yield from time_decoding("as dsreason sets it", setting)
-    yield from count_nonfinite_gradients("as dsreason sets it", setting)
-    yield from compare_packed_rows(setting)
-    if setting.cards:
+    yield from measure_kernels("as dsreason sets it", setup)
+    yield from time_decoding("as dsreason sets it", setup)
+    yield from count_nonfinite_gradients("as dsreason sets it", setup)
+    yield from compare_packed_rows(setup)
+    if setup.cards:
         for allowed in (True, False):
             how = f"cuDNN {'allowed' if allowed else 'off'}"
             torch.backends.cuda.enable_cudnn_sdp(allowed)
-            yield from measure_kernels(how, setting)
-            yield from time_decoding(how, setting)
-            yield from count_nonfinite_gradients(how, setting)
+            yield from measure_kernels(how, setup)
+            yield from time_decoding(how, setup)
+            yield from count_nonfinite_gradients(how, setup)
     shutdown()
 
 
-def measure_kernels(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+def measure_kernels(how: str, setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Yield the chosen kernel, the time of forward and backward, with and without a mask, and the extra time for a new length."""
     import torch
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import scaled_dot_product_attention
 
-    rows, heads, length = (2, 2, 64) if setting.tiny else (4, 16, 2048)
+    rows, heads, length = (2, 2, 64) if setup.tiny else (4, 16, 2048)
     for masked in (False, True):
         name = f"{how}: {'padded' if masked else 'whole'} rows"
 
         def run(length: int, masked: bool = masked) -> None:
-            query, mask = build_attention_input(setting, rows, heads, length, masked)
+            query, mask = build_attention_input(setup, rows, heads, length, masked)
             output = scaled_dot_product_attention(query, query, query, attn_mask=mask, is_causal=not masked)
             output.backward(output.detach())
 
-        query, mask = build_attention_input(setting, rows, heads, length, masked)
+        query, mask = build_attention_input(setup, rows, heads, length, masked)
         number = torch._fused_sdp_choice(query, query, query, mask, 0.0, not masked)
         yield f"{name} kernel", SDPBackend(number).name
         yield f"{name}, forward and backward, ms", 1e3 * measure_seconds(lambda run=run: run(length))
@@ -64,20 +64,20 @@ def measure_kernels(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
         yield f"{name}, a new length more than a seen one, ms", 1e3 * (first - repeated) / NEW_SHAPES
 
 
-def compare_packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
+def compare_packed_rows(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Compare dsreason's packed attention with segment-by-segment attention, on a row of samples and on a shared prompt."""
     import torch
 
     from dsreason.data.types import Segment
     from dsreason.models.attention import attend_by_segment, attend_text, build_row_layout
 
-    length, count = (32, 4) if setting.tiny else (1024, 8)
+    length, count = (32, 4) if setup.tiny else (1024, 8)
     samples = [Segment(i * length, length) for i in range(count)]
     shared = [Segment(0, length), *(Segment(length + i * length // 8, length // 8, parent=0) for i in range(count))]
     for name, segments in (("samples", samples), ("shared prompt", shared)):
-        layout = build_row_layout(segments, torch.device(setting.device))
+        layout = build_row_layout(segments, torch.device(setup.device))
         shapes = [(1, heads, segments[-1].end, 128) for heads in (16, 8, 8)]
-        inputs = [torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for shape in shapes]
+        inputs = [torch.randn(shape, device=setup.device, dtype=torch.bfloat16) for shape in shapes]
 
         def run_packed(layout: Any = layout, inputs: Any = inputs) -> list[Tensor]:
             attended = partial(attend_text, torch.nn.Identity(), attention_mask=None, layout=layout)
@@ -98,26 +98,26 @@ def compare_packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def build_attention_input(
-    setting: Setting, rows: int, heads: int, length: int, masked: bool
+    setup: BenchmarkSetup, rows: int, heads: int, length: int, masked: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return random queries `[rows, heads, length, 128]` and, if `masked`, a causal mask with padding in the second row."""
     import torch
 
-    query = torch.randn(rows, heads, length, 128, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+    query = torch.randn(rows, heads, length, 128, device=setup.device, dtype=torch.bfloat16, requires_grad=True)
     if not masked:
         return query, None
-    mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=setting.device).tril()
+    mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=setup.device).tril()
     mask[1, :, :, length - 9 :] = False
     return query, mask
 
 
-def time_decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+def time_decoding(how: str, setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Time decoding as in transformers' `generate`: one query, and one more key for each token."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    first, last = (32, 40) if setting.tiny else (700, 764)
-    query, keys = (torch.randn(8, 16, length, 128, device=setting.device, dtype=torch.bfloat16) for length in (1, last))
+    first, last = (32, 40) if setup.tiny else (700, 764)
+    query, keys = (torch.randn(8, 16, length, 128, device=setup.device, dtype=torch.bfloat16) for length in (1, last))
 
     def run() -> None:
         for length in range(first, last):
@@ -126,7 +126,7 @@ def time_decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
     yield f"{how}: decoding, ms a token", 1e3 * measure_seconds(run, times=1, warm_up=False) / (last - first)
 
 
-def count_nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+def count_nonfinite_gradients(how: str, setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Count non-finite gradients for queries and keys with one strong common channel, as in Qwen2.5.
 
     With a mask, cuDNN's backward pass gives NaN if a row's scores are far below zero and the length is 64 above a multiple
@@ -135,13 +135,13 @@ def count_nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str,
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    for length in (192, 128) if setting.tiny else (704, 1088, 640):
+    for length in (192, 128) if setup.tiny else (704, 1088, 640):
         torch.manual_seed(0)
-        query, key, value = (torch.randn(1, 1, length, 128, device=setting.device) for _ in range(3))
+        query, key, value = (torch.randn(1, 1, length, 128, device=setup.device) for _ in range(3))
         query, key = 0.1 * query, 0.1 * key
         query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(128)  # every score is about -120
         leaves = [tensor.bfloat16().requires_grad_() for tensor in (query, key, value)]
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=setting.device).tril()
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=setup.device).tril()
         output = scaled_dot_product_attention(*leaves, attn_mask=mask)
         output.backward(torch.randn_like(output))
         count = sum(int((~leaf.grad.isfinite()).sum()) for leaf in leaves)
@@ -151,7 +151,7 @@ def count_nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str,
 # ---------------------------------------------------------------- vision
 
 
-def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
+def vision(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Time each tower on one clip, in transformers' implementation (one kernel call per window) and in dsreason's.
 
     Both compute the patch embedding as a matrix product, because cuDNN's convolution in bf16 took minutes for this clip. The
@@ -165,14 +165,14 @@ def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
         ("qwen2_5_vl", ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel")),
         ("qwen3_vl", ("Qwen3VLVisionConfig", "Qwen3VLVisionModel")),
     ):
-        tower = build_tower(family, *names, setting)
+        tower = build_tower(family, *names, setup)
         embedding = tower.patch_embed.proj
         # Stays a convolution, for the comparison; the next line turns `embedding` into a matrix product.
         plain = copy(embedding)
         embedding.__class__ = PatchProduct
-        grid = torch.tensor([[2, 16, 20] if setting.tiny else [30, 20, 28]], device=setting.device)
+        grid = torch.tensor([[2, 16, 20] if setup.tiny else [30, 20, 28]], device=setup.device)
         patch = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
-        pixels = torch.randn(int(grid.prod()), patch, device=setting.device, dtype=tower.dtype)
+        pixels = torch.randn(int(grid.prod()), patch, device=setup.device, dtype=tower.dtype)
         yield from compare_towers(family, tower, pixels, grid)
         yield from time_patch_embedding(family, plain, pixels[: 2**9])
 
@@ -189,7 +189,7 @@ def compare_towers(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) 
         yield f"{family} {name}: forward and backward, s", measure_seconds(run)
 
 
-def build_tower(family: str, config_name: str, model_name: str, setting: Setting) -> nn.Module:
+def build_tower(family: str, config_name: str, model_name: str, setup: BenchmarkSetup) -> nn.Module:
     import torch
 
     package = f"transformers.models.{family}"
@@ -200,11 +200,11 @@ def build_tower(family: str, config_name: str, model_name: str, setting: Setting
         {"hidden_size": 1280, "intermediate_size": 3420} if family == "qwen2_5_vl" else {}
     )  # these values differ from the defaults of the class
     sizes |= {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]}
-    config = config_class(**(sizes if setting.tiny else real))
+    config = config_class(**(sizes if setup.tiny else real))
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if setting.cards else torch.float32
-    with torch.device(setting.device):  # a CPU thread would need minutes to draw 0.7e9 values
-        return model_class._from_config(config, dtype=dtype, attn_implementation="sdpa").to(setting.device)
+    dtype = torch.bfloat16 if setup.cards else torch.float32
+    with torch.device(setup.device):  # a CPU thread would need minutes to draw 0.7e9 values
+        return model_class._from_config(config, dtype=dtype, attn_implementation="sdpa").to(setup.device)
 
 
 def build_tower_run(
@@ -235,22 +235,22 @@ def time_patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) ->
 # ---------------------------------------------------------------- head
 
 
-def head(setting: Setting) -> Iterator[tuple[str, Value]]:
+def head(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Time the forward and backward pass of log-probabilities with entropy by chunk size; `own choice` is a training run's
     chunk size."""
     import torch
 
     from dsreason.models.logprobs import compute_token_logprobs
 
-    tokens, width, vocabulary = (64, 32, 1000) if setting.tiny else (8192, 4096, 151_936)
+    tokens, width, vocabulary = (64, 32, 1000) if setup.tiny else (8192, 4096, 151_936)
     hidden, weight = (
-        (scale * torch.randn(count, width, device=setting.device, dtype=torch.bfloat16)).requires_grad_()
+        (scale * torch.randn(count, width, device=setup.device, dtype=torch.bfloat16)).requires_grad_()
         for count, scale in ((tokens, 1.0), (vocabulary, 0.02))
     )
-    targets = torch.randint(vocabulary, (tokens,), device=setting.device)
+    targets = torch.randint(vocabulary, (tokens,), device=setup.device)
     chunks = {"own choice": None} | {
         f"2^{bits} logits at a time": max(1, 2**bits // vocabulary)
-        for bits in ((12, 13) if setting.tiny else range(25, 29))
+        for bits in ((12, 13) if setup.tiny else range(25, 29))
     }
     for name, chunk in chunks.items():
 

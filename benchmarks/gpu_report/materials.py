@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report.parts import Setting, SkipPart
+from benchmarks.gpu_report.parts import BenchmarkSetup, SkipPart
 from dsreason.files.atomic import build_once, write_file
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -30,30 +30,30 @@ QUESTIONS = ("What colour is the ball?", "Which way does the ball move?", "Descr
 ANSWER = "The ball moves to the left, and the square is green."
 
 
-def build_random_model(setting: Setting, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
-    """Return the folder of a model with random weights, which is built once per call of the report, on the device that trains."""
+def build_random_model(setup: BenchmarkSetup, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
+    """Return the folder of a model with random weights, which is built once per report, on the device that trains."""
     from dsreason.models.tiny import build_tiny
     from dsreason.train.common.preflight import DTYPES
 
-    size = "tiny" if setting.tiny else size
+    size = "tiny" if setup.tiny else size
     sizes = SIZES[size] if size == "tiny" else {**REAL, **TOWER, **SIZES[size]}
-    build = partial(build_tiny, family, dtype=DTYPES[precision], device=setting.device, **sizes)
-    return build_once(setting.scratch / "models" / f"{family}-{size}-{precision}", build)
+    build = partial(build_tiny, family, dtype=DTYPES[precision], device=setup.device, **sizes)
+    return build_once(setup.scratch / "models" / f"{family}-{size}-{precision}", build)
 
 
-def build_tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
+def build_tiny_model(setup: BenchmarkSetup, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
     """Return the folder of a tiny model, for parts whose result does not depend on the size."""
-    return build_random_model(replace(setting, tiny=True), "tiny", family, precision)
+    return build_random_model(replace(setup, tiny=True), "tiny", family, precision)
 
 
-def find_largest_size(setting: Setting) -> str:
+def find_largest_size(setup: BenchmarkSetup) -> str:
     """Return the larger size, 2B or 0.5B, that fits on the card; raise SkipPart if neither fits."""
-    return "2B" if setting.tiny or get_card_gib() >= DEVICE_GIB["2B"] else check_fits(setting, "0.5B")
+    return "2B" if setup.tiny or get_card_gib() >= DEVICE_GIB["2B"] else check_fits(setup, "0.5B")
 
 
-def check_fits(setting: Setting, size: str) -> str:
+def check_fits(setup: BenchmarkSetup, size: str) -> str:
     """Return the size unchanged; raise SkipPart if a model of this size does not fit on the card."""
-    if not setting.tiny and get_card_gib() < DEVICE_GIB[size]:
+    if not setup.tiny and get_card_gib() < DEVICE_GIB[size]:
         raise SkipPart(
             f"{size} parameters need a card with {DEVICE_GIB[size]} GiB, but this one has {get_card_gib():.0f}"
         )
@@ -66,23 +66,23 @@ def get_card_gib() -> float:
     return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
-def write_rows(setting: Setting, count: int) -> Path:
+def write_rows(setup: BenchmarkSetup, count: int) -> Path:
     """Write a JSONL file whose rows alternate between text, a picture and a clip; answers have 1 to 40 sentences, mostly few."""
-    fill = partial(fill_with_rows, setting, count)
-    return build_once(setting.scratch / f"rows-{count}", fill) / "rows.jsonl"
+    fill = partial(fill_with_rows, setup, count)
+    return build_once(setup.scratch / f"rows-{count}", fill) / "rows.jsonl"
 
 
-def fill_with_rows(setting: Setting, count: int, folder: Path) -> None:
+def fill_with_rows(setup: BenchmarkSetup, count: int, folder: Path) -> None:
     import numpy as np
     from PIL import Image
 
     from dsreason.builtin_task.clips import write_clip
 
     folder.mkdir(exist_ok=True)
-    frames, height, width = (4, 64, 64) if setting.tiny else (16, 240, 320)
+    frames, height, width = (4, 64, 64) if setup.tiny else (16, 240, 320)
     random, rows = np.random.default_rng(0), []
     for number in range(count):
-        sentences = int(np.ceil(random.lognormal(1.0, 0.9)).clip(1, 4 if setting.tiny else 40))
+        sentences = int(np.ceil(random.lognormal(1.0, 0.9)).clip(1, 4 if setup.tiny else 40))
         answer = " ".join([ANSWER] * sentences)
         row = {"id": str(number), "question": QUESTIONS[number % 3], "answer": answer}
         clip = np.zeros((frames, height, width, 3), np.uint8)
@@ -116,14 +116,14 @@ def build_run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> d
 
 
 def build_grpo_settings(
-    setting: Setting, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
+    setup: BenchmarkSetup, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
 ) -> dict[str, Any]:
     """Build the settings of a GRPO run without KL that rewards vowels; vLLM may use 0.4 of the card's memory."""
-    rows = write_rows(setting, 24)
+    rows = write_rows(setup, 24)
     reward = rows.with_name("rewards.py")
     write_file(reward, REWARD)
     settings = build_run_settings(model, rows, precision=precision)
-    settings["train"] |= {"max_tokens_per_micro_batch": 4096 if setting.tiny else 16384}
+    settings["train"] |= {"max_tokens_per_micro_batch": 4096 if setup.tiny else 16384}
     return settings | {
         "grpo": {"prompts_per_step": prompts, "num_generations": generations, "kl_coef": 0.0},
         "rollout": {"gpu_memory_utilization": 0.4, "max_completion_length": length},

@@ -41,12 +41,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the report; its function is `<module>.<name>(setting)`, which yields names and values."""
+    """A part of the report; its function is `<module>.<name>(setup)`, which yields names and values."""
 
     name: str
     module: str
     seconds: int
-    """Time limit on a GPU, in seconds."""
+    """Time limit in seconds on a GPU."""
     about: str
     goals: tuple[Goal, ...] = ()
     cards: int = 1
@@ -227,11 +227,11 @@ CHECKS_SHARE = 0.3
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchmarkSetup:
     """The folder, the devices and the sizes that a part uses."""
 
     scratch: Path
-    """Folder for models and runs, which all parts of a call share."""
+    """Folder for models and runs, which all parts of an invocation share."""
     cards: int
     """Number of GPUs; 0 runs everything on the CPU."""
     tiny: bool

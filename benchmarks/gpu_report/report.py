@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report.environment import query_nvidia_smi
-from benchmarks.gpu_report.parts import PARTS, Part, Setting, Value, format_value
+from benchmarks.gpu_report.parts import PARTS, BenchmarkSetup, Part, Value, format_value
 from benchmarks.gpu_report.runner import Ended, get_limit
 from dsreason.files.atomic import write_file
 from dsreason.job.record import read_git_state
@@ -25,11 +25,11 @@ Record = dict[str, Any]
 """Record of a part, with the keys verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
 
 
-def build_record(part: Part, ended: Ended, setting: Setting) -> Record:
+def build_record(part: Part, ended: Ended, setup: BenchmarkSetup) -> Record:
     """Build the record of a part, without secrets, folders of files and the machine's name."""
     git = read_git_state()
     rows = (
-        check_goals(part, ended.measured, on_gpu=bool(setting.cards))
+        check_goals(part, ended.measured, on_gpu=bool(setup.cards))
         if ended.how == "done"
         else build_rows(ended.measured)
     )
@@ -37,11 +37,11 @@ def build_record(part: Part, ended: Ended, setting: Setting) -> Record:
         "verdict": get_verdict(ended, rows),
         "reason": hide_machine(ended.reason),
         "seconds": round(ended.seconds, 1),
-        "limit": get_limit(part, setting),
+        "limit": get_limit(part, setup),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git["commit"][:12] + ("" if not git["dirty"] else ", changed") if git else "",
-        "device": query_nvidia_smi("name") if setting.cards else "cpu",
-        "tiny": setting.tiny,
+        "device": query_nvidia_smi("name") if setup.cards else "cpu",
+        "tiny": setup.tiny,
         "measurements": [{key: clean_value(value) for key, value in row.items()} for row in rows],
         "log": hide_machine(ended.log),
     }
@@ -79,7 +79,7 @@ def hide_machine(text: str) -> str:
 
 
 def shorten_path(path: re.Match[str]) -> str:
-    """Return at most the last two components of a path, but none of its first two, which may be a person's folder."""
+    """Return at most the last two components of a path, but never its first two, which may be a person's folder."""
     parts = path.group().split("/")[3:]
     return "/".join(["…", *parts[-2:]])
 
@@ -89,7 +89,7 @@ def clean_value(value: Any) -> Any:
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """Read the records that earlier calls have written, by part."""
+    """Read the records that earlier invocations have written: part → record."""
     file = folder / JSON_FILE
     return json.loads(file.read_text())["parts"] if file.is_file() else {}
 

@@ -8,7 +8,7 @@ import math
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_report.parts import Setting, SkipPart, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, SkipPart, Value
 from dsreason.job import launch
 
 
@@ -16,11 +16,11 @@ def main(task: str) -> None:
     launch.end_with_parent()
     launch.prepare_environment()
     settings = json.loads(task)
-    setting = Setting(Path(settings["scratch"]), settings["cards"], settings["tiny"])
+    setup = BenchmarkSetup(Path(settings["scratch"]), settings["cards"], settings["tiny"])
     measure = getattr(importlib.import_module(settings["module"]), settings["part"])
     with Path(settings["results"]).open("a", buffering=1) as file:
         try:
-            for name, value in measure(setting):
+            for name, value in measure(setup):
                 file.write(json.dumps({"name": name, "value": to_json_value(value)}) + "\n")
         except SkipPart as skip:
             file.write(json.dumps({"skipped": str(skip)}) + "\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.gpu_report.parts import Part, Setting, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, Part, Value
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -50,7 +50,7 @@ class Ended:
 
 def run_part(
     part: Part,
-    setting: Setting,
+    setup: BenchmarkSetup,
     logs: Path,
     tick: Callable[[float], bool] = lambda seconds: True,
     limit: float | None = None,
@@ -62,13 +62,13 @@ def run_part(
         logs: folder for `<part>.log`, which gets the part's terminal output.
         tick: function called several times per second with the elapsed seconds; returns whether the part may continue.
     """
-    results, log = setting.scratch / f"{part.name}.jsonl", logs / f"{part.name}.log"
+    results, log = setup.scratch / f"{part.name}.jsonl", logs / f"{part.name}.log"
     results.unlink(missing_ok=True)
-    settings = {"module": part.module, "part": part.name, "results": results, **asdict(setting)}
+    settings = {"module": part.module, "part": part.name, "results": results, **asdict(setup)}
     task = json.dumps(settings, default=str)
     command = [sys.executable, "-m", "benchmarks.gpu_report.run_part", task]
     started = time.monotonic()
-    limit = get_limit(part, setting) if limit is None else limit
+    limit = get_limit(part, setup) if limit is None else limit
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=build_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -84,9 +84,9 @@ def run_part(
     return read_result(code, time.monotonic() - started, results, log)
 
 
-def get_limit(part: Part, setting: Setting) -> int:
+def get_limit(part: Part, setup: BenchmarkSetup) -> int:
     """Return the time limit in seconds. It is longer on a CPU, where vLLM and DeepSpeed compile code and cores may be shared."""
-    return part.seconds if setting.cards else 10 * part.seconds
+    return part.seconds if setup.cards else 10 * part.seconds
 
 
 def build_environment() -> dict[str, str]:

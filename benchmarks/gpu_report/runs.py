@@ -21,7 +21,7 @@ from benchmarks.gpu_report.materials import (
     build_tiny_model,
     find_largest_size,
 )
-from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, Value
 from benchmarks.gpu_report.training import build_sft_settings, compute_speeds, run_sft_steps
 from dsreason.job import launch
 
@@ -31,10 +31,10 @@ PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
 # ---------------------------------------------------------------- parity and leaks: the command, on tiny models
 
 
-def measure_parity(setting: Setting, *, precision: str) -> Iterator[tuple[str, Value]]:
+def measure_parity(setup: BenchmarkSetup, *, precision: str) -> Iterator[tuple[str, Value]]:
     """Run two steps of `dsreason grpo` per family; the self-test stops a run if weights are lost."""
-    for family in FAMILIES[:1] if setting.tiny else FAMILIES:
-        run = run_tiny_grpo(setting, f"parity-{family}-{precision}", family, precision, steps=2)
+    for family in FAMILIES[:1] if setup.tiny else FAMILIES:
+        run = run_tiny_grpo(setup, f"parity-{family}-{precision}", family, precision, steps=2)
         yield f"{family}: from start to the first step, s", run.seconds_to_first_step
         for key in sorted(name for name in run.steps[0] if name.startswith("mismatch/")):
             value = max(step[key] for step in run.steps if key in step)
@@ -47,9 +47,9 @@ parity_bf16 = partial(measure_parity, precision="bf16")
 parity_fp32 = partial(measure_parity, precision="fp32")
 
 
-def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
-    count, (first, last), late = (4, (1, 2), 2) if setting.tiny else (20, (2, 8), 12)
-    run = run_tiny_grpo(setting, "leaks", "qwen3_vl", "bf16", steps=count)
+def leaks(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
+    count, (first, last), late = (4, (1, 2), 2) if setup.tiny else (20, (2, 8), 12)
+    run = run_tiny_grpo(setup, "leaks", "qwen3_vl", "bf16", steps=count)
     for name in ("allocated", "device"):
         held = [step[f"memory/train/{name}_gib"] for step in run.steps if f"memory/train/{name}_gib" in step]
         if held:  # on a CPU, no driver reports the memory
@@ -60,30 +60,30 @@ def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield "from start to end, s", run.seconds
 
 
-def run_tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> CommandRun:
-    tiny = replace(setting, tiny=True)
-    model = build_tiny_model(setting, family, precision)
+def run_tiny_grpo(setup: BenchmarkSetup, name: str, family: str, precision: str, *, steps: int) -> CommandRun:
+    tiny = replace(setup, tiny=True)
+    model = build_tiny_model(setup, family, precision)
     settings = build_grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
     settings["train"]["max_steps"] = steps
     # The cache has a fixed size; otherwise, vLLM would measure the free memory, which parallel parts change.
     settings["rollout"] |= {"gpu_memory_utilization": 0.1, "engine_options": {"kv_cache_memory_bytes": 2**30}}
-    return Running("grpo", settings, setting.scratch / name).finish()
+    return Running("grpo", settings, setup.scratch / name).finish()
 
 
 # ---------------------------------------------------------------- a step, with a model of a real size
 
 
-def grpo(setting: Setting) -> Iterator[tuple[str, Value]]:
-    output = setting.scratch / "grpo"
-    for measurement in run_grpo_steps(build_real_grpo(setting), output, 2 if setting.tiny else 5):
+def grpo(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
+    output = setup.scratch / "grpo"
+    for measurement in run_grpo_steps(build_real_grpo(setup), output, 2 if setup.tiny else 5):
         yield measurement
         yield from split(read_metrics(output))  # yields after each step, in case the time limit ends the part
 
 
-def build_real_grpo(setting: Setting) -> dict[str, Any]:
-    prompts, generations, length = (2, 2, 8) if setting.tiny else (16, 8, 256)
-    model = build_random_model(setting, find_largest_size(setting))
-    return build_grpo_settings(setting, model, prompts=prompts, generations=generations, length=length)
+def build_real_grpo(setup: BenchmarkSetup) -> dict[str, Any]:
+    prompts, generations, length = (2, 2, 8) if setup.tiny else (16, 8, 256)
+    model = build_random_model(setup, find_largest_size(setup))
+    return build_grpo_settings(setup, model, prompts=prompts, generations=generations, length=length)
 
 
 def run_grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
@@ -132,32 +132,32 @@ def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
 # ---------------------------------------------------------------- several cards
 
 
-def cards_sft(setting: Setting) -> Iterator[tuple[str, Value]]:
-    ranks = setting.cards or 2
-    settings = build_sft_settings(setting, find_largest_size(setting))
+def cards_sft(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
+    ranks = setup.cards or 2
+    settings = build_sft_settings(setup, find_largest_size(setup))
     settings["train"]["global_batch_size"] *= ranks
     yield "cards", ranks
-    yield from compute_speeds(run_on_ranks("sft", settings, setting, ranks, 4 if setting.tiny else 10))
+    yield from compute_speeds(run_on_ranks("sft", settings, setup, ranks, 4 if setup.tiny else 10))
 
 
-def cards_grpo(setting: Setting, *, tensor_parallel_size: int = 1) -> Iterator[tuple[str, Value]]:
-    ranks = setting.cards or 2
+def cards_grpo(setup: BenchmarkSetup, *, tensor_parallel_size: int = 1) -> Iterator[tuple[str, Value]]:
+    ranks = setup.cards or 2
     ranks -= ranks % tensor_parallel_size
-    settings = build_real_grpo(setting)
+    settings = build_real_grpo(setup)
     settings["grpo"]["prompts_per_step"] *= ranks
     settings["rollout"]["tensor_parallel_size"] = tensor_parallel_size
     yield "cards", ranks
-    yield from split(run_on_ranks("grpo", settings, setting, ranks, 2 if setting.tiny else 4))
+    yield from split(run_on_ranks("grpo", settings, setup, ranks, 2 if setup.tiny else 4))
 
 
 cards_grpo_tp2 = partial(cards_grpo, tensor_parallel_size=2)
 
 
 def run_on_ranks(
-    command: str, settings: dict[str, Any], setting: Setting, ranks: int, steps: int
+    command: str, settings: dict[str, Any], setup: BenchmarkSetup, ranks: int, steps: int
 ) -> list[dict[str, Any]]:
     """Run the first steps of a job with `ranks` processes on this machine, and return its metrics."""
-    folder = Path(tempfile.mkdtemp(dir=setting.scratch))
+    folder = Path(tempfile.mkdtemp(dir=setup.scratch))
     task = json.dumps({"command": command, "settings": settings, "output": str(folder / "run"), "steps": steps})
     arguments = ["-m", "benchmarks.gpu_report.runs", task]
     launch.start_ranks(lambda attempt: arguments, ranks=ranks, log_dir=folder / "logs")

@@ -21,7 +21,7 @@ from benchmarks.gpu_report.materials import (
     find_largest_size,
     write_rows,
 )
-from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, Value
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -34,7 +34,7 @@ STOPPED = 75
 """Exit code of a run that a signal stopped."""
 
 
-def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
+def zero(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Run a step of a tiny model on a clip with each DeepSpeed file, even if the step fails with another file."""
     from dsreason.job.ranks import init_world, shutdown
 
@@ -42,22 +42,22 @@ def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
     for file in DEEPSPEED_FILES:
         for family in FAMILIES:
             try:
-                yield from run_first_step(f"{file} {family}", file, family, setting)
+                yield from run_first_step(f"{file} {family}", file, family, setup)
             except Exception as error:  # noqa: BLE001 (this part reports any error)
                 yield f"{file} {family}: ran", f"{type(error).__name__}: {error}"[:500]
     shutdown()
 
 
-def run_first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+def run_first_step(name: str, file: str, family: str, setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
     from dsreason.engine.engine import get_grad_norm
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
-    model = build_tiny_model(setting, family)
+    model = build_tiny_model(setup, family)
     config, started = SFTConfig(), time.perf_counter()
-    policy = build_policy_engine(config, resolve_deepspeed(file, config, device=setting.device, world_size=1), model)
+    policy = build_policy_engine(config, resolve_deepspeed(file, config, device=setup.device, world_size=1), model)
     yield f"{name}: built, s", time.perf_counter() - started
     yield f"{name}: buffers elsewhere", sum(buffer.device != policy.device for buffer in policy.module.buffers())
     started = time.perf_counter()
@@ -86,33 +86,33 @@ def train_on_a_clip(policy: DeepSpeedEngine, encoder: Encoder) -> None:
 # ---------------------------------------------------------------- SFT
 
 
-def sft(setting: Setting, *, file: str = "zero3.json") -> Iterator[tuple[str, Value]]:
-    settings = build_sft_settings(setting, find_largest_size(setting)) | {"deepspeed": file}
-    yield from measure_sft(setting, settings, f"sft-{file}")
+def sft(setup: BenchmarkSetup, *, file: str = "zero3.json") -> Iterator[tuple[str, Value]]:
+    settings = build_sft_settings(setup, find_largest_size(setup)) | {"deepspeed": file}
+    yield from measure_sft(setup, settings, f"sft-{file}")
 
 
 sft_zero2 = partial(sft, file="zero2.json")
 
 
-def lora_8b(setting: Setting) -> Iterator[tuple[str, Value]]:
-    settings = build_sft_settings(setting, check_fits(setting, "8B")) | {"lora": {"rank": 16}}
-    yield from measure_sft(setting, settings, "lora-8b")
+def lora_8b(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
+    settings = build_sft_settings(setup, check_fits(setup, "8B")) | {"lora": {"rank": 16}}
+    yield from measure_sft(setup, settings, "lora-8b")
 
 
-def measure_sft(setting: Setting, settings: dict[str, Any], folder: str) -> Iterator[tuple[str, Value]]:
+def measure_sft(setup: BenchmarkSetup, settings: dict[str, Any], folder: str) -> Iterator[tuple[str, Value]]:
     """Yield the speeds after each step, so that the measurements exist even if the time limit ends the part."""
-    output = setting.scratch / folder
-    for measurement in run_sft_steps(settings, output, 4 if setting.tiny else 10):
+    output = setup.scratch / folder
+    for measurement in run_sft_steps(settings, output, 4 if setup.tiny else 10):
         yield measurement
         yield from compute_speeds(read_metrics(output))
 
 
-def build_sft_settings(setting: Setting, size: str) -> dict[str, Any]:
-    model, rows = build_random_model(setting, size), write_rows(setting, 24 if setting.tiny else 192)
+def build_sft_settings(setup: BenchmarkSetup, size: str) -> dict[str, Any]:
+    model, rows = build_random_model(setup, size), write_rows(setup, 24 if setup.tiny else 192)
     settings = build_run_settings(model, rows)
     settings["train"] |= {
-        "global_batch_size": 8 if setting.tiny else 64,
-        "max_tokens_per_micro_batch": 4096 if setting.tiny else 16384,
+        "global_batch_size": 8 if setup.tiny else 64,
+        "max_tokens_per_micro_batch": 4096 if setup.tiny else 16384,
     }
     return settings
 
@@ -160,17 +160,17 @@ def compute_speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
 # ---------------------------------------------------------------- checkpoints
 
 
-def checkpoint(setting: Setting) -> Iterator[tuple[str, Value]]:
-    yield from measure_stall(setting)
-    yield from stop_and_resume(setting)
+def checkpoint(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
+    yield from measure_stall(setup)
+    yield from stop_and_resume(setup)
 
 
-def measure_stall(setting: Setting) -> Iterator[tuple[str, Value]]:
+def measure_stall(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     from benchmarks.checkpoint_stall import compute_medians, measure
     from dsreason.job.ranks import init_world, shutdown
 
     seconds_by_name, size = measure(
-        setting.scratch / "stall", 0.05 if setting.tiny else 4.0, 1 if setting.tiny else 2, init_world()
+        setup.scratch / "stall", 0.05 if setup.tiny else 4.0, 1 if setup.tiny else 2, init_world()
     )
     shutdown()
     typical = compute_medians(seconds_by_name)
@@ -181,18 +181,18 @@ def measure_stall(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield "step while a checkpoint is written / alone", typical["step meanwhile"] / typical["step alone"]
 
 
-def stop_and_resume(setting: Setting) -> Iterator[tuple[str, Value]]:
+def stop_and_resume(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Send SIGTERM to a tiny run after its third step, then run the same command again."""
-    model = build_tiny_model(setting)
-    settings = build_run_settings(model, write_rows(setting, 24))
+    model = build_tiny_model(setup)
+    settings = build_run_settings(model, write_rows(setup, 24))
     settings["train"] |= {"global_batch_size": 4}
-    running = Running("sft", settings, setting.scratch / "stopped")
+    running = Running("sft", settings, setup.scratch / "stopped")
     running.wait_for_steps(3)
     running.stop(signal.SIGTERM)
     stopped = running.finish(expected=STOPPED)
     yield "from SIGTERM to the end, s", stopped.seconds
     settings["train"]["max_steps"] = last_step(stopped) + 2
-    resumed = Running("sft", settings, setting.scratch / "stopped", resume=True).finish()
+    resumed = Running("sft", settings, setup.scratch / "stopped", resume=True).finish()
     steps = [line["step"] for line in resumed.steps]
     yield "resumed after the step it was stopped at", steps == list(range(1, last_step(stopped) + 3))
     yield "resumed run, from start to end, s", resumed.seconds

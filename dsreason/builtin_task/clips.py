@@ -179,9 +179,9 @@ def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a copy of the rows in which nearly half of the answers are wrong, so that the policy has something to unlearn.
 
     Among rows with the same `MISLABELLED` question and the same answer, one in `ONE_CORRECT_IN` keeps its answer, and the others
-    get the next answer of the group. A model trained on these rows is therefore wrong about 28 of 64 questions and right about
-    the others: its accuracy is at most 56 %, no matter when training stops. Sampled completions are still correct often enough
-    to earn rewards, and no question can be answered without the media item.
+    get the next answer in the group. A model trained on these rows therefore answers 28 of 64 questions wrongly and the
+    remaining ones correctly: its accuracy is at most 56 %, no matter when training stops. Sampled completions are still
+    correct often enough to earn rewards, and no question can be answered without the media item.
     """
     counts: dict[tuple[str, str], int] = {}
 
@@ -216,7 +216,7 @@ def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def get_next_answer(answer: str) -> str:
-    """Return the next, and therefore wrong, answer in the group of a correct answer; the first answer follows the last."""
+    """Return the answer after `answer` in its group, wrapping around at the end. It is wrong if `answer` is correct."""
     answers = next(group for group in ANSWERS if answer in group)
     return answers[(answers.index(answer) + 1) % len(answers)]
 

@@ -68,8 +68,8 @@ class TrainerState:
     model_path: str = ""
     """Folder from which the model was loaded; exports copy its config, tokenizer and processor."""
     adapter: SavedAdapter | None = None
-    """Adapter, if the run trains one; its weights are then the only ones in the checkpoint. Exports read the others from
-    `model_path`."""
+    """Adapter, if the run trains one. The checkpoint then contains only the adapter's weights, and exports read the base model's
+    weights from `model_path`."""
     vision: TrainedVision | None = None
     """Vision settings of the training rows; None for text-only and world models, and in older checkpoints."""
     extra: dict[str, Any] = field(default_factory=dict)

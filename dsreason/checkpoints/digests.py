@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 ALGORITHM = "xxh3_128_of_64mib"
-"""Name of the digests of `compute_digest`, under which files list them."""
+"""Name of the algorithm of `compute_digest`; files list its digests under this key."""
 PIECE_BYTES = 64 * 1024**2
 """Size in bytes of the pieces that are hashed at the same time. It is part of the algorithm."""
 CHUNK_BYTES = 256 * 1024

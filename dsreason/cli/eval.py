@@ -37,7 +37,9 @@ def evaluate(
     config: ConfigOption = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Hugging Face folder, Hub name, or a run (its newest weights) or checkpoint of dsreason."),
+        typer.Option(
+            help="Hugging Face folder, Hub name, dsreason run (its newest weights are used), or dsreason checkpoint."
+        ),
     ] = None,
     server: Annotated[
         str | None, typer.Option(help="URL of an OpenAI-compatible server to query instead of loading a model.")

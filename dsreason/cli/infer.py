@@ -28,7 +28,8 @@ def infer(
     model: Annotated[
         str,
         typer.Option(
-            help="Hugging Face folder, Hub name, tiny:qwen2_5_vl, or a run (its newest weights) or checkpoint of dsreason."
+            help="Hugging Face folder, Hub name, tiny:qwen2_5_vl, dsreason run (its newest weights are used), or dsreason "
+            "checkpoint."
         ),
     ],
     image: Annotated[list[str] | None, typer.Option(help="Image file; may be repeated. Images come first.")] = None,

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Run configuration: TOML, YAML or JSON.")]
 DeepSpeedOption = Annotated[
-    str | None, typer.Option("--ds-config", help="DeepSpeed JSON: a path or a shipped name, such as zero3.json.")
+    str | None,
+    typer.Option("--ds-config", help="DeepSpeed JSON: a path, or the name of a bundled file such as zero3.json."),
 ]
 SetOption = Annotated[
     list[str] | None,

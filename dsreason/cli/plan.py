@@ -72,7 +72,9 @@ def plan(
     ] = 0.5,
     rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of training rows, to estimate the hours if train.max_steps is not set."),
+        typer.Option(
+            min=1, help="Number of training rows; needed to estimate the training time if train.max_steps is not set."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, in bytes and seconds, instead of tables.")

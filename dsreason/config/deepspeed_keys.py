@@ -1,4 +1,4 @@
-"""Top-level keys that DeepSpeed 0.19 reads, and keys that DeepSpeed has removed, with their replacements."""
+"""Top-level keys that DeepSpeed 0.19 reads, and the replacements of keys that DeepSpeed has removed."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class ServerConfig(Section):
     concurrency: int = Field(16, ge=1, le=1024)
     """Maximum number of concurrent requests."""
     time_limit: float = Field(120.0, gt=0)
-    """Time limit of one attempt of a request, in seconds."""
+    """Seconds that one attempt at a request may take."""
     max_retries: int = Field(5, ge=0)
     """Maximum number of times a failed request is retried. The pause doubles after each retry, unless the server requests a
     different pause."""
@@ -155,7 +155,7 @@ class EvaluationConfig(Section):
     engine."""
     media_memory_gib: float = Field(4.0, gt=0)
     """Host memory per rank for decoded media that wait for the engine, in GiB. If the media need more, the questions are passed
-    in parts, each with at least the number of questions that the engine answers at a time."""
+    to the engine in several parts, each large enough to keep it fully occupied."""
     skip_saved: bool = True
     """Accepted but ignored, because saved answers are always kept unless `overwrite` is set."""
     overwrite: bool = False

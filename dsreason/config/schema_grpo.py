@@ -131,9 +131,9 @@ class RolloutConfig(Section):
     batch_size: int = Field(32, ge=1)
     """Number of completions that the transformers engine samples together on a rank; vLLM forms its own batches."""
     sync_bucket_mb: float = Field(512.0, gt=0)
-    """Maximum size of the weights that are gathered at a time and sent to the engine, in MiB."""
+    """Maximum size, in MiB, of the weights that are gathered at a time and sent to the engine."""
     show: int = Field(4, ge=0)
-    """Number of completions to display in TensorBoard, with their media."""
+    """Number of completions that TensorBoard displays with their media."""
     show_every: int = Field(20, ge=0)
     """Number of steps between steps whose completions are displayed. 0: completions are never displayed."""
     self_test: bool = True
@@ -199,7 +199,7 @@ class DistillConfig(Section):
     server_model: str | None = None
     """Name of the teacher on the server; required if the teacher is a URL."""
     time_limit: float = Field(120.0, gt=0)
-    """Time limit of one request to the server, in seconds."""
+    """Seconds that one request to the server may take."""
     retries: int = Field(4, ge=0)
     """Maximum number of times a failed request is retried; the pause doubles after each retry."""
     concurrency: int = Field(8, ge=1)
@@ -244,7 +244,7 @@ class RewardConfig(RewardFunctionsConfig):
     workers: int = Field(2, ge=1)
     """Number of processes per rank that compute rewards."""
     time_limit: float = Field(30.0, gt=0)
-    """Time limit of one call of a reward function, in seconds."""
+    """Seconds that one call of a reward function may take."""
     remote: RemoteRewardConfig = RemoteRewardConfig()
 
     @model_validator(mode="after")

@@ -168,7 +168,7 @@ class Encoder:
         return len(ids)
 
     def build_dummy(self, kind: MediaKind) -> EncodedSample:
-        """Build an untrained sample: the smallest media item that the model accepts, in black, with its start and end tokens."""
+        """Build an untrained sample: the smallest black media item that the model accepts, with its start and end tokens."""
         side, frames = self._get_pixel_limits(kind).factor, self._temporal_patch
         size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
         info = vision.VideoInfo(frames, 1.0, side, side, float(frames))

@@ -25,7 +25,7 @@ from dsreason.text import split_response
 log = logging.getLogger(__name__)
 
 SHORT_ANSWER = 40
-"""Maximum length of an answer that counts as a label, in characters."""
+"""Maximum number of characters of an answer that counts as a label."""
 MANY_TIMES = 10
 """Number of times that a row may appear in an epoch before a warning is logged."""
 

@@ -44,7 +44,7 @@ def describe_forward_size(config: RunConfig) -> str:
 
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
-    """Cut samples into groups of at most `size`; samples with the same parent or similar lengths share a group, to save work."""
+    """Cut samples into groups of at most `size`; to save work, samples with the same parent or similar lengths share a group."""
     ordered = group_by_parent(sorted(samples, key=count_with_parent, reverse=True))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 

@@ -52,7 +52,8 @@ UNREADABLE = (ValueError, RecursionError)
 """Exceptions that the parser raises for invalid JSON or UTF-8, 5000-digit numbers, or a thousand nested levels."""
 TEXT_BUILDERS = ("csv", "json", "text")
 FOLDER_BUILDERS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "videofolder", "webdataset")
-"""Builders of `datasets` that may read a local folder with a README; HDF5, Lance and some others follow links to other files."""
+"""Builders of `datasets` that may read a local folder with a README. Others, such as HDF5 and Lance, follow links to
+other files."""
 
 
 class NamedRows(Sequence[Any]):

@@ -69,7 +69,7 @@ class InferSettings:
     """
 
     model: str
-    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of dsreason; see `models.find_run_weights`."""
+    """Hugging Face folder, Hub name, `tiny:…`, dsreason run or dsreason checkpoint; see `models.find_run_weights`."""
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)

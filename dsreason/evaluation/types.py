@@ -32,7 +32,7 @@ class Question:
     answer: str
     options: dict[str, str] | None = None
     problem: str | None = None
-    """Reason why the question cannot be asked, such as a missing clip; it then counts as unanswered. None: no problem."""
+    """Reason why the question cannot be asked and counts as unanswered, such as a missing clip. None: no problem."""
 
     @property
     def accepted(self) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ class Modules:
     head: str
     """Name of the output layer, which may be tied to the embedding."""
     norms: tuple[str, ...]
-    """Parts of the names of weights that scale channels."""
+    """Texts, one of which is in the name of every weight that scales channels."""
     embeddings: tuple[str, ...]
     """Parts of the names of token and position embedding weights."""
     text_layers: str
@@ -129,7 +129,7 @@ class Modules:
     patch_embedding: str = ""
     """Part of the name of the vision tower's patch embedding, whose input needs no gradient."""
     merger: str = ""
-    """Part of the names of those modules of the vision tower that process merged patches."""
+    """Text that is in the name of every vision-tower module that processes merged patches."""
     blocks: tuple[str, ...] = ()
     """Class names of the decoder layer and of the vision tower's block and merger; ZeRO-3 gathers each such module as a unit."""
 

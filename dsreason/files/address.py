@@ -64,7 +64,7 @@ def is_s3(text: str) -> bool:
 
 
 def parse_s3(text: str) -> S3Address:
-    """Parse an S3 URL; raise ValueError, with a message that contains no key or password, if it is invalid."""
+    """Parse an S3 URL. Raise ValueError if it is invalid; the message contains no credentials."""
     bucket, _, key = text.removeprefix(S3).partition("/")
     if BUCKET.fullmatch(bucket) is None:
         if "@" in text or ":" in text.removeprefix(S3):

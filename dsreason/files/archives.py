@@ -71,8 +71,8 @@ def get_media_cache() -> Path:
 def write_embedded(content: bytes, suffix: str = "") -> Path:
     """Write the content to a file in the cache, named after its hash, and return the path.
 
-    Several processes may call this function at the same time. `suffix` comes from the data; it is
-    dropped unless it is a plain file extension.
+    Several processes may call this function at the same time. `suffix` comes from the data, and is dropped
+    unless it is a plain file extension.
 
     Raises:
         DataError: the content is not of type `bytes`.

@@ -53,7 +53,7 @@ def compute_sha256(file: Path) -> str:
 
 
 def hash_end(file: Path) -> str:
-    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits; this is fast for a file of any size.
+    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits. The time does not depend on the file's size.
 
     torch writes zip archives. They end with a checksum of each member, so any change to the content changes the end.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PACKED = ("gzip", "x-gzip", "deflate")
-"""Compressed encodings that are accepted in responses, although requests ask for none."""
+"""Compressed encodings that are accepted in responses, although requests do not ask for compression."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 REDIRECTED = "redirects are not followed, because they would forward the request; set the final URL"
 

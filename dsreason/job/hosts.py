@@ -258,7 +258,7 @@ def select_shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_missing_variables(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
-    """Return those of the first host's variables, `names`, that a host with `environment` takes from the first host."""
+    """Return which of the first host's variables, `names`, a host with `environment` takes from it."""
     own_credentials = set().union(*(group for group in CREDENTIALS if group & environment.keys()))
     return set(names) - environment.keys() - own_credentials
 

@@ -18,7 +18,7 @@ PDSH = ("pdsh", "pdsh.bin")  # Debian wraps pdsh.bin in a script
 TICK = 1.0
 """Seconds between two checks."""
 JOB = ("--world_info=", "--master_addr=", "--master_port=")
-"""Arguments that identify a job of `deepspeed`; they are on the command line of every process between its runner and a rank."""
+"""Arguments that identify a job of `deepspeed`; the command line of every process between its runner and a rank contains them."""
 
 
 def end_with_launchers() -> None:

@@ -153,7 +153,7 @@ class Lifeline:
         self._send({"activity": activity})
 
     def report_stop(self, name: str) -> None:
-        """Report that this rank has received the stop signal `name`, to all ranks."""
+        """Report to all ranks that this rank has received the stop signal `name`."""
         self._send({"stop": name})
 
     def send_goodbye(self) -> None:

@@ -23,7 +23,7 @@ from dsreason.job.part_of import PartOf
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 WAITING_TIMEOUT = timedelta(hours=24)
-"""Time limit of collectives in which ranks wait while one of them downloads, converts or exports data for the others."""
+"""Time limit of collectives in which ranks wait while one rank downloads, converts or exports data for all."""
 
 T = TypeVar("T")
 

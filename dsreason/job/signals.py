@@ -34,7 +34,8 @@ class Interrupted(BaseException):
 def select_not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Return the signals that this process does not ignore.
 
-    A process started by `nohup` ignores SIGHUP, and one started with `&` in a script ignores Ctrl-C; it must then continue.
+    A process started by `nohup` ignores SIGHUP, and one started with `&` in a script ignores Ctrl-C; such a
+    process must continue.
     """
     return [
         number for number in numbers if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN

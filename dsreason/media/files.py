@@ -11,7 +11,7 @@ from dsreason.files.address import is_s3
 from dsreason.files.remote import fetch_file
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
-"""Accepted image formats, regardless of the suffix. Pillow supports more, but runs Ghostscript for one of them (EPS)."""
+"""Accepted image formats, regardless of the suffix. Pillow supports more, but runs Ghostscript for EPS."""
 VIDEO_FORMATS = (
     *("mp4", "mov", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg", "mxf", "dv", "gif", "apng"),
     *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),

@@ -21,7 +21,7 @@ MAX_SCANNED_PIXELS = 5_000_000_000
 """Maximum of a JPEG's pixels times its scans, each of which may process all pixels: 33 scans of the largest image; 10 are usual.
 A scan of a few bytes takes as long as any other, so neither the file size nor the image size limits the decoding time."""
 JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
-"""Pattern of a marker that starts a segment; it excludes the markers that occur within compressed pixels."""
+"""Pattern for a marker that starts a segment; markers that occur within compressed pixels do not match."""
 JPEG_SCAN, JPEG_END = b"\xda", b"\xd9"
 EXIF_ORIENTATION = 0x0112
 

@@ -19,7 +19,8 @@ from dsreason.families.family import Vision
 
 MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
-"""Maximum pixels of an image or video frame, read or resized: a small file can claim any size (a decompression bomb)."""
+"""Maximum number of pixels of an image or video frame, before and after resizing. Even a small file can claim any size
+(a decompression bomb)."""
 TICKS = 1000
 """Time unit of unevenly spaced frames, whose metadata contains multiples of 1/1000 s."""
 SHORTEST_GAP = 1 / TICKS

@@ -24,7 +24,7 @@ OPENED = re.compile(
     r"model.*\.safetensors|"
     r"(.*config|.*token.*|.*processor.*|vocab.*|merges.*|chat_template.*|.*\.index|.*sentencepiece.*)\.(json|jinja|txt|model)"
 )
-"""Pattern of names of files that transformers opens; other files that match `MODEL_FILES` may be notes or data."""
+"""Pattern for the names of the files that transformers opens; other files that match `MODEL_FILES` may be notes or data."""
 CHUNK = 65536
 SIZES = {
     *(

@@ -17,7 +17,7 @@ pass starts with the last chunk, whose probabilities the forward pass keeps; thi
 and takes no more memory than any other chunk needs.
 """
 PART = 32
-"""Number of tokens whose entropy is computed at a time; this needs a second tensor as large as the tokens' logits."""
+"""Number of tokens whose entropy is computed at a time; computing it needs a second tensor as large as the tokens' logits."""
 
 
 def compute_token_logprobs(

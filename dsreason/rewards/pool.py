@@ -1,4 +1,4 @@
-"""Pool of worker processes for reward functions, with the scheduling and the time limits of their calls."""
+"""Pool of worker processes that run reward functions; it schedules the calls and enforces their time limits."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from dsreason.user_code import restore_script_folders
 CONCURRENT_CALLS = 64
 """Maximum number of concurrent calls of one async function in one worker."""
 ERROR_CHARACTERS = 4000
-"""Maximum length of the message, and of each traceback line, of a reported error, in characters."""
+"""Maximum number of characters in the message, and in each traceback line, of a reported error."""
 LARGEST = 1e12
 """Maximum absolute value of a reward; its square, and the sum of many such squares, are still finite in float32."""
 BOUND = f"a reward must be between {-LARGEST:g} and {LARGEST:g}; scale it"

@@ -48,7 +48,7 @@ class SleepState:
     """Pool tag → copies in host memory; None stands for a tensor of zeros."""
 
     @property
-    def gib(self) -> float:
+    def size_gib(self) -> float:
         return sum(tensor.nbytes for part in self.memory.values() for tensor in part) / 2**30
 
     def remember(self) -> None:

@@ -129,7 +129,7 @@ class VLLMEngine(RolloutEngine):
             self.state = find_sleep_state(runner, find_pools())
             log.info(
                 "%.2f GiB of vLLM's memory besides weights and KV cache are copied to the host while it sleeps",
-                self.state.gib,
+                self.state.size_gib,
             )
             self.weights_awake = self.cache_awake = True
             if sleep_mode:

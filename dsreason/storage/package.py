@@ -30,7 +30,7 @@ MANIFEST = "UPLOADED.json"
 """Marker of a complete upload other than a checkpoint. The file exists only in the storage, not locally."""
 CHECKPOINTS, EXPORTS, LOGS = "checkpoints", "export", "logs"
 HIDDEN = re.compile(r"(^|/)\.")
-"""Pattern of relative paths of hidden files and of files in hidden folders, which may hold credentials: `.env`, `.git/config`."""
+"""Pattern for relative paths of hidden files and files in hidden folders, which may hold credentials: `.env`, `.git/config`."""
 BESIDE_LOGS = ("config.json", "metrics.jsonl", "tensorboard")
 """Files and folders of a run that are uploaded together with its logs."""
 
@@ -51,7 +51,7 @@ class Package:
     files: Mapping[str, int]
     marker: str
     stamps: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
-    """Inode and modification time of each file and of the marker, when the package was opened; None: it did not exist."""
+    """Inode and modification time that each file and the marker had when the package was opened; None: it did not exist."""
 
     @property
     def name(self) -> str:

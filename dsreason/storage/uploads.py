@@ -99,7 +99,7 @@ class Uploads:
             uploader.add(folder, last=last)
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Queue complete folders that earlier jobs of the run did not upload, for targets that get all folders."""
+        """For targets that receive every folder, queue the complete folders that earlier jobs of the run did not upload."""
         for uploader in self.uploaders:
             uploader.add_not_uploaded(run)
 

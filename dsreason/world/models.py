@@ -62,7 +62,7 @@ def check_installed() -> None:
 
 def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
     """Return the local folder of `model.path`, which may be a folder, a `tiny:` model (built in `cache`), or a model in S3 or
-    on the Hub. The result for an export of dsreason is joined with its base model.
+    on the Hub. If it is a dsreason export, the result is joined with the base model.
 
     Several ranks may call this at the same time.
 

@@ -46,7 +46,7 @@ def sample(
     x0_noise: Tensor,
     sigmas: Tensor | Sequence[float],
     steps: Sequence[Step],
-    noise_of: Callable[[int], Tensor],
+    draw_noise: Callable[[int], Tensor],
     keep: Collection[int],
     free: Tensor | None = None,
 ) -> Sampled:
@@ -56,7 +56,7 @@ def sample(
         x0_noise: initial noise: `[B, C, T, h, w]`, float32.
         sigmas: decreasing noise levels, the last of which is 0: `[len(steps) + 1]`.
         steps: steps between consecutive noise levels.
-        noise_of: function from a step number to noise `[B, C, T, h, w]`; called only for steps that add noise.
+        draw_noise: function from a step number to noise `[B, C, T, h, w]`; called only for steps that add noise.
         keep: numbers of the steps to record for training; each must add noise.
         free: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones; None if all are sampled. Given frames always follow
             the ODE and have no log-probability.
@@ -70,7 +70,7 @@ def sample(
     for number, step in enumerate(steps):
         v = velocity(x, x.new_full((len(x),), levels[number]))
         expected = compute_mean(step, x, v)
-        x_next = expected + step.std * noise_of(number).to(x) if step.std else expected
+        x_next = expected + step.std * draw_noise(number).to(x) if step.std else expected
         if free is not None:
             x_next = torch.where(free.bool(), x_next, x + (levels[number + 1] - levels[number]) * v)
         if number in keep:

@@ -122,7 +122,7 @@ class WorldConfigSection(Section):
     schedule: Literal["family", "linear"] = "family"
     """Noise levels of the steps: from the scheduler in the model's folder, or equally spaced and shifted by `shift`."""
     shift: float = Field(3.0, gt=0)
-    """Shift of the linear schedule and of the noise levels of `sft`: s → shift·s / (1 + (shift − 1)·s)."""
+    """Shift of the linear schedule and of `sft`'s noise levels: s → shift·s / (1 + (shift − 1)·s)."""
     guidance_scale: float = Field(1.0, ge=1)
     """Guidance scale for sampling and training: v + (scale − 1)·(v − v_negative); 1 disables guidance. The scale of Cosmos'
     pipeline is one less: its 7 corresponds to 8 here."""

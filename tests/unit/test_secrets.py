@@ -269,7 +269,7 @@ def test_variable_that_is_read_is_secret(monkeypatch: pytest.MonkeyPatch, read: 
     assert hide_secrets("got planted-value") == "got <FOO>"
 
 
-def test_secret_option_is_hidden_without_its_name() -> None:
+def test_secret_option_values_are_masked_in_free_text() -> None:
     options = {"judge.py:f": {"pwd": "planted-1", "server": {"cookies": ["planted-2", 12345678]}, "field": "answer"}}
     values = {"reward": {"functions": {"judge.py:f": 1.0}, "options": options}}
     read_values(GRPOConfig, values, "run.toml", ["reward.remote.url=http://h"])

@@ -230,9 +230,7 @@ def validate(
     ] = None,
     list_all: Annotated[
         bool,
-        typer.Option(
-            "--all", help="Write all unusable rows to a file; otherwise, at most one screen of them is printed."
-        ),
+        typer.Option("--all", help="Write all unusable rows to a file. By default, at most one screenful is printed."),
     ] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of rows to validate per part, evenly spaced.")

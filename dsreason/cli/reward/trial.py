@@ -149,7 +149,7 @@ def sample_attempts(run: GRPOConfig, samples: Sequence[Sample], count: int) -> l
 
 
 def list_attempts(samples: Sequence[Sample], completion: str | None, file: Path | None) -> list[Attempt]:
-    """Return the completions to score, in the order of the rows."""
+    """Return the completions to score, in row order."""
     if file is not None:
         texts = read_completions(file)
         if len(texts) > len(samples):

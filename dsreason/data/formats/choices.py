@@ -60,8 +60,8 @@ def is_option(value: Any) -> bool:
     return isinstance(value, int | float) if not isinstance(value, str) else bool(value.strip())
 
 
-def letter_options(options: dict[str, str] | None, answer: Any) -> tuple[dict[str, str] | None, dict[str, str]]:
-    """Return the options by letter, and the letter or text of the option to which a numeric or true/false answer refers."""
+def assign_option_letters(options: dict[str, str] | None, answer: Any) -> tuple[dict[str, str] | None, dict[str, str]]:
+    """Return the options by letter, and a map from answers that are numbers or truth values to the option's letter or text."""
     labels: dict[str, str] = {}
     if options and all(label.isdigit() for label in options):
         labels = dict(zip(options, ascii_uppercase, strict=False))
@@ -78,8 +78,8 @@ def strip_letter(text: Any, letter: str) -> Any:
     return text[match.end() :] if match and letter in match.groups() else text
 
 
-def are_listed(options: Mapping[str, str] | None, question: str) -> bool:
-    """Return whether the question already lists these options."""
+def has_listed_options(options: Mapping[str, str] | None, question: str) -> bool:
+    """Return whether the question already lists the options."""
     listed = parse_listed_options(question) if options else None
     if not options or not listed:
         return False

@@ -114,7 +114,8 @@ def read_settings(
         elif key in PART_SETTINGS or key in TIMES:
             if item[key] is not None and settings.setdefault(key, value) != value:
                 raise DataError(
-                    f"{kind}: the key {key!r} is {value!r:.100}, but the object also says {settings[key]!r:.100}"
+                    f"{kind}: the key {key!r} is {value!r:.100}, but another key of the same object sets it to "
+                    f"{settings[key]!r:.100}; remove one of them"
                 )
         elif key not in ignored and not is_blank(value):
             hint = (
@@ -136,14 +137,14 @@ def read_frames(frames: list[Any]) -> dict[str, Any]:
         extra = part.keys() - {"type", "image"} | (LABEL_KEYS & frame.keys() if isinstance(frame, dict) else set())
         if extra:
             raise DataError(
-                f"the frame {number} of a video has the key {min(extra)!r}, which only the video may have; move or remove it"
+                f"frame {number} of a video has the key {min(extra)!r}, which only the video may have; move or remove it"
             )
     files = [part["image"] for part in parts]
     seconds = [find_second(frame) for frame in frames]
     if all(second is None for second in seconds):
         return {"type": "video", "video": files}
     if None in seconds:
-        raise DataError(f"the frame {seconds.index(None)} of a video has no timestamp, but others have one; add it")
+        raise DataError(f"frame {seconds.index(None)} of a video has no timestamp, but others have one; add it")
     return {"type": "video", "video": files, "timestamps": seconds}
 
 

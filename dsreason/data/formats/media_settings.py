@@ -81,7 +81,8 @@ def read_clip(values: Mapping[str, Any], noun: str) -> list[tuple[str, str, floa
             )
         if seconds.setdefault(setting, second) != second:
             raise DataError(
-                f"the {noun} {name!r} is {second!r}, but another one says {seconds[setting]!r}; remove one of them"
+                f"the {noun} {name!r} is {second!r}, but another {noun} sets the same limit to {seconds[setting]!r}; "
+                "remove one of them"
             )
     return [(name, setting, seconds[setting]) for name, setting, _ in limits]
 

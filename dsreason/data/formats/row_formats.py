@@ -86,11 +86,11 @@ def read_question(row: Row) -> Conversation:
     assert column is not None
     options, columns = choices.read_options(row)
     columns.add(column)
-    options, labels = choices.letter_options(options, row.get("answer"))
+    options, labels = choices.assign_option_letters(options, row.get("answer"))
     if options:
         answers.check_option(row, options, labels)
     question = read_text(row, column)
-    if not choices.are_listed(options, question):
+    if not choices.has_listed_options(options, question):
         question = "\n".join([question, *option_lines(options)])
     messages: list[Message] = [{"role": "user", "content": question}]
     if not has(row, "answer") and (reply := find_column(row, COMPLETIONS)):

@@ -65,7 +65,7 @@ def list_arrow_files(table: datasets.Dataset) -> list[str]:
 
 
 def locate_record(table: datasets.Dataset) -> Path:
-    """Return the path of the record of this version of the table; `datasets` writes `dataset_info.json` when it converts."""
+    """Return the path at which this version of the table is recorded; `datasets` writes `dataset_info.json` when it converts."""
     files = list_arrow_files(table)
     info = [Path(file).with_name("dataset_info.json") for file in files[:1]]
     version = [str(file.stat().st_mtime_ns) for file in info if file.is_file()]

@@ -99,7 +99,7 @@ def read_messages(value: Any, column: str) -> list[Message]:
 def split_pairs(turns: list[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield the index and message of each turn; an item without a role may be a question with its reply."""
     for number, turn in enumerate(turns):
-        if first_value(turn, *ROLE_KEYS) is not None or len(PAIR_KEYS.keys() & turn.keys()) < 2:
+        if get_first_value(turn, *ROLE_KEYS) is not None or len(PAIR_KEYS.keys() & turn.keys()) < 2:
             yield number, turn
             continue
         settings = {key: value for key, value in turn.items() if key not in PAIR_KEYS}
@@ -114,14 +114,14 @@ def is_call_only(message: Message) -> bool:
 
 def read_message(turn: Mapping[str, Any], location: str) -> Message:
     check_message_keys(turn, location)
-    raw_role = first_value(turn, *ROLE_KEYS)
+    raw_role = get_first_value(turn, *ROLE_KEYS)
     role = read_role(raw_role, location)
-    raw_content = first_value(turn, *CONTENT_KEYS)
+    raw_content = get_first_value(turn, *CONTENT_KEYS)
     if raw_role.lower() in CALL_ROLES:
         calls = read_calls(raw_content, location)
         content: str | list[dict[str, Any]] | None = ""
     else:
-        calls = read_calls(first_value(turn, "tool_calls", "function_call"), f"{location}.tool_calls")
+        calls = read_calls(get_first_value(turn, "tool_calls", "function_call"), f"{location}.tool_calls")
         content = "" if raw_content is None and calls else read_content(raw_content, location)
     if content is None:
         raise DataError(f"{location} has no content; add a string or a list of parts")
@@ -150,7 +150,7 @@ def add_reasoning(
     turn: Mapping[str, Any], content: str | list[dict[str, Any]], location: str
 ) -> str | list[dict[str, Any]]:
     """Insert the reasoning from a separate key before the reply's text, in `<think>` tags."""
-    reasoning = first_value(turn, "reasoning_content", "reasoning", "thinking")
+    reasoning = get_first_value(turn, "reasoning_content", "reasoning", "thinking")
     if not reasoning:
         return content
     return put_reasoning(reasoning, join_text({"content": content}), location)
@@ -166,7 +166,7 @@ def put_reasoning(reasoning: Any, reply: str, location: str) -> str:
     return f"<think>\n{tagged[1] if tagged else reasoning}\n</think>\n\n{reply}"
 
 
-def first_value(turn: Mapping[str, Any], *keys: str) -> Any:
+def get_first_value(turn: Mapping[str, Any], *keys: str) -> Any:
     """Return the first value that is not None, because Arrow adds null keys to all messages of a table."""
     return next((value for key in keys if (value := turn.get(key)) is not None), None)
 

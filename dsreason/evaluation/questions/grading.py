@@ -58,7 +58,7 @@ class Grader:
       - multiple_choice: it names the same option as the reference, by letter or text;
       - yes_no, open, free_text: it equals the reference, except for case, white space and a final full stop;
       - ordinal: it is the same number (`3` equals `3.0`).
-    If a row has several accepted answers, one of them is enough. An unparsed answer is never correct. Free texts also get the
+    If a row has several accepted answers, matching one is enough. An unparsed answer is never correct. Free texts also get the
     scores `bleu` (0 to 100), `rouge1`, `rouge2` and `rougeL` (0 to 1) and, if `similarity_model` is set, `similarity` (-1 to 1),
     all against the first accepted answer; see the module `similarity`. All are 0 if the answer could not be parsed.
 

@@ -28,7 +28,7 @@ REQUEST_LINES = re.compile(
 
 
 def compute_question_key(text: str, media: Iterable[str]) -> str:
-    """Compute the key of a question in its id: a hash of its text and of its media (see `name_medium`).
+    """Compute the part of a question's id that is a hash of its text and media (see `name_medium`).
 
     The text includes the options, but not the lines in `REQUESTS` and `REASONING_REQUEST`.
     """

@@ -19,7 +19,7 @@ from dsreason.media.videos import load_video, probe_video
 from dsreason.monitor.console import open_console
 
 FRAMES = 6
-"""Number of frames of a video to show; they are evenly spaced and include the first and the last frame."""
+"""Number of frames to show of a video, evenly spaced from the first to the last."""
 LONGEST_SIDE = 160
 JPEG_QUALITY = 70
 MAX_BYTES = 30_000_000
@@ -106,6 +106,6 @@ def _make_thumbnail(image: Image.Image, label: str = "") -> Picture:
 
 
 def _fit_size(height: int, width: int) -> tuple[int, int]:
-    """Return the size scaled down to fit into a square of `LONGEST_SIDE`; it is never enlarged."""
+    """Return the size, scaled down if it does not fit into a square of `LONGEST_SIDE`."""
     scale = min(1.0, LONGEST_SIDE / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))

@@ -121,7 +121,7 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
         missing := [name for folder, name in wanted_folders.items() if folder not in present]
     ):
         raise DataError(
-            f"{results_dir}: contains no results of {', '.join(missing)}, but only of {', '.join(sorted(present))}"
+            f"{results_dir}: contains no results for {', '.join(missing)}, only for {', '.join(sorted(present))}"
         )
     runs: dict[Path, list[Path]] = {}
     for file in files:

@@ -127,5 +127,5 @@ def read_run_id(file: Path) -> str | None:
         run_id = str(error)
     if re.fullmatch("[0-9a-f]{8}", run_id):
         return run_id
-    log.warning("%s: is not the id of a W&B run (%.40r); a new W&B run is started", file, run_id)
+    log.warning("%s does not contain the id of a W&B run (%.40r); starting a new W&B run", file, run_id)
     return None

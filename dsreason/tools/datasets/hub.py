@@ -22,7 +22,7 @@ from dsreason.files.hub import convert_dataset_errors, convert_hub_error, get_hu
 from dsreason.monitor.progress import Advance
 
 ATTEMPTS = 5
-"""Number of consecutive failed attempts, without a new byte, after which a download is abandoned."""
+"""Number of consecutive attempts without a new byte after which a download is abandoned."""
 TIMEOUT = 60.0
 """Seconds without a byte after which a connection counts as broken."""
 OPEN_LIMIT = 120.0

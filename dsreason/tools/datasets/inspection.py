@@ -147,8 +147,8 @@ class Inspection:
     balance: dict[str, Label] = field(default_factory=dict)
     """Label → its training rows, and how many of them an epoch uses; empty without `data.balance`."""
     duplicates: list[dict[str, Any]] = field(default_factory=list)
-    """All rows that repeat an earlier row. Each entry has the keys part and where for the row, and of_part and of for the
-    earlier one."""
+    """All rows that repeat an earlier row. Each entry has the keys `part` and `where` for the row, and `of_part` and `of` for
+    the earlier row."""
 
 
 def inspect_data(
@@ -315,7 +315,7 @@ def count_letters(rows: Iterable[RowFacts]) -> dict[str, Letter]:
 
 
 def count_answers(answers: Iterable[str | None]) -> Counter[str]:
-    """Count the answers; those that differ only in case or a final full stop count as one, spelled like the first of them."""
+    """Count the answers; answers that differ only in case or a final full stop count as one, spelled like the first."""
     known_answers, first = [answer for answer in answers if answer is not None], dict[str, str]()
     return Counter(first.setdefault(normalise_label(answer), answer) for answer in known_answers)
 

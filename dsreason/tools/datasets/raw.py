@@ -1,13 +1,13 @@
-"""Download of the raw videos that clips are cut from, from their publishers; only the needed parts are downloaded.
+"""Download of the raw videos from which clips are cut. Only the needed parts are fetched from the publishers.
 
 - agibot: tars on the Hub, `observations/<task>/<first episode>-<last episode>.tar` of AgiBotWorld-Beta, each with
   `<episode>/videos/<view>.mp4`. Users must accept the terms of the data set on the Hub.
 - holoassist: `video_pitch_shifted.tar` with `<recording>/Export_py/Video_pitchshift.mp4`, and the annotated actions.
-- bridgev2: the shards of the TFDS data set `bridge_dataset`, with one episode per record. The shard of an episode is not
-  published: shards are downloaded one by one until all episodes are found. Frames of needed episodes are stored as images, and
-  the list of each shard's episodes is recorded.
+- bridgev2: the shards of the TFDS data set `bridge_dataset`, with one episode per record. Which shard
+  contains an episode is not published: shards are downloaded one by one until all episodes are found. Frames of needed
+  episodes are stored as images, and the list of each shard's episodes is recorded.
 
-The videos are stored at the paths in which `clip_rules` searches for them.
+The videos are stored where `clip_rules` looks for them.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def fetch_file(plan: RawPlan, source: ServedFile, file: Path) -> None:
 
 
 def locate_partial(plan: RawPlan, source: ServedFile, *part: str | int) -> Path:
-    """Return the path of the partial download of a part of this version of a file."""
+    """Return the path at which a partial download of `part` is stored, for this version of the file."""
     key = " ".join(map(str, (source.url, *source.version, *part)))
     return plan.folder / PARTIALS / hashlib.sha256(key.encode()).hexdigest()[:24]
 

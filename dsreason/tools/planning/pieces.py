@@ -131,7 +131,7 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(drop_layer_number(name) in trained)
     if config.model.quantize:
-        quantize_empty(model, family.modules.text_layers, dtype)
+        quantize_meta_layers(model, family.modules.text_layers, dtype)
     if targets:
         add_matching_adapters(model, config, targets, dtype)
     free_gradients_early(model)
@@ -143,7 +143,7 @@ def drop_layer_number(name: str) -> str:
     return NUMBER.sub("..", name)
 
 
-def quantize_empty(model: nn.Module, pattern: str, dtype: torch.dtype) -> None:
+def quantize_meta_layers(model: nn.Module, pattern: str, dtype: torch.dtype) -> None:
     for layer in convert_to_nf4(model, pattern, dtype):
         rows = torch.empty(count_blocks(layer.shape), ROW_BYTES, dtype=torch.uint8, device="meta")
         layer.weight = nn.Parameter(rows, requires_grad=False)

@@ -20,7 +20,7 @@ from dsreason.errors import ConfigError
 ATTENTION = "flash_planned"
 """Name of `trace_attention` in transformers; because it contains "flash", vision towers pass a complete media item at a time."""
 MOST_TOKENS = 10**9
-"""Maximum number of tokens per forward pass; the byte counts of more tokens would overflow 64 bits."""
+"""Maximum number of tokens per forward pass; with more tokens, byte counts would overflow 64 bits."""
 
 
 class LiveBytes(TorchDispatchMode):

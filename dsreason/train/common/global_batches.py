@@ -16,10 +16,10 @@ from dsreason.data.sources import SampleDataset
 from dsreason.engine.schedule import describe_long_warmup
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.profile import check_profiled_steps
-from dsreason.train.common.arithmetic import Arithmetic
 from dsreason.train.common.job import J
 from dsreason.train.common.learning import LearningWatch
 from dsreason.train.common.run import TrainingRun, Validate
+from dsreason.train.common.utilisation import UtilisationMeter
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:
 
 def show_batches(
     run: TrainingRun[J],
-    arithmetic: Arithmetic,
+    utilisation: UtilisationMeter,
     batches: StepBatches,
     metrics: dict[str, float],
     shown: dict[str, float],
@@ -150,7 +150,7 @@ def show_batches(
     run.count_skipped(batches.skipped)
     step_seconds = seconds + batches.data_seconds
     metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}
-    metrics |= arithmetic.metrics(batches.work, batches.micro_batches, step_seconds)
+    metrics |= utilisation.metrics(batches.work, batches.micro_batches, step_seconds)
     run.show_step(
         metrics,
         shown,

@@ -122,7 +122,7 @@ def open_curves(
     validation: D,
     digest: Callable[[D], Mapping[str, Any]],
 ) -> Metrics:
-    """Write the run's record and open its curves until `stack` closes. The curves of a resumed run continue after `state.step`.
+    """Write the run's record and open its metrics, which `stack` closes. Those of a resumed run continue after `state.step`.
 
     Args:
         digest: computes the digest of a data set; see `compute_rows_digest`.

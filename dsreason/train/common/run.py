@@ -218,8 +218,8 @@ class TrainingRun(Generic[J]):
         return is_better and step > 0 and config.keep_best
 
     def finish(self, problems: Sequence[str] = ()) -> None:
-        """Write and upload all checkpoints and exports that are still missing, also those of an earlier job, and
-        print the final messages.
+        """Write and upload all checkpoints and exports that are still missing, including an earlier job's, and print the
+        final messages.
 
         Args:
             problems: reasons why the run may not have learned; printed first.

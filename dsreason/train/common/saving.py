@@ -181,7 +181,7 @@ def is_sound(file: Path) -> bool:
     try:
         check_digests(file.parent)
     except CheckpointError as error:
-        log.warning("%s; it is now exported again", error)
+        log.warning("%s. Replacing the damaged export", error)
         return False
     return True
 

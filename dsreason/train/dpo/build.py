@@ -19,7 +19,6 @@ from dsreason.engine.zero3 import release_gathered
 from dsreason.job.ranks import run_on_rank_zero
 from dsreason.models.folder import compute_fingerprint
 from dsreason.rollout.transformers_engine import TransformersSettings
-from dsreason.train.common.arithmetic import Arithmetic, build_arithmetic
 from dsreason.train.common.global_batches import build_step_order
 from dsreason.train.common.job import TrainingJob
 from dsreason.train.common.opening import (
@@ -31,6 +30,7 @@ from dsreason.train.common.opening import (
 )
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.sampler import Sampler
+from dsreason.train.common.utilisation import UtilisationMeter, build_utilisation_meter
 from dsreason.train.common.validate import HeldOut, answer_rows
 from dsreason.train.dpo.loader import PairLoader, StepPairs, build_pair_loader, iter_pair_batches
 from dsreason.train.dpo.preflight import check
@@ -64,7 +64,7 @@ class DPOTrainer:
     loader: PairLoader
     reference: PairReference
     baseline: Baseline
-    arithmetic: Arithmetic
+    utilisation: UtilisationMeter
     steps_per_epoch: float
     watch: ChosenWatch = field(default_factory=ChosenWatch)
 
@@ -105,7 +105,7 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
             loader=build_pair_loader(rows.training, rows.encoder, order, config, world, start_step=state.step),
             reference=reference,
             baseline=Baseline(*state.extra.get("baseline", ())),
-            arithmetic=build_arithmetic(engine, world),
+            utilisation=build_utilisation_meter(engine, world),
             steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
         )
 

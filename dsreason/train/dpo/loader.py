@@ -33,7 +33,7 @@ class PairFacts:
     """File and row number, for error messages."""
     fingerprint: str
     lengths: tuple[int, int]
-    """Number of trained tokens of the chosen and of the rejected answer."""
+    """Numbers of trained tokens in the chosen and in the rejected answer."""
     ref_logprobs: tuple[float, float] | None
     """Log-probabilities of both answers under the reference; None if the row has none."""
 

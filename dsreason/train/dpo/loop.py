@@ -49,7 +49,7 @@ def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
     if "dpo/chosen" in metrics and (warning := dpo.watch.record(metrics["dpo/chosen"], metrics["dpo/accuracy"])):
         log.warning("%s", warning)
     progress_values = {name: metrics[key] for name, key in SHOWN.items() if key in metrics}
-    show_batches(run, dpo.arithmetic, batches, metrics, progress_values, seconds=seconds)
+    show_batches(run, dpo.utilisation, batches, metrics, progress_values, seconds=seconds)
 
 
 def run_dpo_step(

@@ -27,7 +27,6 @@ from dsreason.rollout.protocol import find_media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import MIN_SEQUENCES, VLLMSettings
 from dsreason.train.common.answers import ValidationResult
-from dsreason.train.common.arithmetic import Arithmetic, build_arithmetic
 from dsreason.train.common.job import TrainingJob
 from dsreason.train.common.learning import LearningWatch
 from dsreason.train.common.opening import (
@@ -39,6 +38,7 @@ from dsreason.train.common.opening import (
 )
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.sampler import Sampler
+from dsreason.train.common.utilisation import UtilisationMeter, build_utilisation_meter
 from dsreason.train.common.validate import HeldOut, validate
 from dsreason.train.grpo.check_rewards import build_row_check
 from dsreason.train.grpo.preflight import build_prompt_encoder, build_rollout_order, check, count_optimizer_steps
@@ -67,7 +67,7 @@ class GRPOTrainer:
     teacher: Teacher | None
     """Teacher to distill from; None without distillation."""
     objective: Objective
-    arithmetic: Arithmetic
+    utilisation: UtilisationMeter
     banned_ids: Tensor
     """Ids of the media tokens, which the policy must not sample."""
     batches_per_epoch: float
@@ -141,7 +141,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             reference=reference,
             teacher=teacher,
             objective=objective,
-            arithmetic=build_arithmetic(engine, world),
+            utilisation=build_utilisation_meter(engine, world),
             banned_ids=banned_ids,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             watch=LearningWatch(partial(find_reward_problems, config=config)),

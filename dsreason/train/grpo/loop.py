@@ -220,7 +220,7 @@ def finish_step(
     samples = [[build_training_sample(rollout) for rollout in micro_batch.rollouts] for micro_batch in micro_batches]
     work = compute_work(samples, packing=config.shares_prompts)
     batches = [micro_batch.batch for micro_batch in micro_batches]
-    metrics |= grpo.arithmetic.metrics(work, batches, metrics["time/train"])
+    metrics |= grpo.utilisation.metrics(work, batches, metrics["time/train"])
     rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
     local_tokens = sum(len(rollout.prompt.encoded) + rollout.completion.num_tokens for rollout in rollouts)
     num_tokens = sum(job.world.select_group_values(gather_objects(local_tokens)))

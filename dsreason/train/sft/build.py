@@ -17,13 +17,13 @@ from dsreason.models.load import read_model_config
 from dsreason.rollout.batches import count_tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.answers import ValidationResult
-from dsreason.train.common.arithmetic import Arithmetic, build_arithmetic
 from dsreason.train.common.global_batches import build_step_order
 from dsreason.train.common.job import TrainingJob
 from dsreason.train.common.opening import build_policy_engine, open_policy_job, start_policy, start_policy_run
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.sampler import Sampler
+from dsreason.train.common.utilisation import UtilisationMeter, build_utilisation_meter
 from dsreason.train.common.validate import HeldOut, validate
 from dsreason.train.sft.preflight import check
 
@@ -40,7 +40,7 @@ class SFTTrainer:
     """Sampler that generates answers to the held-out rows."""
     held_out: HeldOut[SFTConfig]
     loader: StepLoader
-    arithmetic: Arithmetic
+    utilisation: UtilisationMeter
     steps_per_epoch: float
 
     def validate(self, step: int) -> ValidationResult | None:
@@ -84,7 +84,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             sampler=sampler,
             held_out=HeldOut(rows.validation, rows.encoder, config, world),
             loader=loader,
-            arithmetic=build_arithmetic(engine, world),
+            utilisation=build_utilisation_meter(engine, world),
             steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
         )
 

@@ -36,7 +36,7 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
     seconds = time.perf_counter() - started
     run.count_step(epoch=engine.global_steps / sft.steps_per_epoch, learned=batches.num_tokens > 0)
     progress_values = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
-    show_batches(run, sft.arithmetic, batches, metrics, progress_values, seconds=seconds)
+    show_batches(run, sft.utilisation, batches, metrics, progress_values, seconds=seconds)
 
 
 def run_sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:

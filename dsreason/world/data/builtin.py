@@ -1,7 +1,7 @@
 """Built-in clips, in which a square in one of three colours moves in one of four directions over a dark background.
 
-With `data.path = "mislabelled"`, half of the captions have a random colour and half a random direction, so that a model
-trained on them has something to unlearn.
+With `data.path = "mislabelled"`, the colour in a caption is random with probability 1/2, and so is the direction, so that a
+model trained on the captions has something to unlearn.
 """
 
 from __future__ import annotations

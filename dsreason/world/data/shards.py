@@ -33,7 +33,7 @@ from dsreason.world.data.rows import CheckedRows
 from dsreason.world.types import ClipSize, WorldRow
 
 VERSION = 2
-"""Version of the cached indexes; increment it when their content changes."""
+"""Version of the format of the cached indexes; increment it when the format changes."""
 PICKLES = ("pkl", "pickle", "pyd", "pth", "pt", "ckpt", "bin")
 """Suffixes of members that webdataset or torch would unpickle."""
 VIDEO_KEYS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)

@@ -280,8 +280,8 @@ def check_bad_rows(config: WorldConfig) -> None:
     """Raise ConfigError if `data.on_bad_row` is "skip" but clips cannot be skipped, because rollouts have a fixed set of rows."""
     if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
         raise ConfigError(
-            f'data.on_bad_row = "skip" can skip clips only in sft, but {explain_need_for_clips(config)} needs the clips of all '
-            'rows of a rollout; set it to "error", and remove the rows that the error names'
+            f'data.on_bad_row = "skip" can skip clips only if world.algorithm is "sft", but {explain_need_for_clips(config)} '
+            'needs the clip of every row of a rollout; set data.on_bad_row = "error", and remove the rows that the error names'
         )
 
 

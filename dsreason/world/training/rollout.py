@@ -149,13 +149,13 @@ def sample_batch(
     """
     config, on_device = maker.config, batch.to(maker.device)
 
-    def noise_of(number: int) -> Tensor:
+    def draw_noise(number: int) -> Tensor:
         seed, purpose = config.train.seed, f"sampling step {number}"
         return draw_clip_noise(batch.places, maker.inputs.shape, seed, step, purpose).to(maker.device)
 
     velocity = build_velocity(maker, on_device, config.world.guidance_scale)
     sampled = sample_latents(
-        velocity, on_device.start, maker.sigmas, plan.steps, noise_of, set(plan.trained), free=on_device.free
+        velocity, on_device.start, maker.sigmas, plan.steps, draw_noise, set(plan.trained), free=on_device.free
     )
     latents = restore_given_frames(sampled.latents, on_device)
     if batch.counted and maker.share.leads:

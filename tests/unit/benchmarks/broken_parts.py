@@ -8,15 +8,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-from benchmarks.gpu_report.parts import Setting, SkipPart, Value
+from benchmarks.gpu_report.parts import BenchmarkSetup, SkipPart, Value
 
 
-def works(setting: Setting) -> Iterator[tuple[str, Value]]:
+def works(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     yield "speed", 2.0
     yield "name", "card"
 
 
-def hangs(setting: Setting) -> Iterator[tuple[str, Value]]:
+def hangs(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     """Hang and leave a child process in a separate session, as a rank does."""
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     yield "speed", 1.0
@@ -24,16 +24,16 @@ def hangs(setting: Setting) -> Iterator[tuple[str, Value]]:
     time.sleep(300)
 
 
-def crashes(setting: Setting) -> Iterator[tuple[str, Value]]:
+def crashes(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     yield "speed", 1.0
-    raise RuntimeError(f"nothing in {setting.scratch / 'deep' / 'folder'}")
+    raise RuntimeError(f"nothing in {setup.scratch / 'deep' / 'folder'}")
 
 
-def dies(setting: Setting) -> Iterator[tuple[str, Value]]:
+def dies(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     yield "speed", float("inf")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def skips(setting: Setting) -> Iterator[tuple[str, Value]]:
+def skips(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
     yield "speed", 1.0
     raise SkipPart("needs a card of 70 GiB, and this one has 24")

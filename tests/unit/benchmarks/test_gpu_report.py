@@ -21,35 +21,35 @@ from typer.testing import CliRunner
 
 from benchmarks.gpu_report import __main__ as command
 from benchmarks.gpu_report import materials, runner
-from benchmarks.gpu_report.parts import PARTS, Goal, Part, Setting, SkipPart
+from benchmarks.gpu_report.parts import PARTS, BenchmarkSetup, Goal, Part, SkipPart
 from benchmarks.gpu_report.report import build_record, hide_machine, read_records, write_report
 from benchmarks.gpu_report.runner import Ended, run_part
 
 BROKEN = "tests.unit.benchmarks.broken_parts"
 ROOT = Path(__file__).parents[3]
-CARD = Setting(Path(), cards=1, tiny=False)
+CARD = BenchmarkSetup(Path(), cards=1, tiny=False)
 
 
 @pytest.fixture
-def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BenchmarkSetup:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    return Setting(tmp_path, cards=0, tiny=True)
+    return BenchmarkSetup(tmp_path, cards=0, tiny=True)
 
 
 def part(name: str, seconds: int = 60, goals: tuple[Goal, ...] = ()) -> Part:
     return Part(name, BROKEN, seconds, "a part for tests", goals)
 
 
-def test_successful_part_is_measured(setting: Setting, tmp_path: Path) -> None:
-    ended = run_part(part("works"), setting, tmp_path)
+def test_successful_part_is_measured(setup: BenchmarkSetup, tmp_path: Path) -> None:
+    ended = run_part(part("works"), setup, tmp_path)
     assert (ended.how, ended.measured) == ("done", {"speed": 2.0, "name": "card"})
 
 
 def test_hanging_part_is_killed_and_keeps_measurements(
-    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setup: BenchmarkSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "get_limit", lambda part, setting: 5)
-    ended = run_part(part("hangs"), setting, tmp_path)
+    monkeypatch.setattr(runner, "get_limit", lambda part, setup: 5)
+    ended = run_part(part("hangs"), setup, tmp_path)
     assert (ended.how, ended.measured["speed"]) == ("timed out", 1.0)
     assert 5 <= ended.seconds < 15
     child = int(ended.measured["child"])
@@ -66,9 +66,9 @@ def test_hanging_part_is_killed_and_keeps_measurements(
     ],
 )
 def test_failed_part_records_outcome_and_reason(
-    name: str, how: str, measured: dict[str, Any], reason: str, setting: Setting, tmp_path: Path
+    name: str, how: str, measured: dict[str, Any], reason: str, setup: BenchmarkSetup, tmp_path: Path
 ) -> None:
-    ended = run_part(part(name), setting, tmp_path)
+    ended = run_part(part(name), setup, tmp_path)
     assert (ended.how, ended.measured, ended.reason) == (how, measured, reason)
     assert ("RuntimeError: nothing in" in ended.log) == (name == "crashes")
 
@@ -187,7 +187,7 @@ def test_model_is_chosen_to_fit_gpu_memory(gib: float, size: str | None, monkeyp
 def test_remaining_parts_run_after_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = []
 
-    def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
+    def run(part: Part, setup: BenchmarkSetup, logs: Path, tick: Any, limit: float) -> Ended:
         recorded.append(list(read_records(tmp_path)))
         return Ended("failed", 1.0, {}, "exit code 1") if part.name == "head" else Ended("done", 1.0, {"speed": 1.0})
 
@@ -200,14 +200,14 @@ def test_remaining_parts_run_after_one_fails(tmp_path: Path, monkeypatch: pytest
 def test_parallel_checks_come_first_when_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, calls = [0.0], []
 
-    def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
+    def run(part: Part, setup: BenchmarkSetup, logs: Path, tick: Any, limit: float) -> Ended:
         calls.append((part.name, limit))
         clock[0] += 0.0 if part.beside else limit
         return Ended("done", limit, {"speed": 1.0})
 
     monkeypatch.setattr(command, "run_part", run)
     monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(command, "get_limit", lambda part, setting: part.seconds)
+    monkeypatch.setattr(command, "get_limit", lambda part, setup: part.seconds)
     names = "zero attention parity_bf16 sft grpo ledger_2b"
     result = CliRunner().invoke(command.app, ["--seconds", "200", "--parts", names, "--out", str(tmp_path)])
     # Three checks that run in parallel get at most 60 of the 200 s, then SFT gets 60, and GRPO the remaining time.
@@ -221,7 +221,7 @@ def test_parallel_checks_come_first_when_time_is_short(tmp_path: Path, monkeypat
 def test_parallel_checks_keep_measurements_when_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped, both_run = threading.Event(), threading.Barrier(2)
 
-    def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
+    def run(part: Part, setup: BenchmarkSetup, logs: Path, tick: Any, limit: float) -> Ended:
         both_run.wait(timeout=10)
         stopped.set()
         return Ended("timed out", 1.0, {"speed": 1.0})

@@ -70,7 +70,7 @@ def test_card_and_added_files_may_change(export: Path, caplog: pytest.LogCapture
     assert f"not in {DIGESTS_FILE}, but `push` uploads them, too: adapter/credentials.json, picture.png" in caplog.text
 
 
-def test_changed_file_is_accepted_without_its_entry(export: Path) -> None:
+def test_file_without_digest_entry_is_not_checked(export: Path) -> None:
     (export / "config.json").write_text('{"edited": true}')
     digests = json.loads((export / DIGESTS_FILE).read_text())
     del digests["files"]["config.json"]

@@ -219,7 +219,7 @@ def test_running_run_keeps_its_exports_to_itself(tmp_path: Path, name: str, refu
         check_run_does_not_write(tmp_path / "run" / "export" / name)
 
 
-def test_lock_on_full_disk_is_a_save_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locking_on_full_disk_raises_save_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(lock: FolderLock, folder: Path) -> None:
         raise LockWriteError(f"{folder}: cannot be written (No space left on device)")
 
@@ -273,7 +273,7 @@ def test_draft_of_killed_process_is_deleted(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
-def test_folder_that_fills_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_folder_filled_during_writing_is_kept(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match="final: exists and is not empty"),
         write_folder_atomically(tmp_path / "final") as draft,

@@ -267,7 +267,7 @@ def test_inspect_reports_pixel_differences_from_cosmos_rl(tiny_qwen2_5_vl: Path)
     assert "training: pixels differ:" in printed and "; qwen-vl-utils:" in printed
 
 
-def test_inspect_counts_the_labels_that_are_balanced() -> None:
+def test_inspect_reports_label_counts_per_epoch() -> None:
     write_rows(*[{**GOOD, "id": str(i), "answer": "no" if i else "yes"} for i in range(4)])
     by_option = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
     assert json.loads(by_option.stdout)["balance"] == {

@@ -84,7 +84,7 @@ def test_accepted_but_unused_settings_are_noted() -> None:
     ]
 
 
-def test_letter_notes_that_temperature_is_unused() -> None:
+def test_unused_temperature_of_letter_answers_is_noted() -> None:
     assert load_cosmos("evaluation.answer_type=letter").notes(num_cores=80)[-1] == (
         "generation.temperature (0.6) is used only with answer_type = reasoning: letter always picks the most probable token"
     )

@@ -110,7 +110,7 @@ def test_tensors_are_pinned_before_gpu_transfer(fields):
     assert moves == ["pin", ("cuda", True)] * fields + [("cpu", True)] * fields
 
 
-def test_dummies_change_no_logit_before_them(tiny):
+def test_dummies_do_not_change_earlier_logits(tiny):
     from functools import partial
 
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor

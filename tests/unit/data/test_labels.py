@@ -80,7 +80,7 @@ def test_source_weights_are_kept_within_a_label():
     assert displayed == {"a": [4, 3], "b": [3, 4]}  # a: 2 rows of weight 1, 1 of weight 2; b: 4 and 3 → 4 : 6 of 7
 
 
-def test_epoch_is_rounded_up_to_fit_batch(tmp_path):
+def test_balanced_epoch_rounds_up_rows_per_label(tmp_path):
     data = config(tmp_path, ["a"] * 8 + ["b", "c"])
     assert order(data, batch_size=10).rows_per_epoch == 12
 

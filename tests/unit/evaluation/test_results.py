@@ -299,7 +299,7 @@ def test_files_at_all_depths_are_counted(tmp_path: Path) -> None:
 
 
 def test_unknown_data_sets_list_the_known_ones(root: Path) -> None:
-    with pytest.raises(DataError, match="contains no results of av, but only of agibot, robovqa"):
+    with pytest.raises(DataError, match="contains no results for av, only for agibot, robovqa"):
         find_runs(root, ["agibot", "av"])
 
 

@@ -305,7 +305,7 @@ def test_clip_can_be_sent_as_sampled_frames(stand_in: StandIn, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", ["file", "frames"])
-def test_impossible_setting_fails_only_its_question(stand_in: StandIn, tmp_path: Path, form: str) -> None:
+def test_unusable_clip_fails_only_its_question(stand_in: StandIn, tmp_path: Path, form: str) -> None:
     clip = write_video(tmp_path / "v.mp4")
     bad = media_sample({"type": "video", "video": str(clip), "nframes": 50})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
@@ -530,7 +530,7 @@ def test_lost_server_connection_ends_the_evaluation(stand_in: StandIn) -> None:
         ask(server, *[text_sample()] * 5)
 
 
-def test_closed_replies_stop_further_requests(stand_in: StandIn) -> None:
+def test_closing_replies_stops_further_requests(stand_in: StandIn) -> None:
     server = answerer(stand_in.url, concurrency=1)
     replies = server.ask(requests_of([text_sample()] * 50))
     next(replies)

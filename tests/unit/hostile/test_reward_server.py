@@ -243,7 +243,7 @@ def test_reset_connections_are_not_counted(
         ("fe80::1%eth0", "fe80::2%eth1", "::ffff:192.0.2.1"),
     ],
 )
-def test_client_is_its_address_or_ipv6_network(host: str, same: str, other: str) -> None:
+def test_clients_are_grouped_by_address_or_ipv6_network(host: str, same: str, other: str) -> None:
     assert module.get_network(host) == module.get_network(same) != module.get_network(other)
 
 

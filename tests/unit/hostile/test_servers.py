@@ -171,7 +171,7 @@ def test_endless_answer_times_out(client: str, behaviour: str) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("behaviour", TOO_LONG)
-def test_unbounded_answer_is_rejected_early(client: str, behaviour: str) -> None:
+def test_oversized_response_is_rejected_early(client: str, behaviour: str) -> None:
     with serving(client, TOO_LONG[behaviour]) as server:
         clients = CLIENTS[client](server.url, LONG)
     check_named(client, clients, server.url)

@@ -56,7 +56,7 @@ def test_geometric_mask_keeps_long_sequence():
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_equal_policies_have_correction_weight_one(name):
+def test_correction_is_one_for_equal_policies(name):
     assert CORRECTIONS[name](torch.zeros(5), SEQUENCE).tolist() == [1] * 5
 
 

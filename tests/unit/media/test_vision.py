@@ -285,7 +285,7 @@ def test_frame_count_matches_qwen_vl_utils_rounding():
         (3, 2, {"fps": 0.5, "min_frames": 4}, [0, 1, 2, 2]),
     ],
 )
-def test_given_frames_are_shown_whole(num_frames, rate, part, expected):
+def test_frame_list_sampling_follows_settings(num_frames, rate, part, expected):
     info = video(num_frames, rate, is_frames=True)
     assert list(sample_frames(info, part, QWEN3_VISION).indices) == expected
 
@@ -307,7 +307,7 @@ def test_more_frames_than_default_are_sampled():
         ((0, 1, 2, 3, 4, 5, 6, 14), {"fps": 0.25}, [0, 5, 6, 7]),  # 16 s x 0.25 = 4: 0, 4.7, 9.3 and 14 s
     ],
 )
-def test_uneven_frames_are_chosen_by_time(timestamps, part, expected):
+def test_unevenly_spaced_frames_are_sampled_by_time(timestamps, part, expected):
     rate = (len(timestamps) - 1) / (timestamps[-1] - timestamps[0])
     info = video(len(timestamps), rate, is_frames=True, timestamps=timestamps)
     assert list(sample_frames(info, part, QWEN3_VISION).indices) == expected

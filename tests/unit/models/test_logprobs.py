@@ -10,7 +10,7 @@ from dsreason.models import logprobs
 from dsreason.models.logprobs import LogprobHead, compute_token_logprobs
 
 
-def test_two_way_logits_match_hand_computation():
+def test_token_logprob_matches_hand_computation():
     # logits (2, 0, 0), target 0: -log(e^2 / (e^2 + 2)) = 0.239545
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0], [0.0]])
     logprobs, _ = compute_token_logprobs(hidden, weight, torch.tensor([0]))

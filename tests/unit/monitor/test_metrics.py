@@ -32,7 +32,7 @@ def board(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder / "tensorboard")).Reload()
 
 
-def test_calls_for_one_step_share_a_line(tmp_path: Path) -> None:
+def test_metrics_of_a_step_share_a_line(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
         metrics.log_scalars(1, {"train/loss": 2.5})
         metrics.log_scalars(1, {"val/loss": 2.25})

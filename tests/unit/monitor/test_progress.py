@@ -109,7 +109,7 @@ def test_terminal_gets_bar_with_same_facts() -> None:
     assert "loss 0.2500" in stream.getvalue()
 
 
-def test_bar_stays_on_one_line_when_narrow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_fits_narrow_terminal(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     with BarProgress(Rate(640, 0, clock, part=CommandPart(1, 4, after=2.0)), stream) as progress:

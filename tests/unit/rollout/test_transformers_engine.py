@@ -73,7 +73,7 @@ def test_sampling_requires_held_weights_of_requested_version() -> None:
     ("drawn", "kept", "reason"),
     [([5, 9, 4], (5, 9), "stop"), ([9, 9], (9,), "stop"), ([5, 4], (5, 4), "length"), ([5, 9, 7], (5, 9), "stop")],
 )
-def test_a_completion_ends_with_its_stop_token(drawn: list[int], kept: tuple[int, ...], reason: str) -> None:
+def test_completion_includes_stop_token(drawn: list[int], kept: tuple[int, ...], reason: str) -> None:
     logprobs = [-0.5 * i for i in range(len(drawn))]
     completion = StandIn()._build_completion("p", drawn, logprobs, 3)
     assert (completion.ids, completion.finish_reason, completion.version) == (kept, reason, 3)

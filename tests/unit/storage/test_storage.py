@@ -67,7 +67,7 @@ def test_export_manifest_has_sizes_and_checksums(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_export, make_checkpoint])
-def test_marker_is_refused_for_replaced_files(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+def test_marker_is_not_built_if_files_were_replaced(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     folder = make(tmp_path / "final")
     package = open_package(folder)
     make(tmp_path / "newer")

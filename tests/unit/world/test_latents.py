@@ -77,7 +77,7 @@ def test_codec_is_frozen_and_normalizes_like_autoencoder(tiny_worlds: dict[str, 
         torch.testing.assert_close(codec.decode(latents), (vae.decode(mode).sample / 2 + 0.5).clamp(0, 1))
 
 
-def test_linear_codec_reconstructs_clips_it_was_fitted_to(linear: LinearCodec) -> None:
+def test_linear_codec_reconstructs_its_training_clips(linear: LinearCodec) -> None:
     clips = squares(64)[:8]
     latents = linear.encode(clips)
     assert latents.std().item() == pytest.approx(1, abs=0.3)

@@ -112,7 +112,7 @@ def test_last_sampling_step_adds_no_noise(kind: Kind) -> None:
         log_prob(X, X, step.std)
 
 
-def test_flow_stays_bounded_just_below_one() -> None:
+def test_flow_noise_is_bounded_near_time_one() -> None:
     """Check s = 0.999999, where Wan's schedules start: dividing by 1 − s would make the standard deviation 130."""
     step, at_one = (build_step("flow", s, 0.9643, 0.7, s_cap=0.9643) for s in (0.999999, 1.0))
     assert step.std == pytest.approx(at_one.std, abs=1e-3)

@@ -49,7 +49,7 @@ def test_times_match_model_training(name: str, most: float) -> None:
     assert recorder.asked["hidden_states"].dtype == recorder.asked["encoder_hidden_states"].dtype == torch.bfloat16
 
 
-def test_clip_without_conditioning_has_one_time(tiny_worlds: dict[str, Path]) -> None:
+def test_unconditioned_clip_has_a_single_timestep(tiny_worlds: dict[str, Path]) -> None:
     """Check that the result equals that with a time per frame, which needs a modulation per token."""
     recorder, family, none = Recorder(), FAMILIES["cosmos_predict2_5"], torch.zeros(2, 1, 3, 1, 1)
     x, text = draw(*SHAPE), draw(2, 8, 128)
@@ -71,7 +71,7 @@ def test_solver_times_match_schedule(tiny_worlds: dict[str, Path], name: str) ->
     torch.testing.assert_close(FAMILIES[name].solver_times(scheduler).double(), sigmas[:-1], atol=1.1e-3, rtol=0)
 
 
-def test_conditioning_frames_get_own_time_and_velocity() -> None:
+def test_conditioning_frames_have_separate_time_and_velocity() -> None:
     recorder, noise, latents = Recorder(), draw(*SHAPE, seed=1), draw(*SHAPE, seed=2)
     mask = torch.zeros(2, 1, 3, 1, 1)
     mask[0, :, :1] = 1  # the first frame of the first clip, and none of the second

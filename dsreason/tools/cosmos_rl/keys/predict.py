@@ -155,7 +155,7 @@ SET_KEYS = {
 
 
 def build_loader_keys() -> dict[str, Key]:
-    """Build the keys of both splits' image and video loaders. Nearly all except those of training videos are left out."""
+    """Build the keys of both splits' image and video loaders. Nearly all are left out, except the training videos' keys."""
     keys: dict[str, Key] = {}
     for split in ("train", "val"):
         keys[f"dataloader_{split}.type"] = make_unused("web", LOADER)

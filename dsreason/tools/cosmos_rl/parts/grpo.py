@@ -201,7 +201,7 @@ def convert_utilization(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_temperature(cosmos: Settings, draft: Draft) -> None:
-    """Convert the two temperatures, of sampling and of the logits in training, to dsreason's single one."""
+    """Convert the two temperatures, for sampling and for the logits in training, to dsreason's single temperature."""
     sampled, trained = "rollout.sampling_config.temperature", f"{POLICY}.temperature"
     given_keys = [key for key in (sampled, trained) if key in cosmos.given]
     values = {cosmos[key] for key in given_keys}

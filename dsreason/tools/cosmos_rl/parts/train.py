@@ -1,4 +1,4 @@
-"""Conversion of the settings that all language models share (ranks, batches, optimizer, model, checkpoints), and of DPO."""
+"""Conversion of the settings that all trainers of language models share, from ranks to checkpoints, and of DPO's settings."""
 
 from __future__ import annotations
 

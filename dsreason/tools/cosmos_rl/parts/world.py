@@ -1,4 +1,4 @@
-"""Conversion of files for world models in diffusers' format: DiffusionNFT, and SFT on clips."""
+"""Conversion of configurations that train world models in diffusers' format: DiffusionNFT, and SFT on clips."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_columns_are_reported_by_use(tmp_path: Path) -> None:
     assert use.describe().endswith("uses answer, messages, question; keeps site for rewards; ignores messages[].time")
 
 
-def test_columns_ignored_by_own_adapter_are_reported(tmp_path: Path) -> None:
+def test_columns_ignored_by_user_adapter_are_reported(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ADAPTER)
     (tmp_path / "rows.jsonl").write_text(
         json.dumps({"id": "1", "question": "q", "site": "n", "weight": 0, "extra": None})

@@ -116,7 +116,7 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
         ),
         (
             {"question": "Up?", "video": {"path": "v.mp4", "start": 1, "start_time": 2}},
-            "'start_time' is 2, but another one says 1",
+            "'start_time' is 2, but another key sets the same limit to 1",
         ),
         ({"question": "Up?", "video": {"path": "v.mp4", "start": "00:05"}}, "key 'start' must be a number of seconds"),
         ({**VIDEO, "start": "00:05"}, "column 'start' must be a number of seconds .* but is '00:05'"),

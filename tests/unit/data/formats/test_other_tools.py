@@ -122,7 +122,7 @@ def test_option_columns_are_lettered(columns):
     assert (sample.answer, sample.options) == ("B", {"A": "x", "B": "y"})
 
 
-def test_single_letter_columns_need_an_answer():
+def test_letter_columns_are_options_only_if_answer_matches():
     sample = read_row({"question": "What is a + b?", "a": "3", "b": "4", "answer": "7"})
     assert sample.options is None and sample.meta == {"a": "3", "b": "4"}
 

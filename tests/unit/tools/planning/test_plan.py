@@ -66,7 +66,7 @@ def test_suggested_change_fits_when_planned_again() -> None:
         assert f"fits, {second.fullest.total / GIB:.1f} GiB per GPU" in item.text
 
 
-def test_a_run_that_fits_needs_no_suggestion() -> None:
+def test_fitting_run_gets_no_suggestions() -> None:
     assert list_suggestions(plan_run(sft(gpus=8))) == []
 
 

@@ -54,12 +54,12 @@ def test_valid_run_of_every_algorithm_passes(algorithm: str) -> None:
         (
             {"world": {"algorithm": "ddrl"}, "data": {**TINY, "on_bad_row": "skip"}},
             ConfigError,
-            r"data.on_bad_row .* only in sft, but world.algorithm \(ddrl\) needs",
+            r"data.on_bad_row .* only if world.algorithm is .sft., but world.algorithm \(ddrl\) needs",
         ),
         (
             {"world": {"conditional_frames": (0, 1)}, "data": {**TINY, "on_bad_row": "skip"}},
             ConfigError,
-            r"data.on_bad_row .* only in sft, but world.conditional_frames \(0, 1\) needs",
+            r"data.on_bad_row .* only if world.algorithm is .sft., but world.conditional_frames \(0, 1\) needs",
         ),
         ({"world": {"noise_level": 0.0}}, ConfigError, "world.noise_level .0. adds no noise"),
         ({"world": {"sde": "cps", "noise_level": 0.8, "trained_steps": (3,)}}, ConfigError, "contains step 3"),

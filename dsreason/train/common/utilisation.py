@@ -14,7 +14,7 @@ from dsreason.monitor.flops import ModelFlops, Work, compute_model_flops, find_p
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class UtilisationMeter:
     """The FLOPs that a model needs, and the peak FLOP/s of the job's devices."""
 
     flops: ModelFlops
@@ -45,9 +45,9 @@ class Arithmetic:
         return metrics
 
 
-def build_arithmetic(engine: DeepSpeedEngine, world: World) -> Arithmetic:
-    """Build the `Arithmetic` of a policy. Collective, because all ranks must agree on whether the peak is known."""
-    return Arithmetic(
+def build_utilisation_meter(engine: DeepSpeedEngine, world: World) -> UtilisationMeter:
+    """Build the `UtilisationMeter` of a policy. Collective, because all ranks must agree on whether the peak is known."""
+    return UtilisationMeter(
         compute_model_flops(engine.module.model), broadcast_object(find_job_peak_flops(world)), world.ranks_per_row
     )
 

@@ -9,8 +9,8 @@ from dsreason.data.collate import append_dummies, collate, pack
 from dsreason.data.micro_batches import compute_work
 from dsreason.data.types import EncodedSample
 from dsreason.monitor.flops import ModelFlops
-from dsreason.train.common import arithmetic
-from dsreason.train.common.arithmetic import Arithmetic
+from dsreason.train.common import utilisation
+from dsreason.train.common.utilisation import UtilisationMeter
 
 FLOPS = ModelFlops(text_token=100, text_pair=10, head_token=1000)
 
@@ -37,7 +37,7 @@ def image(length: int) -> EncodedSample:
 def with_other_rank(monkeypatch: pytest.MonkeyPatch, *answers: float) -> None:
     """Simulate a second rank that contributes `answers`, in this order."""
     following = iter(answers)
-    monkeypatch.setattr(arithmetic, "reduce_sum", lambda own: own + next(following))
+    monkeypatch.setattr(utilisation, "reduce_sum", lambda own: own + next(following))
 
 
 def test_mfu_counts_samples_but_not_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_mfu_counts_samples_but_not_padding(monkeypatch: pytest.MonkeyPatch) -> 
     with_other_rank(monkeypatch, 10, 8, 1020)
     samples = [sample(2, 2, parent=sample(5))]
     row = append_dummies(pack(samples), [image(3)], pad_id=0)
-    metrics = Arithmetic(FLOPS, peak=1e4).metrics(compute_work([samples], packing=True), [row], seconds=2)
+    metrics = UtilisationMeter(FLOPS, peak=1e4).metrics(compute_work([samples], packing=True), [row], seconds=2)
     assert metrics["perf/padding"] == pytest.approx((3 + 2) / (10 + 10))
     assert metrics["perf/mfu"] == pytest.approx((700 + 280 + 2000 + 1020) / 2 / 1e4)
 
@@ -54,7 +54,7 @@ def test_mfu_counts_samples_but_not_padding(monkeypatch: pytest.MonkeyPatch) -> 
 def test_padding_share_excludes_sample_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     with_other_rank(monkeypatch, 0, 0)
     samples = [sample(3), sample(1)]
-    metrics = Arithmetic(FLOPS, peak=None).metrics(
+    metrics = UtilisationMeter(FLOPS, peak=None).metrics(
         compute_work([samples], packing=False), [collate(samples, pad_id=0)], seconds=1
     )
     assert metrics == {"perf/padding": pytest.approx(1 / 3)}  # 2 of 2 x 3 tokens
@@ -64,7 +64,7 @@ def test_shared_row_counts_once_in_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     # 4 tokens, 10 pairs and 1 trained token give 1,500 on each rank.
     with_other_rank(monkeypatch, 4, 4, 1500)
     samples = [sample(4, 1)]
-    metrics = Arithmetic(FLOPS, peak=1e4, ranks_per_row=2).metrics(
+    metrics = UtilisationMeter(FLOPS, peak=1e4, ranks_per_row=2).metrics(
         compute_work([samples], packing=True), [pack(samples)], seconds=1
     )
     assert metrics == {"perf/padding": 0, "perf/mfu": pytest.approx(0.15)}
