@@ -109,12 +109,12 @@ def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def fetch_snapshot(repo: str, **options: Any) -> Path:
-    """Call `snapshot_download`, and download files again that have been damaged in the cache.
+    """Call `snapshot_download`; if cached files have been damaged since they were downloaded, download them again.
 
     A damaged file stays until the new one is complete.
 
     Raises:
-        StorageError: a file is still damaged then, or could not be downloaded.
+        StorageError: a file is still damaged after the second download, or could not be downloaded.
     """
     folder = Path(snapshot_download(repo, **options))
     if damaged := find_damaged_files(folder):
