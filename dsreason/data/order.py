@@ -25,7 +25,7 @@ class WeightedRows:
 
     @property
     def copies(self) -> tuple[int, int]:
-        """(copies of every row per epoch, rows that appear once more than that): 10 rows with weight 1.5 → (1, 5)."""
+        """(copies of every row per epoch, number of rows that get one extra copy): 10 rows with weight 1.5 → (1, 5)."""
         num_copies = int(self.weight)
         return num_copies, round((self.weight - num_copies) * len(self.rows))
 

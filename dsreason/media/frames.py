@@ -52,7 +52,7 @@ class FrameList:
 
     @property
     def timestamps(self) -> tuple[float, ...]:
-        """Seconds of each frame; empty if they follow from the frame rate."""
+        """Timestamp of each frame in seconds; empty if the frame rate determines the timestamps."""
         is_even = all(abs(second - i / self.fps) < EVEN for i, second in enumerate(self.seconds))
         return () if is_even else self.seconds
 
@@ -62,7 +62,7 @@ class FrameList:
         return {"timestamps": list(self.timestamps)} if self.timestamps else {"fps": self.fps}
 
 
-# ---------------------------------------------------------------- from a row to the list
+# ---------------------------------------------------------------- building a frame list
 
 
 def list_frames(path: str) -> list[str] | None:
@@ -182,7 +182,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# ---------------------------------------------------------------- from the list to pixels
+# ---------------------------------------------------------------- decoding a frame list
 
 
 def is_frame_list(path: str | Path) -> bool:

@@ -111,7 +111,7 @@ def sum_union(intervals: Iterable[Interval]) -> float:
 
 
 def read_trace(path: Path) -> list[TraceEvent]:
-    """Read the events of a gzipped Chrome trace that the tables need."""
+    """Read the events that the tables need from a gzipped Chrome trace."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file, object_hook=_to_event)
     return [event for event in trace["traceEvents"] if event is not None]

@@ -215,7 +215,7 @@ def draw_tokens(
     cache = output.past_key_values
     cache.batch_select_indices(prompt_indices)  # indices on the CPU work for layers on any device
     attention = pad(batch.attention_mask[device_indices], (0, sampling.max_completion_length), value=1)
-    # The text continues after the largest position on any axis.
+    # Completion positions start after the prompt's largest position on any axis.
     next_position = batch.position_ids.amax(dim=(0, 2))[device_indices] + 1
     uniform = torch.from_numpy(draw_random_streams(sampling, streams)).to(device)
     head = model.get_output_embeddings()

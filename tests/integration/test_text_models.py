@@ -34,7 +34,7 @@ exact_match = 1.0
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2", marks=pytest.mark.nightly)])
-def test_grpo_samples_text_model_from_trained_policy(tmp_path: Path, family: str) -> None:
+def test_text_model_rollouts_match_trained_policy(tmp_path: Path, family: str) -> None:
     rows = [{"id": str(i), "question": f"How many are {i} and one?", "answer": str(i + 1)} for i in range(24)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(CONFIG.format(family=family))

@@ -54,7 +54,9 @@ def try_rewards(
         list[str] | None,
         typer.Option(metavar="NAME", help="Without --config: reward, as in reward.functions; may be repeated."),
     ] = None,
-    path: Annotated[str | None, typer.Option(help="File, folder or hub name of the rows; with --reward.")] = None,
+    path: Annotated[
+        str | None, typer.Option(help="With --reward: file, folder or Hub data set that contains the rows.")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the start.")] = FIRST_ROWS,
     completion: Annotated[str | None, typer.Option(metavar="TEXT", help="Completion of every row.")] = None,
     completions: Annotated[

@@ -57,7 +57,7 @@ def check_csv(path: Path, name: str) -> tuple[str, list[str]]:
 
 
 def find_delimiter(header: str, *, is_tsv: bool) -> str:
-    """Return the delimiter of a header: a comma, unless the header contains only semicolons or tabs."""
+    """Return the delimiter of a header: a comma, unless the header has no comma but has a semicolon or a tab."""
     if is_tsv:
         return "\t"
     return next((delimiter for delimiter in ",;\t" if delimiter in header), ",")

@@ -28,7 +28,7 @@ LIMITS = {
 }
 """Clip limit in seconds → its names in other tools."""
 PAIR = "clip"
-"""Name of a list with the first and the last second."""
+"""Key of a `[start, end]` list, in seconds."""
 CLIP_KEYS = (*(name for names in LIMITS.values() for name in names), PAIR)
 SPANS = ("time", "times", "timestamp", "time_range", "time_span", "segment", "span", "interval", "window")
 """Columns in which two numbers may either limit the clip or be the span that the model must find."""

@@ -215,7 +215,7 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
         yield to_question(config.dataset, sample.id, kind, sample, problem, counts)
 
 
-# ---------------------------------------------------------------- shared by both
+# ---------------------------------------------------------------- shared by benchmark folders and adapter rows
 
 
 def check_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:

@@ -22,7 +22,7 @@ def format_percent(value: float | None) -> str:
 
 
 def format_interval(interval: Interval | None) -> str:
-    """Format an interval of shares as percentages: `66.1–77.8%`."""
+    """Format an interval whose bounds are fractions as percentages: `66.1–77.8%`."""
     return NOTHING if interval is None else f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}%"
 
 

@@ -34,7 +34,7 @@ def list_needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = 
     """List the clip names (without `.mp4`) in the `video` fields of the annotation files, by default all JSON files in `folder`.
 
     Raises:
-        DataError: no annotation file exists, or a name does not follow the rule of the data set.
+        DataError: no annotation file exists, or a name does not follow the data set's naming convention.
     """
     files = list(annotations) or sorted(file for file in folder.glob("*") if file.suffix.lower() in JSON_SUFFIXES)
     if not files:

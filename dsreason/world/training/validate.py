@@ -138,7 +138,7 @@ def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldData
 def sample_clips(
     maker: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
 ) -> list[ValidationClip]:
-    """Sample a clip along the ODE for each row in `numbers`. A row's noise is the same in every call. Collective."""
+    """Sample a clip for each row in `numbers` by solving the ODE. A row's noise is the same in every call. Collective."""
     share, places = maker.share, [ClipIndex(number, 0) for number in numbers]
     groups = group_local_clips(places, share, maker.config.train.micro_batch_size)
     with share_errors():
