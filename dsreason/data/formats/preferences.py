@@ -30,11 +30,11 @@ def read_pair(row: Mapping[str, Any], base: list[Message]) -> tuple[list[Message
         next((name for name in names if row.get(name) not in (None, "", [])), None) for names in (CHOSEN, REJECTED)
     )
     if worse is None:
-        raise DataError("field 'rejected' is missing or null; a preference needs a better and a worse reply")
+        raise DataError("field 'rejected' is missing, null or empty; a preference needs a better and a worse reply")
     if better is None:
         if not base or base[-1]["role"] != "assistant":
             raise DataError(
-                "field 'chosen' is missing or null, and the row has no other reply that could be the better one"
+                "field 'chosen' is missing, null or empty, and the row has no other reply that could be the better one"
             )
         prompt, preferred = base[:-1], base
     else:

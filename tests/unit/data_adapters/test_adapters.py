@@ -447,7 +447,5 @@ def test_unknown_adapter_error_suggests_nearest_name():
 
 def test_custom_rows_require_an_adapter(tmp_path):
     (tmp_path / "rows.jsonl").touch()
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl: data\.adapter is \"builtin\".*such as data\.adapter = \"jsonl\""
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl: data\.adapter is \"builtin\".*set data\.adapter = \"auto\""):
         builtin.rows(DataConfig(path=str(tmp_path / "rows.jsonl"), split="train"))

@@ -148,10 +148,10 @@ def test_system_text_and_reference_values_have_own_columns() -> None:
     [
         ({"chosen": "left", "rejected": "right"}, "field 'chosen' has only a reply, and the row has no prompt"),
         ({"prompt": "Which?", "chosen": "left"}, "field 'rejected' is missing"),
-        ({"prompt": "Which?", "chosen": "left", "rejected": None}, "field 'rejected' is missing or null"),
+        ({"prompt": "Which?", "chosen": "left", "rejected": None}, "field 'rejected' is missing, null or empty"),
         ({"prompt": "Which?", "chosen": "left", "rejected": 3}, "field 'rejected' must be a list of messages"),
         ({"prompt": 7, "chosen": "left", "rejected": "right"}, "field 'prompt' must be a list of messages"),
-        ({"prompt": "Which?", "chosen": [], "rejected": "right"}, "field 'chosen': the list is empty"),
+        ({"prompt": "Which?", "chosen": [], "rejected": "right"}, "field 'chosen' is missing, null or empty"),
         (
             {"prompt": [says("user", [{"type": "image"}])], "chosen": "a", "rejected": "b", "images": ["1", "2"]},
             "the messages have 1 <image> tags or empty parts, but the row has 2 images",
@@ -160,7 +160,10 @@ def test_system_text_and_reference_values_have_own_columns() -> None:
             {"prompt": "Which?", "chosen": "left", "rejected": [says("assistant", [{"type": "sound"}])]},
             r"must have the type text, image or video, but has 'sound'",
         ),
-        ({"prompt": "Which?", "chosen": "left", "rejected": [says("tool", "x")]}, "lacks the user message"),
+        (
+            {"prompt": "Which?", "chosen": "left", "rejected": [says("tool", "x")]},
+            "field 'rejected' starts with a tool's message",
+        ),
     ],
 )
 def test_bad_row_error_names_file_and_field(tmp_path: Path, row: dict[str, Any], error: str) -> None:

@@ -76,5 +76,5 @@ def test_vllm_options_are_rejected_with_transformers(tiny_qwen3_vl: Path, encode
 def test_unknown_option_is_rejected_before_model_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answerers, "find_run_weights", lambda path: None)
     monkeypatch.setattr(answerers, "resolve_model_folder", lambda config, own: Path("nowhere"))
-    with pytest.raises(ConfigError, match=r"evaluation.engine_options.max_num_seq: .*did you mean max_num_seqs\?"):
+    with pytest.raises(ConfigError, match=r"evaluation.engine_options.max_num_seq is .*did you mean max_num_seqs\?"):
         check_model(config("vllm", max_num_seq=8))

@@ -32,7 +32,7 @@ def samples(path: Path | str, **keys: Any) -> list[Any]:
     return list(training)
 
 
-COUNTLESS = "(a number of more than 4300 digits); correct the"
+COUNTLESS = "(a number of more than 4300 digits); correct it"
 
 
 def deep(levels: int) -> str:

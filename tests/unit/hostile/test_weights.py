@@ -246,7 +246,7 @@ def test_invalid_model_configuration_is_rejected(model: Path, name: str) -> None
 def test_invalid_processor_is_rejected(model: Path, name: str) -> None:
     spoil, words = PROCESSOR[name]
     spoil(model)
-    refused(lambda: load_processor(model), CheckpointError, f"{model}: ", *words)
+    refused(lambda: load_processor(model), CheckpointError, str(model), *words)
 
 
 def test_nonfinite_weights_are_loaded(model: Path) -> None:

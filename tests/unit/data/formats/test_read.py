@@ -255,7 +255,7 @@ def test_other_columns_are_kept_in_meta():
         ({"messages": [ASK, REPLY], "weight": 0.5}, "field 'weight' is 0.5, but weights per row are not supported"),
         ({"question": "Up?", "answer": "a", "passage": "Long ago."}, "'passage' also holds a part"),
         ({"messages": [turn("user", "Up?", audio="a.wav")]}, "audio is not supported"),
-        ({"prompt": "Up?", "chosen": "Yes."}, "field 'rejected' is missing or null"),
+        ({"prompt": "Up?", "chosen": "Yes."}, "field 'rejected' is missing, null or empty"),
         ({"chosen": "Yes.", "rejected": "No."}, "the row has no prompt"),
         (
             {"question": "Which?", "options": ["a", "b"], "answer": 1},
