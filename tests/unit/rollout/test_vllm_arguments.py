@@ -100,7 +100,7 @@ def test_known_options_and_defaults_are_vllm_arguments() -> None:
 def test_engine_options_require_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_engine_options({}, "rollout.engine_options")
-    with pytest.raises(ConfigError, match="vLLM is not installed"):
+    with pytest.raises(ConfigError, match="need vLLM, which is not installed"):
         check_engine_options({"max_num_seqs": 8}, "rollout.engine_options")
 
 

@@ -170,7 +170,7 @@ def test_unusable_rewards_are_named_in_preflight(tmp_path, tiny_qwen3_vl, sectio
 def test_unknown_vllm_option_is_reported_before_model(tmp_path):
     settings = config(tmp_path, tmp_path / "no model", ROWS, rollout={"engine_options": {"max_num_seq": 8}})
     with pytest.raises(
-        ConfigError, match=r"rollout.engine_options.max_num_seq: .*did you mean max_num_seqs\?"
+        ConfigError, match=r"rollout.engine_options.max_num_seq is .*did you mean max_num_seqs\?"
     ) as caught:
         check_grpo(settings)
     assert caught.value.exit_code == 2
