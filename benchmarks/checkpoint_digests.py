@@ -15,14 +15,13 @@ import argparse
 import os
 import shutil
 import statistics
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import checkpoint_stall
 import psutil
 
 if TYPE_CHECKING:
@@ -43,13 +42,11 @@ class Measurement:
     """The engine, the writers of its checkpoints, and the seconds of each round by what was measured and by side."""
 
     def __init__(self, folder: Path, gib: float, world: World) -> None:
-        from checkpoint_stall import build_linear_engine, run_step
-
         from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, compute_digest
 
         self.folder, self.world = folder, world
-        self.engine, width = build_linear_engine(gib)
-        run_step(self.engine, width)
+        self.engine, width = checkpoint_stall.build_linear_engine(gib)
+        checkpoint_stall.run_step(self.engine, width)
         self.start = time.time() - psutil.Process().create_time()
         self.writers = {
             kind: CheckpointWriter(self.engine, folder / kind, world, background=kind == "background")
@@ -129,24 +126,5 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 print(f"  resume, i.e. {measurement.start:.1f} s of start and the load: {ratio:.3f} (goal {GOAL})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--nproc", type=int, default=1)
-    parser.add_argument("--folder", help="folder to write to; default: a temporary folder")
-    arguments = parser.parse_args()
-    from dsreason.job import launch
-
-    if launch.is_rank():
-        launch.enter_rank()
-        run_rank(arguments)
-        return
-    launch.prepare_environment()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        command = [__file__, f"--gib={arguments.gib}", f"--rounds={arguments.rounds}", f"--folder={folder}"]
-        launch.start_ranks(lambda attempt: command, ranks=arguments.nproc, log_dir=Path(folder) / "logs")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    checkpoint_stall.start(__file__, __doc__, run_rank)

@@ -14,9 +14,9 @@ import argparse
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,8 +109,9 @@ def run_rank(arguments: argparse.Namespace) -> None:
         print(f"stall / save that training waits for: {typical['stall'] / typical['waited']:.3f} (goal {GOAL})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def start(script: str, description: str | None, measure_on_rank: Callable[[argparse.Namespace], None]) -> None:
+    """Parse the options, and call `measure_on_rank` with them on each of the ranks, which run `script`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nproc", type=int, default=1)
@@ -120,13 +121,13 @@ def main() -> None:
 
     if launch.is_rank():
         launch.enter_rank()
-        run_rank(arguments)
+        measure_on_rank(arguments)
         return
     launch.prepare_environment()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        command = [__file__, f"--gib={arguments.gib}", f"--rounds={arguments.rounds}", f"--folder={folder}"]
+        command = [script, f"--gib={arguments.gib}", f"--rounds={arguments.rounds}", f"--folder={folder}"]
         launch.start_ranks(lambda attempt: command, ranks=arguments.nproc, log_dir=Path(folder) / "logs")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(__file__, __doc__, run_rank)

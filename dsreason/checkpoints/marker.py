@@ -87,8 +87,8 @@ def read_marker(folder: Path) -> Marker:
     return Marker(files, digests, kind)
 
 
-def check_sizes(folder: Path) -> dict[str, int]:
-    """Check that all files listed in the marker exist with the listed sizes, and return the sizes in bytes by name."""
+def check_sizes(folder: Path) -> Marker:
+    """Check that all files listed in the marker exist with the listed sizes, and return the marker."""
     marker = read_marker(folder)
     for name, size in marker.sizes.items():
         file = folder / name
@@ -100,19 +100,19 @@ def check_sizes(folder: Path) -> dict[str, int]:
             )
     if STATE_FILE not in marker.sizes and (folder / STATE_FILE).exists():
         raise CheckpointError(f"{folder / MARKER}: does not list {STATE_FILE}; choose another checkpoint")
-    return marker.sizes
+    return marker
 
 
-def check_content(folder: Path, names: Collection[str] | None = None) -> dict[str, int]:
+def check_content(folder: Path, names: Collection[str] | None = None) -> Marker:
     """Check sizes with `check_sizes` and then the digests of the files `names` (None: of all), which are read completely."""
-    sizes, marker = check_sizes(folder), read_marker(folder)
+    marker = check_sizes(folder)
     for name, digest in marker.digests.items():
         if (names is None or name in names) and hash_file(folder / name, marker.kind) != digest:
             raise CheckpointError(
                 f"{folder / name}: does not match its digest in {MARKER}: it is damaged or belongs to another checkpoint; "
                 "restore the original file, or choose another checkpoint"
             )
-    return sizes
+    return marker
 
 
 def hash_file(file: Path, kind: str) -> str:

@@ -77,7 +77,7 @@ def verify_folder(folder: Path) -> str:
     """Verify a checkpoint or export, and return what was verified; raise CheckpointError if it is damaged."""
     from dsreason.checkpoints.checkpoint_folder import read_checkpoint
     from dsreason.checkpoints.export_digests import DIGESTS_FILE
-    from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_content, read_marker
+    from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_content
     from dsreason.storage.package import CHECKPOINTS, open_export
 
     is_checkpoint = folder.absolute().parent.name == CHECKPOINTS
@@ -90,5 +90,6 @@ def verify_folder(folder: Path) -> str:
         )
         return f"sound ({len(package.files)} files, {decimal(package.num_bytes)}){gaps}"
     read_checkpoint(folder)
-    sizes, gaps = check_content(folder), read_marker(folder).gaps
-    return f"sound ({len(sizes)} files, {decimal(sum(sizes.values()))})" + (f"; {gaps}" if gaps else "")
+    marker = check_content(folder)
+    gaps = f"; {marker.gaps}" if marker.gaps else ""
+    return f"sound ({len(marker.sizes)} files, {decimal(sum(marker.sizes.values()))}){gaps}"

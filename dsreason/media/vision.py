@@ -137,18 +137,17 @@ def sample_evenly(start: int, end: int, count: int) -> tuple[int, ...]:
 
 def compute_image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
     """Return the (height, width) to which an image is resized; see `compute_image_bounds`."""
-    if (size := read_given_size(part, limits)) is not None:
+    if (size := _find_given_size(_read_settings(part), limits)) is not None:
         return size
     min_pixels, max_pixels = compute_image_bounds(part, limits)
     return fit_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
-def read_given_size(part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int] | None:
+def _find_given_size(settings: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int] | None:
     """Return the size that a part's `resized_height` and `resized_width` give, as multiples of the factor; None without them.
 
     Like qwen-vl-utils, this ignores the pixel limits of the part.
     """
-    settings = _read_settings(part)
     height, width = settings.get("resized_height"), settings.get("resized_width")
     if height is None and width is None:
         return None
@@ -229,9 +228,9 @@ def compute_video_size(
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, but at most `max_pixels`.
     If `max_pixels` is below the default smallest frame, frames are not enlarged.
     """
-    if (size := read_given_size(part, limits)) is not None:
-        return size
     settings = _read_settings(part)
+    if (size := _find_given_size(settings, limits)) is not None:
+        return size
     smallest, largest, total = choose_frame_bounds(num_frames, limits, family, temporal_patch)
     min_pixels, total = settings.get("min_pixels", smallest), settings.get("total_pixels", total)
     max_pixels = max(min(largest, total / num_frames * temporal_patch), int(min_pixels * 1.05))

@@ -160,7 +160,7 @@ def open_package(folder: Path) -> Package:
         check_links(folder)
         check_complete(folder)
         # The marker does not list what was added later (`universal/`), which can be recreated.
-        return make_package(folder, check_content(folder), MARKER)
+        return make_package(folder, check_content(folder).sizes, MARKER)
     has_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     if not (has_model or (folder / DIGESTS_FILE).is_file()):
         raise ConfigError(

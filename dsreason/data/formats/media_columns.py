@@ -12,7 +12,7 @@ from dsreason.data.formats.media_items import (
     VIDEO_SUFFIXES,
     find_file_key,
     has_frames,
-    is_blank,
+    has_no_file,
     is_frame_list,
     is_same_file,
     iter_files,
@@ -77,7 +77,7 @@ def find_columns(row: Mapping[str, Any]) -> dict[str, MediaKind]:
     """Return the kinds of the row's media columns. `file_name`, from a folder's metadata file, counts only without the others."""
     columns = {column: kind for column, kind in COLUMNS.items() if row.get(column)}
     for kind in TOKEN_TYPES:
-        if is_blank([row.get(kind), row.get(f"{kind}s")]):
+        if has_no_file([row.get(kind), row.get(f"{kind}s")]):
             columns |= dict.fromkeys(find_numbered(row, kind), kind)
     name = row.get("file_name")
     if not columns and isinstance(name, str) and name.lower().endswith(IMAGE_SUFFIXES + VIDEO_SUFFIXES):
@@ -92,7 +92,7 @@ def find_numbered(row: Mapping[str, Any], kind: MediaKind) -> list[str]:
         DataError: the numbers do not start at 0 or 1, or one is missing.
     """
     matches = {column: match for column in row if (match := NUMBERED.fullmatch(str(column))) and match[1] == kind}
-    columns = {int(match[2]): column for column, match in matches.items() if not is_blank(row[column])}
+    columns = {int(match[2]): column for column, match in matches.items() if not has_no_file(row[column])}
     numbers = sorted(columns)
     if numbers and (numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + len(numbers)))):
         raise DataError(
@@ -104,14 +104,14 @@ def find_numbered(row: Mapping[str, Any], kind: MediaKind) -> list[str]:
 
 def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
     """Split a column into its media items and the names of their cameras."""
-    if is_blank(value):
+    if has_no_file(value):
         return [], []
     if isinstance(value, dict) and find_file_key(value, kind) is None and not value.keys() & {*FILE_KEYS}:
-        cameras = {name: item for name, item in value.items() if not is_blank(item)}
+        cameras = {name: item for name, item in value.items() if not has_no_file(item)}
         return list(cameras.values()), list(cameras)
     if not isinstance(value, list):
         return [value], []
-    items = [item for item in value if not is_blank(item)]
+    items = [item for item in value if not has_no_file(item)]
     return ([items] if kind == "video" and is_frame_list(items) else items), []
 
 
@@ -200,7 +200,7 @@ def read_objects(message: Message) -> Message:
     parts = []
     for part in list_parts(message):
         file = part.get(part["type"])
-        if part["type"] in TOKEN_TYPES and isinstance(file, dict | list) and not is_blank(file):
+        if part["type"] in TOKEN_TYPES and isinstance(file, dict | list) and not has_no_file(file):
             if label := find_label(file, None):
                 raise DataError(f"a part has the name of a camera, {label!r:.100}, in its file; put it into the text")
             part = {**to_media_part(file, part["type"]), **{key: part[key] for key in part if key != part["type"]}}

@@ -62,10 +62,10 @@ VIDEO_MARKS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"FLV"), (
 """Offset and bytes by which a video's content is recognised."""
 
 
-def is_blank(value: Any) -> bool:
+def has_no_file(value: Any) -> bool:
     """Return whether a value means "no file", which Arrow stores as null or as `{"bytes": null, "path": null}`."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return not value or (bool(inner) and all(map(is_blank, inner)))
+    return not value or (bool(inner) and all(map(has_no_file, inner)))
 
 
 def find_file_key(item: Mapping[str, Any], kind: MediaKind) -> str | None:
@@ -117,7 +117,7 @@ def read_settings(
                     f"{kind}: the key {key!r} is {value!r:.100}, but another key of the same object sets it to "
                     f"{settings[key]!r:.100}; remove one of them"
                 )
-        elif key not in ignored and not is_blank(value):
+        elif key not in ignored and not has_no_file(value):
             hint = (
                 "give the clip in seconds, as 'video_start' and 'video_end'"
                 if key in FRAME_KEYS
