@@ -67,6 +67,8 @@ class OptimConfig(Section):
     warmup: Share | Count = 0.03
     """Length of the warmup: an integer is a number of steps (at most all steps of the run), and a number below 1 is a fraction
     of all steps."""
+    warmup_start: float = Field(0.0, ge=0, le=1)
+    """Learning rate of the first warmup step, as a fraction of `lr`."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
     """Schedule of the learning rate after the warmup: constant, or a form of decay (`wsd` is constant at first, and then a
     square-root decay during the last `decay_share`)."""
@@ -75,6 +77,9 @@ class OptimConfig(Section):
     Unset: all steps after the warmup (`wsd`: 0.2)."""
     min_lr_share: float = Field(0.0, ge=0, le=1)
     """Final learning rate, as a fraction of `lr`."""
+    schedule_steps: int | None = Field(None, ge=1)
+    """Length of warmup and schedule in steps. A shorter run ends within the schedule, and a longer one keeps the final learning
+    rate. Unset: all steps of the run."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm, to which larger gradients are scaled down. 0: the norm is logged, but gradients are not clipped."""
 

@@ -39,10 +39,11 @@ class WorldLoRAConfig(AdapterConfig):
 
 
 class WorldDataConfig(Section):
-    format: Literal["builtin", "prompts", "folder", "shards", "mock"] = "builtin"
+    format: Literal["builtin", "prompts", "folder", "shards", "curator", "mock"] = "builtin"
     """`builtin`: generated moving squares (with `path` "mislabelled", half of the captions have a random colour, half a random
     direction); `prompts`: a text file with one prompt per line, or JSONL; `folder`: a folder with `videos/` and `metas/`;
-    `shards`: tar files in webdataset's layout; `mock`: random clips and prompts, for testing a machine."""
+    `shards`: tar files in webdataset's layout; `curator`: JSON lines with the windows of each video (`vision_path`,
+    `t2w_windows`); `mock`: random clips and prompts, for testing a machine."""
     path: str = ""
     """File or folder, or its `s3://…` URI."""
     frames: int = Field(93, ge=1)

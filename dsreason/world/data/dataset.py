@@ -12,7 +12,7 @@ from torch import Tensor
 from dsreason.errors import DataError
 from dsreason.files.remote import check_location
 from dsreason.problems import join_first
-from dsreason.world.data import builtin, folder, mock, prompts, shards
+from dsreason.world.data import builtin, curator, folder, mock, prompts, shards
 from dsreason.world.data.clips import read_clip
 from dsreason.world.data.rows import CheckedRows
 from dsreason.world.schema import WorldDataConfig
@@ -94,5 +94,6 @@ FORMATS: dict[str, Callable[[WorldDataConfig, int], tuple[CheckedRows, Callable[
     "mock": lambda data, seed: (mock.make_rows(), mock.read_clip),
     "prompts": lambda data, seed: (prompts.read_prompts(data.path), read_clip),
     "folder": lambda data, seed: (folder.read_folder(data.path), read_clip),
+    "curator": lambda data, seed: (curator.read_windows(data.path), curator.read_clip),
     "shards": lambda data, seed: (shards.read_shards(data.path), shards.read_clip),
 }

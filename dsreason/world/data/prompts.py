@@ -34,7 +34,7 @@ def read_prompts(path: str) -> CheckedRows:
     if suffix in STRUCTURED:
         raise DataError(f"{path}: prompts cannot be read from a {suffix} file; use {ADVICE}")
     rows = CheckedRows()
-    for number, line in enumerate(_split_lines(path), 1):
+    for number, line in enumerate(split_lines(path), 1):
         row_id = f"{path}:{number}"
         if line.strip() and suffix in JSON_LINES:
             _add_object(rows, path, row_id, line)
@@ -47,7 +47,7 @@ def read_prompts(path: str) -> CheckedRows:
     return rows
 
 
-def _split_lines(path: str) -> list[str]:
+def split_lines(path: str) -> list[str]:
     """Read the lines of a file. Unicode line separators such as U+2028 do not end a line; prompts may contain them."""
     file = fetch_file(path) if is_s3(path) else Path(path).expanduser()
     if not file.is_file():
