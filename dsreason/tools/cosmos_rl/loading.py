@@ -47,7 +47,7 @@ def load_run(
         return load_config(schema, path, overrides, default_recipe=default_recipe), None
     if imported.trainer != trainer:
         raise ConfigError(
-            f"{path}: is a {imported.tool} configuration for `dsreason {imported.trainer}`, but this is `dsreason {trainer}`; run "
-            f"`dsreason {imported.trainer}`"
+            f"{path}: is a {imported.tool} configuration for `dsreason {imported.trainer}`, but this is `dsreason {trainer}`; "
+            f"run `dsreason {imported.trainer}`"
         )
     return read_values(schema, imported.config, f"{path} ({imported.tool})", overrides), imported

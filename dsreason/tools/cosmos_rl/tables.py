@@ -19,7 +19,8 @@ HEADS: dict[Verdict, str] = {
     "mapped": "mapped",
     "left out": "no equivalent, ignored safely because …",
 }
-"""Verdict → title of its table with the name of the program, in display order, starting with those that need attention. Errors are raised afterwards."""
+"""Verdict → title of its table, in which {tool} is the program's name, in display order, starting with those that need
+attention. Errors are raised afterwards."""
 
 
 def show(imported: Imported) -> None:

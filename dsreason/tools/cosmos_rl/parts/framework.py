@@ -162,8 +162,8 @@ def convert_start(cosmos: Settings, draft: Draft) -> None:
         draft.set("model.path", weights)
         draft.note_difference(
             "model.backbone.model_name",
-            f"model.path = {weights!r} (safetensors_path) also provides the architecture and the tokenizer, so its folder must be "
-            "complete",
+            f"model.path = {weights!r} (safetensors_path) also provides the architecture and the tokenizer, so its folder must "
+            "be complete",
         )
     elif "model.backbone.model_name" not in cosmos.given:
         draft.refuse("model.backbone.model_name", "the model is missing; set it to a name on the Hub or a folder")
@@ -241,7 +241,8 @@ def convert_experiment(cosmos: Settings, draft: Draft) -> None:
         draft.set("data.path", "lmms-lab/LLaVA-OneVision-Data")
         draft.note_difference(
             key,
-            f"data.path = {draft.get('data.path')!r}: the experiment's Python file sets it; set data.subset to a part of it{slower}",
+            f"data.path = {draft.get('data.path')!r}: the experiment's Python file sets it; set data.subset to a part of it"
+            f"{slower}",
         )
     else:
         draft.note_difference(

@@ -33,8 +33,8 @@ def convert_generator(cosmos: Settings, draft: Draft) -> None:
         if key in cosmos.given:
             draft.note_difference(
                 key,
-                f"train.micro_batch_size = 1, train.global_batch_size = {draft.get('train.global_batch_size')}: clips are counted, "
-                "one per packed row; raise train.global_batch_size if several of your clips fit into a row",
+                f"train.micro_batch_size = 1, train.global_batch_size = {draft.get('train.global_batch_size')}: clips are "
+                "counted, one per packed row; raise train.global_batch_size if several of your clips fit into a row",
             )
     draft.set("data.format", "curator")
     draft.set("world.conditional_frames", [0, 2])
@@ -77,7 +77,8 @@ def convert_average(cosmos: Settings, draft: Draft) -> None:
     draft.set("train.ema_decay", round(decay, 4))
     draft.note_difference(
         "model.ema.rate",
-        f"train.ema_decay = {decay:.4f}: the decay is constant, here that of step {steps}; cosmos-framework's grows with the step",
+        f"train.ema_decay = {decay:.4f}: the decay is constant, here that of step {steps}; cosmos-framework's grows with the "
+        "step",
     )
     if cosmos["model.ema.iteration_shift"]:
         draft.note_difference("model.ema.iteration_shift", "the decay does not depend on the step")

@@ -171,6 +171,7 @@ def test_forward_token_limit_matches_cosmos_rl() -> None:
         ({"optm_decay_type": "linear", "optm_decay_ratio": 0.3}, {"schedule": "linear", "decay_share": 0.3}),
         ({"optm_warmup_steps": 0.03}, {"warmup": 0.03}),
         ({"optm_warmup_steps": 0}, {"warmup": 0}),
+        ({"optm_warmup_start_factor": 0.1}, {"warmup_start": 0.1}),
         ({"optm_grad_norm_clip": -1.0}, {"max_grad_norm": 0.0}),
         ({"optm_lr": [1e-5, 1e-5]}, {"lr": 1e-5}),
         ({"optm_name": "Adam", "optm_weight_decay": 0.0}, {"weight_decay": 0.0}),

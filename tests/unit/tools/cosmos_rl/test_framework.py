@@ -162,7 +162,7 @@ def test_imported_file_has_published_values(name: str) -> None:
     result = convert(tomllib.loads((SHARED / f"{name}.toml").read_text()), ["job.task"] if command == "world" else [])
     config = load(result)
     assert (result.trainer, result.num_gpus) == (command, 8)
-    values = {key: config for key in expected}
+    values = dict.fromkeys(expected, config)
     for key in expected:
         for part in key.split("."):
             values[key] = getattr(values[key], part)
