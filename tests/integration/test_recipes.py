@@ -25,9 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 UNSUPPORTED = () if "cosmos3_edge" in FAMILIES else ("physical_plausibility_cosmos3_edge_",)
 """Recipes of families that are not supported yet."""
 RECIPES = [
-    name
-    for name in list_shipped("launch/recipes")
-    if not name.startswith(("builtin_", "world_", "eval", *UNSUPPORTED))
+    name for name in list_shipped("launch/recipes") if not name.startswith(("builtin_", "world_", "eval", *UNSUPPORTED))
 ]
 
 
@@ -47,7 +45,7 @@ Swap = Callable[[str], list[str]]
 def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path, tiny_cosmos3_omni: Path) -> Swap:
     """Build the `--set` options that replace a recipe's model and data with tiny ones of the same family and format."""
 
-    def options(recipe: str) -> list[str]:
+    def make_options(recipe: str) -> list[str]:
         schema: type[RunConfig] = GRPOConfig if command(recipe) == "grpo" else SFTConfig
         config = load_config(schema, Path(recipe), default_recipe=recipe)
         model = {
@@ -63,9 +61,10 @@ def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
             changes |= {f"{section}.{key}": value for key, value in written.items()}
         if isinstance(config.data.validation, SourceConfig):
             changes["data.validation.path"] = changes["data.path"]
-        return [f"--set={key}={json.dumps(str(value))}" for key, value in changes.items()]
+        options = [f"--set={key}={json.dumps(str(value))}" for key, value in changes.items()]
+        return [*options, "--set=rollout.tensor_parallel_size=1"] if schema is GRPOConfig else options
 
-    return options
+    return make_options
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

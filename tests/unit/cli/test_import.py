@@ -16,6 +16,7 @@ from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.job import launch
 from tests.unit.tools.cosmos_rl.test_convert import GRPO, SFT
+from tests.unit.tools.cosmos_rl.test_framework import REASONER_FILE
 from tests.unit.tools.cosmos_rl.test_keys import SHARED, needs_configs
 
 
@@ -47,6 +48,22 @@ def test_imported_file_is_readable_by_command(
     assert "written to run.toml, for 1 GPU. Next: dsreason sft --config run.toml --dry-run" in printed.err
     config = load_config(SFTConfig, Path("run.toml"), default_recipe="builtin_sft.toml")
     assert (config.data.adapter, config.train.global_batch_size, config.optim.lr) == ("llava", 8, 1e-6)
+
+
+def test_cosmos_framework_file_is_used_unchanged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs.toml").write_text(REASONER_FILE)
+    assert call("import", "theirs.toml", "-o", "run.toml", monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().err
+    assert "cosmos-framework key" in printed
+    assert "written to run.toml, for 4 GPUs. Next: dsreason sft --config run.toml --dry-run" in printed
+    assert Path("run.toml").read_text().startswith("# Imported from the cosmos-framework file theirs.toml, for 4 GPUs.")
+    result = find_trainers()["sft"]
+    direct = job.load_job(job.TrainingCommand(result, Path("theirs.toml")))
+    assert load_config(SFTConfig, Path("run.toml"), default_recipe="x") == direct
+    assert call("grpo", "--config", "theirs.toml", "--dry-run", monkeypatch=monkeypatch) == 2
+    assert "is a cosmos-framework configuration for `dsreason sft`" in capsys.readouterr().err
 
 
 def test_import_prints_config_without_output_name(

@@ -199,7 +199,11 @@ def test_cosmos3_grpo_trains_the_rows_of_sft(size: str) -> None:
 
 def test_videophy2_evaluation_reads_first_digit() -> None:
     config = load_config(EvalConfig, Path("eval_videophy2.toml"), default_recipe="eval_videophy2.toml")
-    assert (config.evaluation.parser, config.evaluation.answer_type, config.generation.max_retries) == ("digit", "letter", 0)
+    assert (config.evaluation.parser, config.evaluation.answer_type, config.generation.max_retries) == (
+        "digit",
+        "letter",
+        0,
+    )
     (source,) = config.sources
     assert (source.path, source.kind, source.vision.fps) == ("data/videophy2_val", "ordinal", 2.0)
 
