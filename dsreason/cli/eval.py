@@ -125,7 +125,7 @@ def evaluate(
     check_writable(folder, "--results-dir")
     with signals.add_stop_message(f"the answers so far are in {folder}; repeat the command to continue"):
         if ranks == 1:
-            launch.end_children_with_us()
+            launch.kill_children_on_exit()
             run(loaded)
             return
         check(loaded)

@@ -125,14 +125,16 @@ def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], f
         raise DataError(
             f"video: is given as {num_frames} frames, and their times are "
             + ("missing" if fps is None else "given twice, as 'fps' and 'timestamps'")
-            + "; set either 'fps', the number of frames per second, or 'timestamps', a list of the seconds of each frame"
+            + "; set either 'fps', the number of frames per second, or 'timestamps', a list of the time of each frame in seconds"
         )
     if timestamps is None:
         if not is_number(fps) or not 0 < fps < math.inf:
             raise DataError(f"video: fps is {fps!r:.100}; it must be the number of frames per second, greater than 0")
         return [i / fps for i in range(num_frames)], float(fps)
     if not isinstance(timestamps, list) or not all(map(is_number, timestamps)):
-        raise DataError(f"video: timestamps is {timestamps!r:.100}; it must be a list of the seconds of each frame")
+        raise DataError(
+            f"video: timestamps is {timestamps!r:.100}; it must be a list of the time of each frame in seconds"
+        )
     if len(timestamps) != num_frames:
         raise DataError(f"video: {len(timestamps)} timestamps for {num_frames} frames; give one per frame")
     for i, second in enumerate(timestamps):
@@ -161,7 +163,7 @@ def to_number(value: Any) -> Any:
 
 
 def suggest_key(key: str) -> str:
-    """Return what to write in place of an unknown key of a media part, as the end of a sentence."""
+    """Return a hint for an unknown key of a media part, such as the nearest valid key, to append to an error message."""
     if key in FRAME_RATES:
         return FRAME_RATE_HINT
     suggestion = find_nearest(key, PART_SETTINGS)
@@ -220,7 +222,7 @@ def expand_part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_video_path(path: str) -> str:
-    """Return the path of a video for messages; of a video given as frames, its first and last file: `pour/00.png … 03.png`."""
+    """Return a video's path for messages; for a video given as frames, its first and last file: `pour/00.png … 03.png`."""
     first, *others = list_files(path)
     return f"{first} … {PurePath(others[-1]).name}" if others else first
 

@@ -1,4 +1,7 @@
-"""Videos, as files or as frames: frame counts, rates and sizes, and frames as uint8 RGB. Unusable ones raise a `DataError`."""
+"""Functions that read videos stored as files or as frames: frame counts, rates, sizes and uint8 RGB frames.
+
+Unusable videos raise a `DataError`.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def find_label(item: Any, name: str | None) -> str | None:
             continue
         if not isinstance(label, str):
             raise DataError(
-                f"the key {key!r} of an image or video must be the name of its camera, but is {label!r:.100}; remove the key"
+                f"the key {key!r} of an image or video must be the name of its camera; got {label!r:.100}; remove the key"
             )
         labels.append(label)
     if any(label != labels[0] for label in labels):

@@ -238,7 +238,7 @@ def insert_media(messages: list[Message], media: RowMedia) -> list[Message]:
     return [fill_message(message, media, numbered) for message in messages]
 
 
-# ---------------------------------------------------------------- media that no message shows
+# ---------------------------------------------------------------- media that no message uses
 
 
 def check_rejected(row: Mapping[str, Any]) -> None:
@@ -252,8 +252,8 @@ def check_rejected(row: Mapping[str, Any]) -> None:
             raise DataError(f"field {column!r}: both replies of a preference must have the same {kind}s")
 
 
-def check_shown(unused: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Raise DataError if an unused column contains a media file that no message shows."""
+def check_no_unused_media(unused: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Raise DataError if an unused column contains a media file that no message uses."""
     shown = [name for part in list_media(messages) for name in iter_names(part[part["type"]])]
     for column, value in unused.items():
         for item, kind in iter_files(value):

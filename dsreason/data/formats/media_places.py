@@ -71,7 +71,7 @@ def check_replies(messages: Sequence[Message]) -> None:
         if message["role"] == "assistant" and tag is not None:
             raise DataError(
                 f"{describe_message(messages, number)}: the reply has the tag {tag[0].strip()}, but replies cannot have media; "
-                "remove the tag, or move it to a message of the user"
+                "remove the tag, or move it to a user message"
             )
         for tag_text, end in UNFILLED_TAGS.items():
             if any(tag_text in text and end not in text for text in texts):
@@ -175,7 +175,7 @@ def read_index(part: Mapping[str, Any]) -> int:
     index = part["index"]
     if type(index) is not int or index < 0:
         raise DataError(
-            f"the index of a part of type {part['type']!r} must be a number from 0 on, but is {index!r:.100}"
+            f"the index of a part of type {part['type']!r} must be a number, 0 or greater; got {index!r:.100}"
         )
     return index
 

@@ -62,7 +62,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         DataError: the row has no known format, is contradictory, or is incomplete.
     """
     if not isinstance(row, dict):
-        raise DataError(f"a row must be an object with fields, but is {row!r:.100}")
+        raise DataError(f"each row must be an object with fields; got {row!r:.100}")
     row = preferences.flatten_openai_preference(row)
     refused.check_columns(row)
     media_columns.check_rejected(row)
@@ -103,7 +103,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     meta = {column: value for column, value in unused.items() if value or column not in CONVERSATION_COLUMNS}
     if name is None:
         check_unused(meta, conversation)
-        media_columns.check_shown(meta, messages)
+        media_columns.check_no_unused_media(meta, messages)
     return Sample(
         id="" if row.get("id") is None else str(row["id"]),
         messages=messages,

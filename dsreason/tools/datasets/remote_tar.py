@@ -37,10 +37,10 @@ class Index:
 
 
 def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
-    """Find for each key the member, the offset of its content, and its size; keys without a member are omitted.
+    """For each key, return its member, and the offset and size of the content; keys without a member are omitted.
 
     Args:
-        wanted: possible end of a member's path → key; one member per key is enough.
+        wanted: suffix of a member's path → key; one member per key is enough.
         indices: folder of the index files.
 
     Raises:

@@ -48,7 +48,7 @@ def split_for(sample: Sample, purpose: Purpose) -> Split:
         return shown, better.messages[start:], worse.messages[start:]
     check_replies(sample.messages, "messages")
     if not any(is_trained(message) for message in sample.messages):
-        raise DataError(f"no reply is trained: {describe_untrained(sample)}")
+        raise DataError(f"the sample has no reply to train on: {describe_untrained(sample)}")
     return sample.messages, [], []
 
 
@@ -203,7 +203,7 @@ def shorten_bytes(value: Any) -> Any:
 def render_row(
     sample: Sample, split: Split, tokens: Mapping[str, int], title: str, describe: Callable[[dict[str, Any]], str]
 ) -> Panel:
-    """Render a row for a terminal; trained text is bold and green. `describe` returns the line of a media item."""
+    """Render a row for a terminal; trained text is bold and green. `describe` returns the line to show for a media item."""
     lines: list[Text] = []
     for name, messages in zip(("", "chosen", "rejected"), split, strict=True):
         for message in messages:

@@ -32,7 +32,7 @@ must be at fault."""
 
 
 def build_finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
-    """Build the check for a run, which continues the counts saved in the run's state."""
+    """Build the check for a run, starting from the counts saved in the run's state."""
     return FiniteCheck(
         config.train.on_nonfinite,
         output_dir / "nonfinite",

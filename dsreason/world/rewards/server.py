@@ -215,7 +215,10 @@ class LimitedConnection(H11Protocol):
 
 
 def get_network(host: str) -> bytes:
-    """Return the part of an address that identifies a client: of an IPv6 address the first half, the rest of which is free."""
+    """Return the part of an address that identifies a client.
+
+    For IPv6, this is the first half of the address, because a client can choose the second half freely.
+    """
     address = ip_address(host.partition("%")[0])
     if isinstance(address, IPv4Address):
         return address.packed

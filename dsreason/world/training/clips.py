@@ -116,7 +116,7 @@ def list_local_places(count: int, share: ClipShare) -> list[ClipIndex]:
 
 
 def draw_start_noise(places: Sequence[ClipIndex], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
-    """Draw the initial noise of sampling, `[B, C, T, h, w]`; with `world.same_noise`, it is equal for all clips of a group."""
+    """Draw the initial noise for sampling, `[B, C, T, h, w]`; with `world.same_noise`, all clips of a group get the same."""
     clips = [ClipIndex(place.prompt, 0) for place in places] if config.world.same_noise else places
     return draw_clip_noise(clips, shape, config.train.seed, step, "start")
 
