@@ -1,4 +1,4 @@
-"""Videos given as frames: image files in order, with their seconds.
+"""Videos given as frames: image files in order, with their timestamps.
 
 The frames of a video are listed in a small file in the media cache, `<digest>.frames.json`, whose path stands for the video.
 """
@@ -30,9 +30,9 @@ from dsreason.problems import find_nearest
 
 SUFFIX = ".frames.json"
 TIMES = ("fps", "timestamps")
-"""Keys of a part that say when its frames were taken."""
+"""Keys of a media part that specify when its frames were taken."""
 FRAME_RATES = ("sample_fps", "raw_fps")
-"""Frame rates in qwen-vl-utils; only the first, of a video given as frames, is read, as `fps`."""
+"""Keys for frame rates in qwen-vl-utils; only the first is read (as `fps`), and only for a video given as frames."""
 FRAME_RATE_HINT = "; use 'fps': the frames per second to sample from a video file, or those of a video given as frames"
 MAX_FRAME_FILES = 100_000
 """Maximum number of frames: all headers are read before the first frame is shown."""
@@ -44,7 +44,7 @@ EVEN = 1e-6
 
 @dataclass(frozen=True)
 class FrameList:
-    """The paths of a video's frames in order, their seconds, and the frame rate (the mean if they are unevenly spaced)."""
+    """The paths of a video's frames in order, their timestamps, and the frame rate (the mean if they are unevenly spaced)."""
 
     paths: tuple[str, ...]
     seconds: tuple[float, ...]
@@ -116,7 +116,7 @@ def write_frame_list(paths: Sequence[str], part: Mapping[str, Any]) -> Path:
 
 
 def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], float]:
-    """Return the seconds of each frame and the (mean) frame rate. Raise DataError if the part does not specify them."""
+    """Return the time of each frame in seconds and the (mean) frame rate. Raise DataError if the part does not specify them."""
     fps: Any = to_number(part.get("fps"))
     timestamps: Any = part.get("timestamps")
     if isinstance(timestamps, list):
@@ -188,7 +188,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_frame_list(path: str | Path) -> bool:
-    """Return whether a video's path is that of a list of frames."""
+    """Return whether the path of a video is the path of a frame list."""
     return str(path).endswith(SUFFIX)
 
 

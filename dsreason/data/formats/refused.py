@@ -1,4 +1,4 @@
-"""Columns and message keys that change a row's meaning in other tools but that no format reads, and why they are refused."""
+"""Columns and message keys that are refused, because they change a row's meaning in other tools but no format reads them."""
 
 from __future__ import annotations
 

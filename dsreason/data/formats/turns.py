@@ -47,7 +47,7 @@ PAIR_KEYS = {
 CALL_ROLES = ("function_call", "tool_call")
 """Roles whose text is the JSON of a tool call."""
 TRAINED_KEYS = ("loss", "train", "trained", "is_trained", "training", "trainable", "loss_mask", "weight")
-"""Keys that say whether a reply is trained."""
+"""Keys that say whether to train on a reply."""
 TAGGED_REASONING = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
 PART_KINDS = {
     "image": "image",
@@ -77,7 +77,7 @@ def parse_json(value: Any, column: str) -> Any:
 def read_messages(value: Any, column: str) -> list[Message]:
     """Read a list of messages, a single message, or the JSON text of either.
 
-    A message that is not trained gets `"trained": False`. Consecutive tool calls are merged into one message.
+    A message that must not be trained on gets `"trained": False`. Consecutive tool calls are merged into one message.
     """
     value = parse_json(value, column)
     turns = [value] if isinstance(value, dict) else value
@@ -182,7 +182,7 @@ def read_media(turn: Mapping[str, Any], column: str, location: str) -> list[dict
 
 
 def read_trained(turn: Mapping[str, Any], location: str) -> bool:
-    """Return whether the reply is trained. Raise DataError for a weight between 0 and 1, and for masks within the reply."""
+    """Return whether to train on the reply. Raise DataError for a weight between 0 and 1, and for masks within the reply."""
     check_loss_keys(turn, location, TRAINED_KEYS)
     for key in TRAINED_KEYS:
         value = turn.get(key)

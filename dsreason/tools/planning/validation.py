@@ -1,4 +1,7 @@
-"""Memory for the loss of held-out rows: nothing is kept for a backward pass, but a pass may have more tokens than in training."""
+"""Memory for computing the loss on held-out rows.
+
+Nothing is kept for a backward pass, but a forward pass may have more tokens than in training.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handling of NaN or infinite losses and gradients: either save the batch and stop, or skip the step and count it."""
+"""A check for NaN or infinite losses and gradients: it saves the batch and stops, or skips the step and counts it."""
 
 from __future__ import annotations
 

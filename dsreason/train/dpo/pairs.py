@@ -1,4 +1,4 @@
-"""Encoding of preference pairs, a better and a worse answer to the same prompt, and their division into micro-batches."""
+"""Functions that encode preference pairs (a better and a worse answer to the same prompt) and divide them into micro-batches."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class ClipMicroBatch:
     """Whether the clips count towards the loss; false for a stand-in, which only keeps the ranks in step."""
     rows: tuple[WorldRow, ...]
     start: Tensor
-    """Initial noise of sampling: `[B, C, T, h, w]`."""
+    """Initial noise for sampling: `[B, C, T, h, w]`."""
     text: Tensor
     """Embeddings of the prompts: `[B, L, D]`."""
     conditioning: Conditioning | None = None

@@ -150,8 +150,8 @@ def sample_clips(
             sampled.append(measure_and_score(maker, batch, latents))
         advance(len(batch) * share.count if batch.counted else 0)
     with share_errors():
-        local = [clip for item in sampled for clip in build_clips(maker, item)]
-    return sorted((clip for part in gather_objects(local) for clip in part), key=lambda clip: clip.number)
+        local_clips = [clip for item in sampled for clip in build_clips(maker, item)]
+    return sorted((clip for part in gather_objects(local_clips) for clip in part), key=lambda clip: clip.number)
 
 
 def solve_ode(maker: ClipMaker, batch: ClipMicroBatch) -> Tensor:

@@ -120,7 +120,7 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
         ),
         ({"question": "Up?", "video": {"path": "v.mp4", "start": "00:05"}}, "key 'start' must be a number of seconds"),
         ({**VIDEO, "start": "00:05"}, "column 'start' must be a number of seconds .*; got '00:05'"),
-        ({**VIDEO, "clip": [1]}, "column 'clip' must be a list of the first and the last second"),
+        ({**VIDEO, "clip": [1]}, r"column 'clip' must be a list \[start, end\] in seconds; got \[1\]"),
         ({**VIDEO, "start": 1, "video_start": 2}, "column 'start' is 1, but the part has 2"),
         ({**VIDEO, "start_frame": 5}, "column 'start_frame' counts frames; .*'video_start'"),
         ({**VIDEO, "time": [1, 2]}, 'set data.columns = {clip = "time"}.*{reward_time = "time"}'),
@@ -145,7 +145,7 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
         ({"question": "Up?", "image_0": "a.png", "image_2": "b.png"}, "image_0, image_2 must be numbered"),
         (
             {"question": "Up?", "image": "a.png", "image_1": "b.png"},
-            "no message shows it; put all files into one column",
+            "no message uses it; put all files into one column",
         ),
         (
             {"messages": [*ask("Up?")], "images": ["a.png"], "rejected_response": "No.", "rejected_images": ["b.png"]},
