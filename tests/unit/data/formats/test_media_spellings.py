@@ -178,7 +178,7 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
         ({"question": "Up?", "frames": FRAMES, "fps": 2}, 'data.columns = {video = "frames"}'),
         (
             {"question": "Up?", "info": {"image": "a.png", "author": "x"}},
-            "shows it; put all files into one column 'image'",
+            "uses it; put all files into one column 'image'",
         ),
         ({"question": "Up?", "text64": BASE64}, "'text64' seems to have a media file, 'bytes'"),
     ],

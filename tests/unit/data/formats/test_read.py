@@ -267,7 +267,7 @@ def test_other_columns_are_kept_in_meta():
         ({"messages": [turn("user", None)]}, r"messages\[0\] has no content"),
         ({"text": "a"}, "the columns text match no row format"),
         ({"messages": [ASK, turn("tool_call", "not json")]}, "not valid JSON"),
-        ([1], "a row must be an object"),
+        ([1], "each row must be an object"),
     ],
 )
 def test_contradictory_row_is_rejected(row, reason):
