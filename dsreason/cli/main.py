@@ -16,8 +16,8 @@ from dsreason.cli import checkpoint, demo, doctor, eval, export, import_, infer,
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import find_trainers
-from dsreason.cli.reward import commands as reward
 from dsreason.cli.results import report, score
+from dsreason.cli.reward import commands as reward
 from dsreason.cli.reward import serve
 from dsreason.errors import Stopped
 from dsreason.job import launch, signals

@@ -41,7 +41,7 @@ WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 @dataclass(frozen=True)
-class Change:
+class TextPart:
     """A part of a text. `kind` is `same`, `new` or `old` (only in the earlier text)."""
 
     kind: str
@@ -67,7 +67,7 @@ class PromptGroup:
     """Number of completions that are not shown."""
     earlier_step: int | None = None
     """Earlier step with completions of the same prompt; None if the chosen rollouts have none."""
-    changes: Sequence[Change] = ()
+    changes: Sequence[TextPart] = ()
     """Differences between the best completion at `earlier_step` and the best one now."""
 
     @property
@@ -81,7 +81,7 @@ class AnswerHistory:
 
     answers: dict[int, Row]
     tags: Sequence[str]
-    changes: Sequence[Change]
+    changes: Sequence[TextPart]
     """Differences between the first and the last answer."""
 
     @property
@@ -228,17 +228,17 @@ def find_question(prompt: str) -> str:
     return prompt
 
 
-def compare_texts(old: str, new: str) -> list[Change]:
+def compare_texts(old: str, new: str) -> list[TextPart]:
     """Compare two texts word by word; equal texts give one segment of the kind `same`."""
     old_words, new_words = WORDS.findall(old[:MOST_CHARACTERS]), WORDS.findall(new[:MOST_CHARACTERS])
     changes = []
     matcher = difflib.SequenceMatcher(None, old_words, new_words, autojunk=False)
     for operation, old_start, old_end, new_start, new_end in matcher.get_opcodes():
         if operation == "equal":
-            changes.append(Change("same", "".join(new_words[new_start:new_end])))
+            changes.append(TextPart("same", "".join(new_words[new_start:new_end])))
             continue
         if old_end > old_start:
-            changes.append(Change("old", "".join(old_words[old_start:old_end])))
+            changes.append(TextPart("old", "".join(old_words[old_start:old_end])))
         if new_end > new_start:
-            changes.append(Change("new", "".join(new_words[new_start:new_end])))
+            changes.append(TextPart("new", "".join(new_words[new_start:new_end])))
     return changes

@@ -8,7 +8,7 @@ import pytest
 
 from dsreason.report.run_files import open_run
 from dsreason.report.samples import (
-    Change,
+    TextPart,
     choose_answers,
     choose_evenly,
     choose_groups,
@@ -35,7 +35,7 @@ def test_best_completion_is_compared_with_earlier_step(tmp_path: Path) -> None:
     }
     groups = choose_groups(open_run(write_run(tmp_path, rollouts=rollouts, grpo={"num_generations": 1})))
     assert [(group.step, group.earlier_step) for group in groups] == [(7, 0), (7, None), (0, None)]
-    assert groups[0].changes == [Change("same", "It is "), Change("old", "five"), Change("new", "four")]
+    assert groups[0].changes == [TextPart("same", "It is "), TextPart("old", "five"), TextPart("new", "four")]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_question_is_last_user_turn() -> None:
 
 
 def test_equal_texts_have_no_changes() -> None:
-    assert compare_texts("It is four.", "It is four.") == [Change("same", "It is four.")]
+    assert compare_texts("It is four.", "It is four.") == [TextPart("same", "It is four.")]
 
 
 def test_steps_are_chosen_evenly() -> None:
