@@ -35,11 +35,12 @@ def import_(
     document = read_config(file)
     if is_evaluation(document):
         raise ConfigError(
-            f"{file}: is an evaluation file of cosmos-reason1, which needs no import; run `dsreason eval --config {file}`"
+            f"{file}: this is a cosmos-reason1 evaluation file, which you can use without importing it; run "
+            f"`dsreason eval --config {file}`"
         )
     if not is_importable(document):
         raise ConfigError(
-            f"{file}: is not a configuration for cosmos-rl or cosmos-framework: it has no section such as [policy], "
+            f"{file}: this is not a configuration for cosmos-rl or cosmos-framework: it has no section such as [policy], "
             "[train.train_policy] or [job] with a task"
         )
     if output is not None and output.exists():

@@ -85,7 +85,7 @@ def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
         with hold_lock(folder):
             # another process may have built it while this one waited
             if folder.is_dir() and (damage := find_damage(record, folder)):
-                log.warning("%s: %s, so this copy is made again", folder, damage)
+                log.warning("%s: %s; rebuilding this copy", folder, damage)
                 build_or_replace(folder, build_and_record)
     return build_once(folder, build_and_record)
 
@@ -95,13 +95,15 @@ def adopt_copy(record: Path, folder: Path) -> None:
     if not os.access(folder.parent, os.W_OK):
         warn_unrecorded(folder.parent)
         return
-    log.info("%s: was made by an older version, so its files are recorded now", folder)
+    log.info("%s was made by an older version; recording its files now", folder)
     write_record(record, record_folder(folder))
 
 
 @cache
 def warn_unrecorded(cache_folder: Path) -> None:
-    log.warning("%s: is read-only and has copies without a record, so damage to them would go unnoticed", cache_folder)
+    log.warning(
+        "%s is read-only and contains copies without a record, so damage to them would go unnoticed", cache_folder
+    )
 
 
 def record_folder(folder: Path) -> dict[str, FileRecord]:

@@ -119,16 +119,17 @@ def fetch_snapshot(repo: str, **options: Any) -> Path:
     folder = Path(snapshot_download(repo, **options))
     if damaged := find_damaged_files(folder):
         others = f" (as are {len(damaged) - 1} others)" if len(damaged) > 1 else ""
-        log.warning("%s: was damaged in the cache%s; downloading it again", next(iter(damaged)), others)
+        log.warning("the cached copy of %s is damaged%s; downloading it again", next(iter(damaged)), others)
         names = [glob.escape(file.relative_to(folder).as_posix()) for file in damaged]
         again = {"revision": folder.name, "allow_patterns": names, "force_download": True}
         snapshot_download(repo, **{**options, **again})  # returns the cached folder if the Hub cannot be reached
         for file, record in find_damaged_files(folder, damaged).items():
             if record == damaged.get(file):
                 raise StorageError(
-                    f"{file}: was damaged in the cache and could not be downloaded again; check the connection and HF_HUB_OFFLINE"
+                    f"the cached copy of {file} is damaged and cannot be downloaded again; check the connection and "
+                    "HF_HUB_OFFLINE"
                 )
-            raise StorageError(f"{file}: is damaged after a second download, too; check the disk and the connection")
+            raise StorageError(f"{file} is still damaged after a second download; check the disk and the connection")
     return folder
 
 

@@ -27,6 +27,7 @@ from dsreason.monitor.profile import StepProfiler
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.train.common.job import J, TrainingJob
 from dsreason.train.common.nonfinite import FiniteCheck, build_finite_check
+from dsreason.train.common.page import RunPage
 from dsreason.train.common.saving import Checkpoints, WriteExport
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class TrainingRun(Generic[J]):
     finite: FiniteCheck
     total_steps: int
     state: TrainerState
+    page: RunPage | None = None
+    """None on ranks other than 0, and for world models, whose validation writes their page."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Message that names a skipped row → number of times that the row was skipped since this process started."""
     is_in_step: bool = False
@@ -209,6 +212,8 @@ class TrainingRun(Generic[J]):
         self.metrics.log_scalars(step, result.metrics)
         self.progress.print_line(result.summary(step))
         result.write(job.output_dir, step, self.metrics, job.world)
+        if self.page:
+            self.page.update()
         value, best = result.metrics.get(config.best_metric), self.state.best_metric
         if value is None:  # rows without answers have no loss
             return False
@@ -237,6 +242,10 @@ class TrainingRun(Generic[J]):
         for line in lines:
             self.progress.print_line(f"warning: {line}")
         self.progress.print_line(self.memory.report())
+        if self.page:
+            self.page.write()
+            for line in self.page.describe_run():
+                self.progress.print_line(line)
         self.progress.print_line(f"finished at step {step}; all output is in {self.job.output_dir}")
         if not has_learned and step > TRIAL_STEPS:
             raise NothingLearned("\n  ".join(lines))
@@ -255,6 +264,7 @@ def start_run(
     export_file: str = "config.json",
     averages: Mapping[str, WeightAverage] | None = None,
     with_frozen: bool = True,
+    page: RunPage | None = None,
 ) -> TrainingRun[J]:
     """Open the run with its progress bar, profiler and checkpoints until `stack` closes. Every rank must call this.
 
@@ -262,6 +272,7 @@ def start_run(
         export_file: see `Checkpoints`.
         averages: averages of the weights that checkpoints also contain, by name.
         with_frozen: whether checkpoints contain the weights that are not trained.
+        page: page of the run; see `TrainingRun`.
     """
     config, world = job.config, job.world
     folder, background = job.output_dir / "checkpoints", config.checkpoint.background
@@ -291,6 +302,7 @@ def start_run(
         finite=build_finite_check(config, job.output_dir, world, state),
         total_steps=total_steps,
         state=state,
+        page=page,
     )
 
 
