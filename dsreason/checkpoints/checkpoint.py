@@ -209,15 +209,12 @@ def check_groups(path: Path, saved: SavedRun, engine: DeepSpeedEngine, world: Wo
 
     DeepSpeed stores each group as one flat tensor, so it would load weights and moments into the wrong parameters.
     """
-    groups_before = load_model_file(path, world.rank, saved.zero_stage)["param_shapes"]
-    before, now = (
-        {name: number for number, names in enumerate(groups) for name in names}
-        for groups in (groups_before, engine._get_zero_param_shapes())
-    )
-    if moved := [name for name in now if before.get(name) != now[name]]:
+    before = load_model_file(path, world.rank, saved.zero_stage)["param_shapes"]
+    now = engine._get_zero_param_shapes()
+    if [list(names) for names in before] != [list(names) for names in now]:
         raise CheckpointError(
-            f"{path}: the optimizer groups of {len(moved)} parameters differ: {join_first(moved, 3, separator=', ')}; set "
-            "optim.lr_multipliers, and zero_optimization.sub_group_size in the DeepSpeed JSON, as in the saved run"
+            f"{path}: was saved with {len(before)} optimizer groups of other parameters than the {len(now)} groups of this run; "
+            "set optim.lr_multipliers, and zero_optimization.sub_group_size in the DeepSpeed JSON, as in the saved run"
         )
 
 

@@ -60,7 +60,7 @@ class OptimConfig(Section):
     """Peak learning rate. If this is unset and `lora.rank` is set: 1e-4 in sft, and 2e-5 in grpo and dpo."""
     lr_multipliers: dict[Pattern, Annotated[float, AfterValidator(check_multiplier)]] = {}
     """Factors for the learning rate of parts of the model: regular expression for parameter names, as in `model.freeze` → factor
-    (`{"visual" = 0.1, "visual\\.merger" = 1.0}`). The narrowest matching expression applies; an adapter counts as the weight that
+    (`{'visual' = 0.1, 'visual\\.merger' = 1.0}`). The narrowest matching expression applies; an adapter counts as the weight that
     it changes. An expression without effect is an error."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates for the first and second moments."""

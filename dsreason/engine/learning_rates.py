@@ -75,8 +75,8 @@ def _find_unused(
         trained_owners = {owners[name] for name in names if trained[name]}
         if not trained_owners:
             yield (
-                f"{KEY} pattern '{pattern}' has no effect: none of the {len(names)} parameters that it matches is trained "
-                "(model.freeze, lora); remove the pattern, or train them"
+                f"{KEY} pattern '{pattern}' has no effect: none of the parameters that it matches ({len(names)}) is trained, "
+                "because of model.freeze or lora; remove the pattern, or train them"
             )
         elif pattern not in trained_owners:
             narrower = " and ".join(f"'{owner}'" for owner in sorted(trained_owners))

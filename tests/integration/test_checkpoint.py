@@ -227,6 +227,7 @@ def test_unusable_checkpoint_error_states_reason(tmp_path: Path, monkeypatch: py
     assert "frozen in the checkpoint, trained now: frozen.bias, frozen.weight" in texts["freeze"]
     assert "trained in the checkpoint, frozen now: up.bias, up.weight" in texts["freeze"]
     assert "ZeRO stage 3, but this run uses stage 2" in texts["stage"]
-    assert "the optimizer groups of 7 parameters differ: embed.weight, " in texts["multipliers"]
-    assert "; set optim.lr_multipliers, and " in texts["multipliers"]
+    assert (
+        "2 optimizer groups of other parameters than the 4 groups of this run; set optim.lr_m" in texts["multipliers"]
+    )
     assert "step_7: the checkpoint folder does not exist" in texts["absent"]

@@ -132,14 +132,13 @@ def train_with_plain_adamw() -> dict[str, np.ndarray]:
     return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_multipliers_match_groups_of_plain_adamw(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "tolerance"), [(1, 1e-7), (2, 1e-6)])  # two ranks add gradients in a different order
+def test_multipliers_match_groups_of_plain_adamw(ranks: int, tolerance: float) -> None:
     result = run_on_ranks(train_two_steps, ranks, {"up": 0.1, "norm": 4.0})[0]
     expected = train_with_plain_adamw()
     assert result.keys() == expected.keys()
-    print({name: float(abs(result[name]-expected[name]).max()) for name in expected})
     for name, values in expected.items():
-        np.testing.assert_allclose(result[name], values, rtol=1e-6, atol=1e-7, err_msg=name)
+        assert np.abs(result[name] - values).max() <= tolerance, name
 
 
 Gradients = dict[str, np.ndarray]
