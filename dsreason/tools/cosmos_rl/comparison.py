@@ -99,10 +99,12 @@ def compare_learning_rate(draft: Draft) -> list[Meaning]:
     last = f" over the last {share:g} of all steps" if share else ""
     least = draft.get("optim.min_lr_share")
     end = f" to {least * peak:g}" if schedule != "constant" and least else ""
+    scaled = (draft.get("optim.lr_multipliers") or {}).items()
+    parts = "".join(f"; {multiplier * peak:g} for {pattern}" for pattern, multiplier in scaled)
     start = (draft.get("optim.warmup_start") or 0) * peak
     length = draft.get("optim.schedule_steps")
     span = f" until step {length}" if length else ""
-    text = f"{start:g} to {peak:g} in {rise}, then {schedule}{last}{end}{span}"
+    text = f"{start:g} to {peak:g} in {rise}, then {schedule}{last}{end}{span}{parts}"
     return [Meaning("learning rate", text, text)]
 
 

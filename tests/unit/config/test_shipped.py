@@ -184,6 +184,7 @@ def test_cosmos_framework_recipe_has_published_values(name: str) -> None:
     values += f", fps {config.data.vision.fps}, clip {optim.max_grad_norm}"
     assert (config.model.path, values) == COSMOS_FRAMEWORK[name]
     assert (train.max_tokens_per_micro_batch, train.precision, optim.eps) == (16000, "bf16", 1e-8)
+    assert optim.lr_multipliers == ({r"model\.visual": 0.1} if "llava" in name else {})
 
 
 @pytest.mark.parametrize("size", ["nano", "super", "edge"])

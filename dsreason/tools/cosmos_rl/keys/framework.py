@@ -65,7 +65,7 @@ TRAINING: dict[str, Key] = {
     "optimizer.fused": make_unused(True, "DeepSpeed has one implementation of AdamW for each device"),
     "optimizer.weight_decay": make_copied(0.1, "optim.weight_decay"),
     "optimizer.keys_to_select": make_joint([], "model.freeze", "lora.rank", takes="names"),
-    "optimizer.lr_multipliers": make_joint({}, "optim.lr", takes="table"),
+    "optimizer.lr_multipliers": make_joint({}, "optim.lr_multipliers", takes="table"),
     "scheduler.warm_up_steps": make_joint([1000], "optim.warmup", takes="numbers"),
     "scheduler.cycle_lengths": make_joint([], "optim.schedule_steps", takes="numbers"),
     "scheduler.f_start": make_joint([0.05], "optim.warmup_start", takes="numbers"),

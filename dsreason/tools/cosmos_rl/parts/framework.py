@@ -8,7 +8,7 @@ from typing import Any
 
 from dsreason.problems import find_nearest
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
-from dsreason.tools.cosmos_rl.keys.key import to_list
+from dsreason.tools.cosmos_rl.keys.key import is_of_kind, to_list
 
 PARALLELISM = "model.parallelism"
 GPUS_PER_HOST = 8
@@ -188,13 +188,7 @@ def convert_start(cosmos: Settings, draft: Draft) -> None:
 def convert_adapters(cosmos: Settings, draft: Draft) -> None:
     """Convert which weights are trained: adapters, the parameters that `keys_to_select` names, or all."""
     names = to_list(cosmos["optimizer.keys_to_select"])
-    multipliers = "optimizer.lr_multipliers"
-    if any(value != 1 for value in cosmos[multipliers].values()):
-        draft.refuse(
-            multipliers, "all weights share one learning rate, so multipliers other than 1 are not supported yet"
-        )
-    else:
-        leave_out(multipliers, "1 is the learning rate itself", cosmos, draft)
+    convert_multipliers(cosmos, draft)
     if cosmos["model.lora_enabled"]:
         targets = [name.strip() for name in cosmos["model.lora_target_modules"].split(",") if name.strip()]
         draft.set("lora.rank", cosmos["model.lora_rank"])
@@ -208,6 +202,26 @@ def convert_adapters(cosmos: Settings, draft: Draft) -> None:
     if names:
         chosen = "|".join(map(re.escape, names))
         draft.set("model.freeze", [f"^(?!.*({chosen}))"])
+
+
+def convert_multipliers(cosmos: Settings, draft: Draft) -> None:
+    """Convert the multipliers of the learning rate by parts of parameter names, or the framework's default."""
+    key, multipliers = "optimizer.lr_multipliers", cosmos["optimizer.lr_multipliers"]
+    if wrong := [part for part, value in multipliers.items() if not is_of_kind(value, "number") or value <= 0]:
+        draft.reject_value(
+            key,
+            f"must be greater than 0; got {multipliers[wrong[0]]!r:.60} for {wrong[0]!r}; to freeze weights, use "
+            "optimizer.keys_to_select",
+        )
+        return
+    names = to_list(cosmos["optimizer.keys_to_select"])
+    trains_vision = not cosmos["model.lora_enabled"] and (not names or any("visual" in name for name in names))
+    if key not in cosmos.given and trains_vision and not is_videophy2(cosmos):
+        multipliers = VISION_LR
+    if all(value == 1 for value in multipliers.values()):
+        leave_out(key, "1 is the learning rate itself", cosmos, draft)
+    else:
+        draft.set("optim.lr_multipliers", {re.escape(part): float(value) for part, value in multipliers.items()})
 
 
 def is_videophy2(cosmos: Settings) -> bool:
@@ -233,20 +247,18 @@ def convert_experiment(cosmos: Settings, draft: Draft) -> None:
             f"model.freeze = {draft.get('model.freeze')!r} ({trained}): the experiment's Python file sets them",
         )
         return
-    visual = VISION_LR if "optimizer.lr_multipliers" not in cosmos.given else {}
-    slower = "".join(
-        f"; its default multiplier {value:g} of {part} is not supported yet" for part, value in visual.items()
-    )
+    rates, given = draft.get("optim.lr_multipliers"), "optimizer.lr_multipliers" in cosmos.given
+    slower = f", with the framework's default optim.lr_multipliers = {rates!r}" if rates and not given else ""
     if "llava_ov" in name:
         draft.set("data.path", "lmms-lab/LLaVA-OneVision-Data")
         draft.note_difference(
             key,
-            f"data.path = {draft.get('data.path')!r}: the experiment's Python file sets it; set data.subset to a part of it"
-            f"{slower}",
+            f"data.path = {draft.get('data.path')!r}: the experiment's Python file sets it{slower}; set data.subset to a part "
+            "of the data",
         )
     else:
         draft.note_difference(
             key,
-            "the experiment's Python file opens the data and may freeze weights; set data.path, data.adapter and model.freeze in "
-            f"the imported file{slower}",
+            f"the experiment's Python file opens the data and may freeze weights{slower}; set data.path, data.adapter, "
+            "model.freeze and optim.lr_multipliers in the imported file",
         )

@@ -100,7 +100,9 @@ def convert_trained(cosmos: Settings, draft: Draft) -> None:
     adapters = ("model.lora_rank", "model.lora_alpha", "model.lora_target_modules")
     multipliers = "optimizer.lr_multipliers"
     if any(value != 1 for value in cosmos[multipliers].values()):
-        draft.refuse(multipliers, "all weights of a world model share one learning rate; remove the multipliers")
+        draft.refuse(
+            multipliers, "Cosmos 3's parameters have other names here; set optim.lr_multipliers in the imported file"
+        )
     else:
         leave_out(multipliers, "1 is the learning rate itself", cosmos, draft)
     if cosmos["model.lora_enabled"]:

@@ -85,6 +85,7 @@ VIDEOPHY2 = {
     "optim.schedule": "cosine",
     "optim.min_lr_share": 0.1,
     "optim.schedule_steps": None,
+    "optim.lr_multipliers": {},
     "optim.max_grad_norm": 1.0,
     "train.max_steps": 50,
     "train.global_batch_size": 8 * 1 * 8,
@@ -130,6 +131,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             "optim.warmup": 1000,
             "optim.min_lr_share": 0.5,
             "optim.schedule_steps": 1000,
+            "optim.lr_multipliers": {r"model\.visual": 0.1},
             "train.max_steps": 500,
             "train.global_batch_size": 8,
             "data.path": "lmms-lab/LLaVA-OneVision-Data",
@@ -228,12 +230,23 @@ def test_peak_factor_scales_learning_rate() -> None:
     assert (optim.lr, optim.warmup_start, optim.min_lr_share) == pytest.approx((2e-5, 0.25, 0.1))
 
 
-def test_multipliers_other_than_one_are_refused() -> None:
-    key = "optimizer.lr_multipliers"
-    assert note(REASONER_FILE, key, optimizer__lr_multipliers={"model.visual": 1.0})[0] == "left out"
-    verdict, text = note(REASONER_FILE, key, optimizer__lr_multipliers={"model.visual": 0.1})
-    assert verdict == "error"
-    assert "not supported yet" in text
+def test_multipliers_become_patterns() -> None:
+    """The framework multiplies the learning rate of `model.visual` by 0.1 unless the file says otherwise."""
+    key = "optimizer__lr_multipliers"
+    assert imported(REASONER_FILE).optim.lr_multipliers == {r"model\.visual": 0.1}
+    assert imported(REASONER_FILE, **{key: {"model.visual": 1.0}}).optim.lr_multipliers == {}
+    given = {"model.visual": 0.5, "lm_head": 2}
+    assert imported(REASONER_FILE, **{key: given}).optim.lr_multipliers == {r"model\.visual": 0.5, "lm_head": 2.0}
+
+
+def test_default_multiplier_needs_a_trained_tower() -> None:
+    assert imported(REASONER_FILE, optimizer__keys_to_select=["lm_head"]).optim.lr_multipliers == {}
+    assert imported(REASONER_FILE, model__lora_enabled=True).optim.lr_multipliers == {}
+
+
+def test_generator_multipliers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Cosmos 3's parameters have other names here"):
+        imported(GENERATOR_FILE, "job.task", optimizer__lr_multipliers={"action": 5})
 
 
 def test_selected_keys_become_freeze_pattern() -> None:
@@ -261,6 +274,7 @@ def test_data_root_comes_from_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ({"optimizer__learning_rate": 1e-5}, "optimizer.learning_rate: it is not in cosmos-framework's schema"),
         ({"trainer__max_itr": 5}, "did you mean trainer.max_iter?"),
         ({"model__ema": {"enabled": True}}, "only dsreason world keeps a moving average"),
+        ({"optimizer__lr_multipliers": {"visual": 0}}, "must be greater than 0; got 0 for 'visual'"),
         ({"checkpoint__load_path": "/runs/iter_100"}, "distributed checkpoints cannot be read"),
         ({"scheduler__f_start": []}, "scheduler.f_start: must have a value; the list is empty"),
         ({"job__wandb_mode": "on"}, "job.wandb_mode: must be online, offline or disabled; got 'on'"),
