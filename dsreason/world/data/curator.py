@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -101,7 +101,7 @@ def read_window(window: Any) -> dict[str, Any]:
     return {name: value for name, value in window.items() if name != column} | {"prompt": prompt}
 
 
-def is_index(value: Any) -> bool:
+def is_index(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -20,7 +20,7 @@ TOKENIZER = "it affects only the speed of the video autoencoder"
 def convert_recomputation(mode: Any) -> bool:
     if mode not in ("full", "selective", "none"):
         raise ValueError('must be one of "full", "selective", "none"')
-    return mode != "none"
+    return mode in ("full", "selective")
 
 
 JOB: dict[str, Key] = {
