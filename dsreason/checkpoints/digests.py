@@ -67,7 +67,7 @@ def compare_digests(
     compute: Callable[[Path], str] = compute_digest,
     threads: int = 1,
 ) -> None:
-    """Raise CheckpointError if a file in a folder does not have the digest that `listing` lists; read `threads` files at a time."""
+    """Raise CheckpointError if a file does not have the digest that `listing` lists; `threads` files are read at a time."""
 
     def read(name: str) -> str:
         try:
