@@ -154,7 +154,7 @@ def test_signal_while_reward_hangs_saves_last_step(
     }[partner]
     server.phase = phase
     server.num_answers = requests_per_step
-    validation = ("validation.generate=true", "validation.every=1", "validation.max_samples=1")
+    validation = ("data.validation=1", "validation.generate=true", "validation.every=1")
     changes = (
         "distill={}",
         "grpo.num_generations=2",
