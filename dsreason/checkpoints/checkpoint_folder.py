@@ -253,11 +253,10 @@ def finish_interrupted(folder: Path) -> list[Path]:
     for partial in sorted(folder.glob(f"{SAVING}{PREFIX}*")):
         final = folder / partial.name.removeprefix(SAVING)
         with contextlib.suppress(CheckpointError):
-            if (partial / MARKER).is_file():
-                check_content(partial)
+            digests = check_content(partial).full_digests if (partial / MARKER).is_file() else {}
             saved = read_state(partial)
             if final.name == format_step(saved.state.step):
-                finish(partial, final, saved.stored_ranks)
+                finish(partial, final, saved.stored_ranks, digests)
                 recovered.append(final)
     for prefix in (SAVING, DELETING):
         for path in folder.glob(f"{prefix}*"):

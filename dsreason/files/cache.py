@@ -39,6 +39,10 @@ class FileRecord(NamedTuple):
     ctime_ns: int
     sha256: str
 
+    def matches(self, status: os.stat_result) -> bool:
+        """Return whether a file still has this size and these times, so that its content need not be read."""
+        return (status.st_size, status.st_mtime_ns, status.st_ctime_ns) == self[:3]
+
 
 def get_cache_dir() -> Path:
     """Return `$DSREASON_CACHE`, or else `$COSMOS_CACHE`, or else `dsreason` in `$XDG_CACHE_HOME` or `~/.cache`."""
@@ -157,7 +161,7 @@ def find_damage(record: Path, folder: Path = ROOT) -> str | None:
             return f"{name} is missing"
         if status.st_size != before.size or not stat.S_ISREG(status.st_mode):
             return f"{name} has {status.st_size} bytes instead of {before.size}"
-        if (status.st_mtime_ns, status.st_ctime_ns) != (before.mtime_ns, before.ctime_ns):
+        if not before.matches(status):
             touched.append(name)
     current = record_files(touched, folder)
     if changed := next((name for name in touched if current[name].sha256 != recorded[name].sha256), None):

@@ -146,7 +146,7 @@ def find_damaged_files(snapshot: Path, earlier: Mapping[Path, FileRecord] | None
     record = get_cache_dir() / "hub" / f"{key}.json"
     blobs = {locate_blob(file): file for file in snapshot.rglob("*") if file.is_symlink() and file.is_file()}
     known = read_record(record) or {}
-    new = [blob for blob in blobs if blob not in known or known[blob][:3] != read_times(blob)]
+    new = [blob for blob in blobs if blob not in known or not known[blob].matches(os.stat(blob))]
     read = record_files(new)
     damaged = [
         blob
@@ -167,12 +167,6 @@ def find_damaged_files(snapshot: Path, earlier: Mapping[Path, FileRecord] | None
 def locate_blob(link: Path) -> str:
     """Return the path of the blob of a file; a blob may itself be a link, to a store that repositories share."""
     return os.path.normpath(os.path.join(os.path.realpath(link.parent), os.readlink(link)))
-
-
-def read_times(file: str) -> tuple[int, int, int]:
-    """Return the size and the times of a file, as in `FileRecord`."""
-    status = os.stat(file)
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def fits_name(blob: Path, sha256: str) -> bool:

@@ -17,7 +17,7 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, wait_for_all_ranks
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.schedule import compute_lr_factor
-from dsreason.errors import DsReasonError, NothingLearned, SaveError
+from dsreason.errors import DsReasonError, MismatchError, NothingLearned, SaveError
 from dsreason.job.logs import set_step
 from dsreason.job.ranks import World
 from dsreason.monitor.memory import MemoryLedger
@@ -103,13 +103,16 @@ class TrainingRun(Generic[J]):
     def save_before_error(self) -> Iterator[None]:
         """If the block ends with an error between two steps, save the last finished step first and say so in the message.
 
+        A MismatchError counts as an error between two steps, because no rank has updated its weights yet.
+
         Saving is collective, so nothing is saved unless all ranks end with such an error within seconds. Functions that wait
         for data, rewards or a teacher therefore raise a rank's error on all ranks (`share_errors`), and so end stop requests.
         """
         try:
             yield
         except DsReasonError as error:
-            is_between_steps = not self.is_in_step and self.engine.global_steps == self.state.step
+            is_before_update = not self.is_in_step or isinstance(error, MismatchError)
+            is_between_steps = is_before_update and self.engine.global_steps == self.state.step
             is_sound = is_between_steps and not isinstance(error, SaveError)
             if is_sound and wait_for_all_ranks(self.job.world, "save before an error"):
                 self.checkpoints.save_before_error(error, self.state)
