@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,26 +11,30 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from dsreason.data.chat import Encoder
+from dsreason.data.render import NO_ARGUMENTS
 from dsreason.errors import CheckpointError
 from dsreason.families import get_family
 from dsreason.models.folder import explain_custom_code
 from dsreason.models.load import read_model_config
 from dsreason.models.mrope import compute_position_ids
 from dsreason.models.processors.checks import check_chat_template, check_length, check_patches
-from dsreason.models.processors.template import check_template
+from dsreason.models.processors.template import check_arguments, check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
+def load_processor(
+    path: Path, *, template_arguments: Mapping[str, Any] = NO_ARGUMENTS, trust_remote_code: bool = False
+) -> Any:
     """Load a model folder's processor: tokenizer, chat template, and image and video processors.
 
-    The processor of a text-only model wraps only the tokenizer. If a component is missing, a CheckpointError is raised.
+    The processor of a text-only model wraps only the tokenizer. The template is tested with `template_arguments`. If a component
+    is missing, a CheckpointError is raised.
     """
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     if get_family(config.model_type).vision is None:
-        return load_text_processor(path, trust_remote_code=trust_remote_code)
+        return load_text_processor(path, template_arguments, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the errors have no common base class, and tokenizers raises bare Exceptions
@@ -52,7 +57,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
                 "copy the tokenizer files of the same model to this folder"
             )
     check_patches(path, processor, config.vision_config)
-    check_template(path, processor)
+    check_template(path, processor, arguments=template_arguments)
     return processor
 
 
@@ -63,7 +68,7 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc]  # transformers is no
         super().__init__(tokenizer, chat_template=tokenizer.chat_template)
 
 
-def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor:
+def load_text_processor(path: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> TextProcessor:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exceptions
@@ -72,21 +77,35 @@ def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor
     check_chat_template(path, tokenizer)
     check_length(path, tokenizer)
     processor = TextProcessor(tokenizer)
-    check_template(path, processor)
+    check_template(path, processor, arguments=arguments)
     return processor
 
 
 def open_encoder(
-    model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
+    model_path: Path,
+    *,
+    dtype: torch.dtype,
+    max_length: int,
+    max_length_key: str,
+    template_arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    template_key: str = "data.template_arguments",
+    trust_remote_code: bool = False,
 ) -> Encoder:
     """Open an encoder for a Hugging Face model folder.
 
     Args:
         dtype: dtype of the engine that serves the model, to which the engine rounds video times.
         max_length_key: configuration key of `max_length`, for error messages.
+        template_arguments: arguments of the chat template; a ConfigError names those that it does not use.
+        template_key: configuration key of `template_arguments`, for error messages.
     """
     config = read_model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
-    processor = load_processor(model_path, trust_remote_code=trust_remote_code)
+    processor = load_processor(
+        model_path, template_arguments=template_arguments, trust_remote_code=trust_remote_code
+    )
+    check_arguments(model_path, processor, template_arguments, template_key)
     family = get_family(config.model_type)
     positions = partial(compute_position_ids, family.grids, config=config)
-    return Encoder(processor, family, positions, max_length, max_length_key)
+    return Encoder(
+        processor, family, positions, max_length, max_length_key, template_arguments=dict(template_arguments)
+    )

@@ -18,7 +18,7 @@ from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import Metrics
 from dsreason.rewards.scoring import CompletionScores, Scorer
-from dsreason.rewards.text import add_length
+from dsreason.rewards.text import add_length, add_opening
 from dsreason.rollout.protocol import Completion, Sampling
 
 
@@ -147,9 +147,11 @@ def summarise_rewards(
 def score_completions(
     scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling
 ) -> CompletionScores:
-    """Score one completion per prompt. Completion lengths are added to the samples, because the reward `overlong` needs them."""
+    """Score one completion per prompt. The samples get what `overlong` and `format` need: lengths, and the tag in the prompt."""
     samples = [
-        add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
+        add_opening(
+            add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length), prompt.opening
+        )
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     texts, ids = [completion.text for completion in completions], [completion.ids for completion in completions]

@@ -216,6 +216,7 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
         dtype=DTYPES[config.train.precision],
         max_length=longest,
         max_length_key=key,
+        template_arguments=config.data.template_arguments,
         trust_remote_code=config.model.trust_remote_code,
     )
     return replace(encoder, needs_reply=config.rows_need_answers, video_decoder=config.data.video_decoder)
