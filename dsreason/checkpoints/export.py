@@ -211,7 +211,11 @@ def export_engine(
                     card=None
                     if run is None
                     else lambda: build_model_card(
-                        run, step, dtype=dtype, adapter=merge.summary, inputs=describe_inputs(limits, template_arguments)
+                        run,
+                        step,
+                        dtype=dtype,
+                        adapter=merge.summary,
+                        inputs=describe_inputs(limits, template_arguments),
                     ),
                     limits=limits,
                     template_arguments=template_arguments,

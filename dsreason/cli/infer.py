@@ -163,7 +163,9 @@ def parse_template_arguments(options: list[str]) -> dict[str, Any]:
     for option in options:
         name, equals, value = option.partition("=")
         if not (equals and name.strip()):
-            raise ConfigError(f"--template-argument {option}: must have the form NAME=VALUE, such as enable_thinking=false")
+            raise ConfigError(
+                f"--template-argument {option}: must have the form NAME=VALUE, such as enable_thinking=false"
+            )
         values[name.strip()] = parse_value(value.strip())
     try:
         return TypeAdapter(TemplateArguments).validate_python(values)

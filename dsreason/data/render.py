@@ -181,19 +181,18 @@ def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: s
             "template supports tool calls, or write the call into the text of the message"
         )
     content = message["content"]
+    if find_opening(prompt) and "<think>" not in content:
+        return (
+            f"{location}: the chat template opens <think> before a reply, but this reply has no reasoning: it begins with "
+            f"{content[:80]!r}; turn reasoning off with data.template_arguments, such as {{enable_thinking = false}}"
+        )
     difference = (
         repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "different text before this turn"
     )
     return (
         f"{location}: the chat template changes the conversation (some templates drop the reasoning "
         f"of earlier turns): the assistant's text begins with {content[:80]!r}, but the template renders {difference}; "
-        + (
-            "the generation prompt opens <think>: if your replies have no reasoning, turn it off with data.template_arguments, "
-            "such as {enable_thinking = false}; otherwise, "
-            if find_opening(prompt) and "<think>" not in content
-            else ""
-        )
-        + "split the conversation so that this is its last turn, or change the template"
+        "split the conversation so that this is its last turn, or change the template"
     )
 
 

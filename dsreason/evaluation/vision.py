@@ -93,9 +93,7 @@ def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
             folder = answerer.folder
         if folder is None:
             return choose_vision(user, None, "", defaults)
-        return choose_vision(
-            user, read_trained_vision(folder), str(folder), defaults, read_template_arguments(folder)
-        )
+        return choose_vision(user, read_trained_vision(folder), str(folder), defaults, read_template_arguments(folder))
     own_weights = find_run_weights(str(config.model.path))
     origin = str(own_weights or config.model.path)
     if own_weights is not None and is_checkpoint(own_weights):

@@ -72,7 +72,9 @@ def find_folder(
 def check_files(folder: Path) -> None:
     """Raise CheckpointError if the folder has a file that transformers could not finish reading: a FIFO, device or huge file."""
     check_each_file(sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)))
-    check_each_file(sorted(file for name in find_weight_folders(folder) for file in (folder / name).glob("*.safetensors")))
+    check_each_file(
+        sorted(file for name in find_weight_folders(folder) for file in (folder / name).glob("*.safetensors"))
+    )
 
 
 def check_each_file(files: Sequence[Path]) -> None:

@@ -25,16 +25,31 @@ if TYPE_CHECKING:
 
 
 def load_processor(
-    path: Path, *, template_arguments: Mapping[str, Any] = NO_ARGUMENTS, trust_remote_code: bool = False
+    path: Path,
+    *,
+    template_arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    template_key: str = "data.template_arguments",
+    trust_remote_code: bool = False,
 ) -> Any:
     """Load a model folder's processor: tokenizer, chat template, and image and video processors.
 
-    The processor of a text-only model wraps only the tokenizer. The template is tested with `template_arguments`. If a component
-    is missing, a CheckpointError is raised.
+    The processor of a text-only model wraps only the tokenizer. If a component is missing, a CheckpointError is raised.
+
+    Args:
+        template_arguments: arguments with which the chat template is tested; a ConfigError names those that it does not use.
+        template_key: configuration key of `template_arguments`, for error messages.
     """
+    processor = load_unchecked(path, trust_remote_code=trust_remote_code)
+    check_arguments(path, processor, template_arguments, template_key)
+    check_template(path, processor, arguments=template_arguments)
+    return processor
+
+
+def load_unchecked(path: Path, *, trust_remote_code: bool) -> Any:
+    """Load a processor and check everything but its chat template, which is a program."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     if get_family(config.model_type).vision is None:
-        return load_text_processor(path, template_arguments, trust_remote_code=trust_remote_code)
+        return load_text_processor(path, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the errors have no common base class, and tokenizers raises bare Exceptions
@@ -57,7 +72,6 @@ def load_processor(
                 "copy the tokenizer files of the same model to this folder"
             )
     check_patches(path, processor, config.vision_config)
-    check_template(path, processor, arguments=template_arguments)
     return processor
 
 
@@ -68,7 +82,7 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc]  # transformers is no
         super().__init__(tokenizer, chat_template=tokenizer.chat_template)
 
 
-def load_text_processor(path: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> TextProcessor:
+def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exceptions
@@ -76,9 +90,7 @@ def load_text_processor(path: Path, arguments: Mapping[str, Any], *, trust_remot
         raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {problem or error}") from error
     check_chat_template(path, tokenizer)
     check_length(path, tokenizer)
-    processor = TextProcessor(tokenizer)
-    check_template(path, processor, arguments=arguments)
-    return processor
+    return TextProcessor(tokenizer)
 
 
 def open_encoder(
@@ -96,14 +108,15 @@ def open_encoder(
     Args:
         dtype: dtype of the engine that serves the model, to which the engine rounds video times.
         max_length_key: configuration key of `max_length`, for error messages.
-        template_arguments: arguments of the chat template; a ConfigError names those that it does not use.
-        template_key: configuration key of `template_arguments`, for error messages.
+        template_arguments, template_key: see `load_processor`.
     """
     config = read_model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
     processor = load_processor(
-        model_path, template_arguments=template_arguments, trust_remote_code=trust_remote_code
+        model_path,
+        template_arguments=template_arguments,
+        template_key=template_key,
+        trust_remote_code=trust_remote_code,
     )
-    check_arguments(model_path, processor, template_arguments, template_key)
     family = get_family(config.model_type)
     positions = partial(compute_position_ids, family.grids, config=config)
     return Encoder(

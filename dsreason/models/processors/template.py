@@ -36,8 +36,11 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 """Conversations that a template must process within the limits; a template need not support all of them."""
 
 
-FUNCTIONS = ("raise_exception", "strftime_now")
-"""Functions that transformers gives to every template."""
+STANDARD = (
+    *("raise_exception", "strftime_now"),
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+)
+"""Functions and tokens that transformers gives to every template."""
 
 
 class GenerationTag(Extension):
@@ -54,8 +57,11 @@ def check_arguments(path: Path, processor: Any, arguments: Mapping[str, Any], ke
     """Raise ConfigError if the chat template does not use one of the `arguments`, the value of configuration key `key`."""
     if not arguments:
         return
-    tree = Environment(extensions=[loopcontrols, GenerationTag]).parse(processor.chat_template)
-    passed = {*PASSED_BY_US, *FUNCTIONS, *processor.tokenizer.special_tokens_map}
+    try:
+        tree = Environment(extensions=[loopcontrols, GenerationTag]).parse(processor.chat_template)
+    except (TemplateSyntaxError, RecursionError):
+        return  # `check_template` reports the problem
+    passed = {*PASSED_BY_US, *STANDARD, *processor.tokenizer.special_tokens_map}
     used = sorted(find_undeclared_variables(tree) - passed)
     if name := next((name for name in arguments if name not in used), None):
         near = find_nearest(name, used)
@@ -139,9 +145,7 @@ def _try_template(
 def _find_problem(processor: Any, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
     try:
         for is_prompt in (True, False):  # training renders conversations, and generation prompts
-            processor.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=is_prompt, **arguments
-            )
+            processor.apply_chat_template(conversation, tokenize=False, add_generation_prompt=is_prompt, **arguments)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 (the template may raise anything)

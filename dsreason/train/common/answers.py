@@ -149,9 +149,7 @@ def score_completions(
 ) -> CompletionScores:
     """Score one completion per prompt. The samples get what `overlong` and `format` need: lengths, and the tag in the prompt."""
     samples = [
-        add_opening(
-            add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length), prompt.opening
-        )
+        add_opening(add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length), prompt.opening)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     texts, ids = [completion.text for completion in completions], [completion.ids for completion in completions]

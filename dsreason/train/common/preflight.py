@@ -18,6 +18,7 @@ from dsreason.checkpoints.checkpoint_folder import choose_checkpoint, find_compl
 from dsreason.checkpoints.export_digests import check_digests
 from dsreason.checkpoints.export_folder import check_base_links
 from dsreason.checkpoints.marker import check_sizes
+from dsreason.checkpoints.trained_template import format_arguments, read_template_arguments
 from dsreason.config.deepspeed import build_trial_settings, format_json, read_zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
@@ -62,7 +63,14 @@ def check_model(config: RunConfig) -> Encoder:
     if config.lora.rank:
         check_adapters(config, model_path)
     check_heads(config, model_path)
-    return build_encoder(config, model_path)
+    encoder = build_encoder(config, model_path)
+    arguments, recorded = config.data.template_arguments, read_template_arguments(model_path)
+    if recorded not in ({}, arguments):
+        log.warning(
+            "%s was trained with data.template_arguments = {%s}, but they are now {%s}, so its prompts differ",
+            *(config.model.path, format_arguments(recorded), format_arguments(arguments)),
+        )
+    return encoder
 
 
 def check_heads(config: RunConfig, model_path: Path) -> None:
