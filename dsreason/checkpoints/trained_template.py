@@ -19,7 +19,7 @@ TEMPLATE_FILE = "dsreason_template.json"
 """Name of the file in an export; an export of a run without arguments has no such file."""
 
 
-class Document(TypedDict):
+class RecordedArguments(TypedDict):
     """Content of the file."""
 
     arguments: TemplateArguments
@@ -40,7 +40,7 @@ def read_template_arguments(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return TypeAdapter(Document).validate_json(read_small(file))["arguments"]
+        return TypeAdapter(RecordedArguments).validate_json(read_small(file))["arguments"]
     except (OSError, ValueError) as cause:
         problem = describe_first_problem(cause) if isinstance(cause, ValidationError) else cause
         raise CheckpointError(

@@ -170,7 +170,9 @@ def parse_template_arguments(options: list[str]) -> dict[str, Any]:
     try:
         return TypeAdapter(TemplateArguments).validate_python(values)
     except ValidationError as error:
-        raise ConfigError(f"--template-argument: {describe_first_problem(error)}") from None
+        raise ConfigError(
+            f"--template-argument: {describe_first_problem(error).removeprefix('value error, ')}"
+        ) from None
 
 
 def choose_prompt(video: bool) -> str:
