@@ -144,14 +144,18 @@ def summarise_rewards(
     return metrics
 
 
+def add_facts(prompt: EncodedPrompt, completion: Completion, sampling: Sampling) -> Sample:
+    """Return the prompt's sample with what `overlong` and `format` need: the lengths, and the tag that opens the thoughts."""
+    sample = add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
+    return add_opening(sample, prompt.opening)
+
+
 def score_completions(
     scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling
 ) -> CompletionScores:
-    """Score one completion per prompt. The samples get what `overlong` and `format` need: lengths, and the tag in the prompt."""
-    samples = [
-        add_opening(add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length), prompt.opening)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    """Score one completion per prompt."""
+    pairs = zip(prompts, completions, strict=True)
+    samples = [add_facts(prompt, completion, sampling) for prompt, completion in pairs]
     texts, ids = [completion.text for completion in completions], [completion.ids for completion in completions]
     return scorer.score(texts, samples, ids)
 

@@ -111,6 +111,14 @@ def test_only_missing_variables_are_arguments(model: Path, tmp_path: Path) -> No
         open_with(folder, m=1)
 
 
+def test_template_is_tested_with_the_arguments(model: Path, tmp_path: Path) -> None:
+    folder = write_thinking_model(model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% if broken %}{{ 1 / 0 }}{% endif %}{{ messages[0].content }}")
+    assert open_with(folder, broken=False).template_arguments == {"broken": False}
+    with pytest.raises(CheckpointError, match=r"the chat template fails \(ZeroDivisionError"):
+        open_with(folder, broken=True)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
