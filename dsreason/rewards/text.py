@@ -23,11 +23,11 @@ REQUEST = (
 
 
 def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
-    """Return 1 if the complete completion matches the regular expression (`.` matches any character), else 0.
+    """Return 1 if the regular expression matches the entire completion (`.` matches any character), else 0.
 
-    A second `<answer>` block is part of the answer's text, as in cosmos-rl. The rewards of cosmos-rl use the first block, those
-    of this package the last one. If the prompt already opens the reply's thoughts (see `add_opening`), the tag in the prompt is
-    part of the text that must match.
+    A second `<answer>` block is part of the answer's text, as in cosmos-rl. cosmos-rl's rewards use the first block; the rewards
+    of this package use the last one. If the prompt already opens the reply's thoughts (see `add_opening`), the tag in the prompt
+    is part of the text that must match.
     """
     return float(re.fullmatch(pattern, sample.meta.get(OPENING, "") + completion, re.DOTALL) is not None)
 
