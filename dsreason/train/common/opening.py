@@ -123,6 +123,7 @@ def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
     state = start_state(
         engine, job.checkpoint, config, model_path, job.world, with_frozen=adapter is None, adapter=adapter
     )
+    state = replace(state, template_arguments=config.data.template_arguments)
     if get_family(engine.module.model.config.model_type).vision is None:
         return state
     sources = [(source.path or source.adapter, source.vision) for source in config.data.list_sources()]
@@ -189,6 +190,7 @@ def start_policy_run(
             step=current.step,
             adapter=current.adapter,
             vision=current.vision,
+            template_arguments=current.template_arguments,
             trust_remote_code=config.model.trust_remote_code,
         )
 

@@ -19,6 +19,7 @@ from dsreason.checkpoints.checkpoint_folder import choose_checkpoint, find_compl
 from dsreason.checkpoints.export_digests import check_digests
 from dsreason.checkpoints.export_folder import check_base_links
 from dsreason.checkpoints.marker import check_sizes
+from dsreason.checkpoints.trained_template import format_arguments, read_template_arguments
 from dsreason.config.deepspeed import build_trial_settings, format_json, read_zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
@@ -66,7 +67,14 @@ def check_model(config: RunConfig) -> Encoder:
     if config.optim.lr_multipliers:
         get_multipliers(dict(build_trained_model(config, model_path).named_parameters()), config.optim)
     check_heads(config, model_path)
-    return build_encoder(config, model_path)
+    encoder = build_encoder(config, model_path)
+    arguments, recorded = config.data.template_arguments, read_template_arguments(model_path)
+    if recorded not in ({}, arguments):
+        log.warning(
+            "%s was trained with data.template_arguments = {%s}, but they are now {%s}, so its prompts differ",
+            *(config.model.path, format_arguments(recorded), format_arguments(arguments)),
+        )
+    return encoder
 
 
 def build_trained_model(config: RunConfig, model_path: Path) -> nn.Module:
@@ -243,6 +251,7 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
         dtype=DTYPES[config.train.precision],
         max_length=longest,
         max_length_key=key,
+        template_arguments=config.data.template_arguments,
         trust_remote_code=config.model.trust_remote_code,
     )
     return replace(encoder, needs_reply=config.rows_need_answers, video_decoder=config.data.video_decoder)

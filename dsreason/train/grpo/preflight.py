@@ -120,7 +120,9 @@ def build_prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
         )
     key = f"{encoder.max_length_key} minus rollout.max_completion_length"
     return PromptEncoder(
-        encoder.processor, encoder.family, encoder.position_ids, room, key, video_decoder=encoder.video_decoder
+        *(encoder.processor, encoder.family, encoder.position_ids, room, key),
+        video_decoder=encoder.video_decoder,
+        template_arguments=encoder.template_arguments,
     )
 
 

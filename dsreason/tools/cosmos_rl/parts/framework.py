@@ -236,16 +236,14 @@ def convert_experiment(cosmos: Settings, draft: Draft) -> None:
         root = os.environ.get("VIDEOPHYSICS_ROOT", "")
         draft.set("data.path", os.path.join(root, "videophy2_train"))
         draft.set("data.vision", {"fps": 2})
-        trained = "all weights"
+        edge = "edge" in cosmos["model.backbone.model_name"].lower()
+        draft.set("data.template_arguments", {"enable_thinking": False} if edge else None)
+        sets = f"data.path = {draft.get('data.path')!r} (below VIDEOPHYSICS_ROOT), data.vision.fps = 2"
         if "optimizer.keys_to_select" not in cosmos.given and not cosmos["model.lora_enabled"]:
-            edge = "edge" in cosmos["model.backbone.model_name"].lower()
             draft.set("model.freeze", [r"visual\." if edge else rf"visual\.(?!({'|'.join(PROJECTORS)})\.)"])
-            trained = "the language model and the projector"
-        draft.note_difference(
-            key,
-            f"data.path = {draft.get('data.path')!r} (below VIDEOPHYSICS_ROOT), data.vision.fps = 2, "
-            f"model.freeze = {draft.get('model.freeze')!r} ({trained}): the experiment's Python file sets them",
-        )
+            sets += f", model.freeze = {draft.get('model.freeze')!r} (the vision tower without its projector)"
+        thoughts = "; the replies have no thoughts (data.template_arguments)" if edge else ""
+        draft.note_difference(key, f"{sets}: the experiment's Python file sets them{thoughts}")
         return
     rates, given = draft.get("optim.lr_multipliers"), "optimizer.lr_multipliers" in cosmos.given
     slower = f", with the framework's default optim.lr_multipliers = {rates!r}" if rates and not given else ""

@@ -120,7 +120,15 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         VIDEOPHY2
         | {"model.path": "nvidia/Cosmos3-Nano", "model.freeze": (r"visual\.(?!(merger|deepstack_merger_list)\.)",)},
     ),
-    "videophy2_sft_edge": ("sft", VIDEOPHY2 | {"model.path": "nvidia/Cosmos3-Edge", "model.freeze": (r"visual\.",)}),
+    "videophy2_sft_edge": (
+        "sft",
+        VIDEOPHY2
+        | {
+            "model.path": "nvidia/Cosmos3-Edge",
+            "model.freeze": (r"visual\.",),
+            "data.template_arguments": {"enable_thinking": False},
+        },
+    ),
     "llava_ov": (
         "sft",
         VIDEOPHY2
