@@ -40,12 +40,8 @@ from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.digest import compute_samples_digest
 from dsreason.train.common.job import TrainingJob, open_curves, open_job
-<<<<<<< HEAD
-from dsreason.train.common.preflight import DTYPES, build_encoder, find_model, has_different_rates
-=======
 from dsreason.train.common.page import RunPage
-from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
->>>>>>> main
+from dsreason.train.common.preflight import DTYPES, build_encoder, find_model, has_different_rates
 from dsreason.train.common.run import TrainingRun, start_run
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
