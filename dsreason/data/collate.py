@@ -1,11 +1,11 @@
-"""Functions that collate encoded samples into a micro-batch: one packed row, or several right-padded rows."""
+"""Functions that collate encoded samples into a micro-batch: one packed row, or several padded rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ S = TypeVar("S", bound=EncodedSample)
 
 PIXELS: dict[MediaKind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS: dict[MediaKind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
-
-
-padded = partial(pad_sequence, batch_first=True)
 
 
 def pack(samples: Sequence[EncodedSample]) -> Batch:
@@ -79,13 +76,15 @@ def group_by_parent(samples: Sequence[S]) -> list[S]:
     return [samples[i] for i in sorted(range(len(samples)), key=order.__getitem__)]
 
 
-def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """Collate one or more samples into right-padded rows; a row starts with the parent's tokens, and media are in row order."""
+def collate(
+    samples: Sequence[EncodedSample], *, pad_id: int, padding_side: Literal["left", "right"] = "right"
+) -> Batch:
+    """Collate one or more samples into padded rows; a row starts with the parent's tokens, and media are in row order."""
     rows = [join_parent(sample) for sample in samples]
+    padded = partial(pad_sequence, batch_first=True, padding_side=padding_side)
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
     input_ids = padded([row.input_ids for row in rows], padding_value=pad_id)
-    targets = padded([row.loss_mask for row in rows])
-    targets[:, 0] = False
+    targets = padded([pad(row.loss_mask[1:], (1, 0)) for row in rows])
     target_indices = targets.flatten().nonzero().flatten()
     return Batch(
         ids=tuple(row.id for row in rows),

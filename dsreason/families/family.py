@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -149,6 +150,8 @@ class Tiny:
     None for a text-only model, whose folder contains only a tokenizer."""
     others: tuple[str, ...] = ()
     """Names of tensors of other models that the tiny model's files also contain, to resemble the published files."""
+    draw: Callable[[str, torch.Size, torch.Generator], Tensor | None] | None = None
+    """Function `(name, shape, generator) -> values` for tensors that need special values; it returns None for all others."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,8 @@ class Family:
     tower_layout: TowerLayout = return_grids
     """Function that returns all arguments of the vision tower's forward except the pixels. The arguments should include all
     values that the tower would otherwise compute from the grids on the GPU, because the host would wait for them."""
+    has_plain_layers: bool = True
+    """Whether text layers use RMSNorm and rotary positions as Llama does; if False, their fused kernels are not used."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
     """Function `vision_config -> (number of blocks with windowed attention, side of a window in merged patches)`; None if all
     blocks use full attention."""

@@ -17,6 +17,7 @@ from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, get_family
 from dsreason.models.attention import use_segments
+from dsreason.models.delta_net import has_delta_nets, separate_samples
 from dsreason.models.folder import (
     MODEL_FILES,
     build_tiny_folder,
@@ -223,6 +224,8 @@ def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_rem
         ) from error
     if attention == "auto":
         use_segments(model)
+    if has_delta_nets(config.get_text_config()):
+        separate_samples(model)
     # DeepSpeed would cast the rotary frequencies to the training dtype, but bfloat16 changes them by up to 0.4 %.
     model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, "inv_freq"}
     return model

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
 
 from dsreason.families import Family, get_family
-from dsreason.families.family import Modules, Tokens
+from dsreason.families.family import Tokens
 
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
@@ -203,10 +203,15 @@ def build_chat_template(family: Family) -> str:
     return Template(template).substitute(vars(family.tokens), default_system=system)
 
 
-def _draw(
-    name: str, shape: torch.Size, modules: Modules, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    """Draw a matrix from N(0, 1 / inputs), or an embedding or positions from N(0, 0.02^2); norm weights are 1, and biases 0."""
+def _draw(name: str, shape: torch.Size, family: Family, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Draw a matrix from N(0, 1 / inputs), or an embedding or positions from N(0, 0.02^2); norm weights are 1, and biases 0.
+
+    The family can draw some tensors differently.
+    """
+    modules = family.modules
+    special = family.tiny.draw(name, shape, generator) if family.tiny.draw is not None else None
+    if special is not None:
+        return special.to(dtype).cpu()
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:
@@ -229,7 +234,7 @@ def _write_weights(
     parameters |= {name: torch.empty(2, dtype=dtype, device="meta") for name in family.tiny.others}
     plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)
     for file, names in plan.filename_to_tensors.items():
-        tensors = {name: _draw(name, parameters[name].shape, family.modules, dtype, generator) for name in names}
+        tensors = {name: _draw(name, parameters[name].shape, family, dtype, generator) for name in names}
         save_file(tensors, os.fspath(folder / file), metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -30,6 +30,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
+from dsreason.models.delta_net import has_delta_nets
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import find_adapted_layers
@@ -66,10 +67,16 @@ def check_model(config: RunConfig) -> Encoder:
 
 
 def check_heads(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if the ranks that compute a row together cannot share the attention heads."""
+    """Raise ConfigError if ranks cannot compute a row together, because of its delta nets or its number of attention heads."""
     size = config.ranks_per_row
     model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
-    heads = model.get_text_config().num_attention_heads
+    text = model.get_text_config()
+    if size > 1 and has_delta_nets(text):
+        raise ConfigError(
+            f"train.sequence_parallel_size ({size}) is not supported for model_type {model.model_type} ({config.model.path}): the "
+            "state of its linear-attention layers runs along the entire row; set train.sequence_parallel_size = 1"
+        )
+    heads = text.num_attention_heads
     if heads % size:
         raise ConfigError(
             f"train.sequence_parallel_size ({size}) does not divide the {heads} attention heads of {config.model.path}; set it "
