@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -186,6 +186,8 @@ class Family:
     vllm_class: str | None = None
     """Name of vLLM's class for the family, in case config.json names only the transformers class, which vLLM would run with its
     generic backend. None keeps the class in config.json."""
+    vllm_partitions: Mapping[str, int] = field(default_factory=dict)
+    """Names of layers that fill several partitions of one of vLLM's fused layers, and the number of partitions."""
     weight_folders: tuple[str, ...] = ()
     """Subfolders of a published checkpoint that contain the weights if there are no weights next to config.json."""
     others: tuple[str, ...] = ()

@@ -45,6 +45,7 @@ def build_tiny_config(
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "mamba_ssm_dtype": "float32",
+        "tie_word_embeddings": common["tie_word_embeddings"],  # vLLM reads it here, and transformers one level higher
     }
     text = text | {"rope_parameters": rope, "head_dim": head_size} | delta_nets
     return Qwen3_5Config(text_config=text, vision_config=vision | {"num_position_embeddings": 64}, **common)
@@ -83,6 +84,7 @@ QWEN3_5 = Family(
     ),
     tower_layout=QWEN3_VL.tower_layout,
     has_plain_layers=False,  # norms add 1 to their weights, queries have gates, and positions turn a quarter of a head
+    vllm_partitions={"in_proj_qkv": 3},  # vLLM's in_proj_qkvz has the partitions query, key, value and z
     others=(r"^mtp\.",),
     tiny=replace(
         QWEN3_VL.tiny,

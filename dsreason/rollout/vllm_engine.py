@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dsreason.families import get_family
 from dsreason.job.ranks import World, gather_objects
+from dsreason.models.delta_net import has_delta_nets
 from dsreason.models.load import build_empty_model, read_model_config
 from dsreason.problems import join_first
 from dsreason.rollout.protocol import (
@@ -118,6 +119,8 @@ class VLLMEngine(RolloutEngine):
             arguments = build_engine_arguments(
                 world, settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=trust_remote_code
             )
+            if world.device.type == "cpu" and has_delta_nets(config.get_text_config()):
+                arguments["enable_prefix_caching"] = False  # vLLM caches their states only with chunked prefill
             if self.family.vllm_class is not None:
                 arguments["hf_overrides"] = {"architectures": [self.family.vllm_class]}
                 read_weights_beside_config(path)

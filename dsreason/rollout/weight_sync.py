@@ -110,7 +110,7 @@ def find_slots(model: VLLMModule, names: list[str], family: Family) -> list[Tens
     }
     slots, wrong = [], []
     for name, engine_name in zip(names, find_engine_names(model, names, family), strict=True):
-        engine_parameter, part = find_part(model, engine_name, parameters)
+        engine_parameter, part = find_part(model, engine_name, parameters, family)
         if engine_parameter is None:
             wrong.append(f"{name} ({engine_name}) has no parameter in the engine")
             continue
@@ -141,24 +141,27 @@ def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> li
 
 
 def find_part(
-    model: VLLMModule, name: str, parameters: dict[str, tuple[VLLMModule, str]]
-) -> tuple[str | None, int | None]:
-    """Return the engine parameter that holds `name` (None if not found), and the index of its part (None if not fused)."""
+    model: VLLMModule, name: str, parameters: dict[str, tuple[VLLMModule, str]], family: Family
+) -> tuple[str | None, slice | None]:
+    """Return the engine parameter that holds `name` (None if not found), and its partitions (None if not fused)."""
     if name in parameters:
         return name, None
     for fused, parts in model.packed_modules_mapping.items():
-        for number, part in enumerate(parts):
+        first = 0
+        for part in parts:
+            end = first + family.vllm_partitions.get(part, 1)
             fused_name = name.replace(f".{part}.", f".{fused}.")
             if part != fused and fused_name != name and fused_name in parameters:
-                return fused_name, number
+                return fused_name, slice(first, end)
+            first = end
     return None, None
 
 
-def find_rows(layer: VLLMModule, part: int | None) -> slice:
-    """Return the rows of this rank's weight that hold a part of a fused layer; if `part` is None, all except padding."""
+def find_rows(layer: VLLMModule, part: slice | None) -> slice:
+    """Return the rows of this rank's weight that hold `part` (partitions) of a fused layer; if it is None, all except padding."""
     if part is not None:
         sizes = layer.output_partition_sizes
-        return slice(sum(sizes[:part]), sum(sizes[: part + 1]))
+        return slice(sum(sizes[: part.start]), sum(sizes[: part.stop]))
     if hasattr(layer, "shard_indices"):
         return slice(0, layer.shard_indices.num_org_elements)
     return slice(None)

@@ -123,7 +123,7 @@ def test_unexpected_or_missing_tensors_are_reported() -> None:
 
 def test_fused_layer_parts_occupy_consecutive_rows() -> None:
     layer = SimpleNamespace(output_partition_sizes=[4, 2, 2])  # query, key, value
-    assert [find_rows(layer, part) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
+    assert [find_rows(layer, slice(part, part + 1)) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
     vocabulary = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=5))  # further rows are padding
     assert find_rows(vocabulary, None) == slice(0, 5)
     assert find_rows(SimpleNamespace(), None) == slice(None)
