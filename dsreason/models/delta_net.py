@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LAYOUT = "delta_layout"
 """Name of the forward argument that holds the `DeltaLayout` of a packed row."""
 CHUNK = 64
-"""Number of tokens in a chunk of transformers' delta rule, which pads each sample to whole chunks."""
+"""Number of tokens in a chunk of the delta rule, which pads each sample to whole chunks."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,11 @@ def get_layer_types(text: Any) -> list[str]:
 
 def has_delta_nets(text: Any) -> bool:
     """Return whether some layers of a text model have a delta net, given its transformers configuration."""
-    return "linear_attention" in get_layer_types(text)
+    return count_delta_nets(text) > 0
+
+
+def count_delta_nets(text: Any) -> int:
+    return get_layer_types(text).count("linear_attention")
 
 
 def build_delta_layout(segments: Sequence[Segment], kernel: int, device: torch.device) -> DeltaLayout:

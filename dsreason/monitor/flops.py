@@ -11,6 +11,7 @@ from torch import nn
 
 from dsreason.families import get_family
 from dsreason.families.family import Modules
+from dsreason.models.delta_net import CHUNK, count_delta_nets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,8 +141,8 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
     text_flops = ModelFlops(
-        text_token=costs["text"],
-        text_pair=12.0 * text.num_hidden_layers * text.num_attention_heads * get_head_size(text),
+        text_token=costs["text"] + compute_delta_rule_flops(text),
+        text_pair=12.0 * (text.num_hidden_layers - count_delta_nets(text)) * text.num_attention_heads * get_head_size(text),
         head_token=costs["head"],
     )
     if family.vision is None:
@@ -185,6 +186,22 @@ def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
         layer: Any = model.get_submodule(name.removesuffix(".weight"))
         return int(layer.in_features * layer.out_features)
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def compute_delta_rule_flops(text: Any) -> float:
+    """Return the FLOPs per token of the delta rule in all delta nets, forward and backward.
+
+    Per head and chunk of C tokens, the rule multiplies keys by keys, queries by keys and scores by values (C x C), and keys and
+    queries by the state and keys by values (key size x value size). Of its two triangular solves, only the products in their
+    backward pass are counted, as torch's FLOP counter does.
+    """
+    layers = count_delta_nets(text)
+    if not layers:
+        return 0.0
+    keys, values = text.linear_key_head_dim, text.linear_value_head_dim
+    products = 2 * (2 * CHUNK * keys + CHUNK * values + 3 * keys * values)
+    solves = 2 * CHUNK * (keys + values)
+    return float(layers * text.linear_num_value_heads * (3 * products + solves))
 
 
 def get_head_size(text: Any) -> int:

@@ -31,7 +31,7 @@ from dsreason.rollout.protocol import (
 )
 from dsreason.rollout.sleep_state import SleepState, find_pools, find_sleep_state
 from dsreason.rollout.transformers_engine import read_stop_token_ids
-from dsreason.rollout.vllm_arguments import VLLMSettings, build_engine_arguments
+from dsreason.rollout.vllm_arguments import VLLMSettings, build_engine_arguments, check_delta_nets
 from dsreason.rollout.vllm_process import (
     preserve_process_state,
     release,
@@ -106,6 +106,7 @@ class VLLMEngine(RolloutEngine):
         set_environment(world)
         with preserve_process_state(world), rename_shared_memory(world):
             config = read_model_config(path, trust_remote_code=trust_remote_code)
+            check_delta_nets(config, dtype, world.device)
             self.family = get_family(config.model_type)
             self.banned_ids = find_media_token_ids(tokenizer, self.family)
             hf_model = build_empty_model(config, dtype, "auto", trust_remote_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dsreason.config.schema import RunConfig
 from dsreason.families import get_family
+from dsreason.models.delta_net import get_layer_types
 from dsreason.models.logprobs import compute_token_logprobs
 from dsreason.models.lora import add_adapters, find_adapted_layers
 from dsreason.models.nf4.blocks import ROW_BYTES, count_blocks
@@ -24,6 +26,8 @@ from dsreason.tools.planning.tracing import ATTENTION, Traced, free_gradients_ea
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MOST_LINEAR_TOKENS = 4096
+"""Maximum number of tokens for which a layer of a model with delta nets is traced; its memory grows linearly with the tokens."""
 NUMBER = re.compile(r"\.\d+\.")
 """Pattern of the layer number in a parameter's name, including the dots around it."""
 
@@ -35,15 +39,26 @@ class Pieces:
     model: PreTrainedModel
     shape: ModelShape
     dtype: torch.dtype
+    layer_counts: tuple[int, ...]
+    """For each text layer of the model, the number of layers of its type in the full model."""
 
     @cache  # noqa: B019 (one instance per plan)
     def trace_text_layer(self, tokens: int, *, training: bool = True) -> Traced:
+        """Trace a text layer. If there are several types, return the highest peak, and the average of what the layers keep."""
+        traced = [self._trace_text_layer(tokens, number, training=training) for number in range(len(self.layer_counts))]
+        kept = sum(count * layer.kept for count, layer in zip(self.layer_counts, traced, strict=True))
+        return Traced(-(-kept // sum(self.layer_counts)), max(layer.peak for layer in traced))
+
+    def _trace_text_layer(self, tokens: int, number: int, *, training: bool) -> Traced:
         decoder: Any = self.model.get_decoder()
+        if self.shape.state_values and tokens > MOST_LINEAR_TOKENS:  # the delta rule loops over the tokens
+            part = self._trace_text_layer(MOST_LINEAR_TOKENS, number, training=training)
+            return Traced(*(-(-size * tokens // MOST_LINEAR_TOKENS) for size in part))
         axes = (1,) if self.shape.vision_depth == 0 else (3, 1)
 
         def run(hidden: Tensor) -> Tensor:
             positions = torch.empty(*axes, tokens, dtype=torch.long, device="meta")
-            outputs = decoder.layers[0](
+            outputs = decoder.layers[number](
                 hidden, position_embeddings=decoder.rotary_emb(hidden, positions), attention_mask=None
             )
             return get_tensor(outputs)
@@ -118,7 +133,9 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
         {drop_layer_number(name) for name in find_adapted_layers(model, config.lora)} if config.lora.rank else set()
     )
     decoder: Any = model.get_decoder()
-    decoder.layers = decoder.layers[:1]
+    kinds = get_layer_types(decoder.config) or ["full_attention"] * len(decoder.layers)
+    counts = Counter(kinds)
+    decoder.layers = nn.ModuleList([decoder.layers[kinds.index(kind)] for kind in counts])
     attention_configs = [decoder.config]
     family = get_family(model.config.model_type)
     if family.modules.vision_tower is not None:
@@ -135,7 +152,7 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
     if targets:
         add_matching_adapters(model, config, targets, dtype)
     free_gradients_early(model)
-    return Pieces(model, shape, dtype)
+    return Pieces(model, shape, dtype, tuple(counts.values()))
 
 
 def drop_layer_number(name: str) -> str:

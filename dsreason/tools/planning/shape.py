@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsreason.families import get_family
+from dsreason.models.delta_net import count_delta_nets, has_delta_nets
 from dsreason.monitor.flops import get_head_size
 
 
@@ -15,6 +16,10 @@ class ModelShape:
 
     hidden: int
     layers: int
+    attention_layers: int
+    """Number of text layers that cache keys and values; the others have delta nets."""
+    state_values: int
+    """Number of values in the states of a sequence in all delta nets, which do not depend on the sequence's length."""
     vocabulary: int
     heads: int
     kv_heads: int
@@ -35,11 +40,21 @@ class ModelShape:
         return tokens * self.merge**2
 
 
+def count_state_values(text: Any) -> int:
+    """Return the number of values of a sequence's recurrent states; those of the convolutions are fewer by a factor of 100."""
+    if not has_delta_nets(text):
+        return 0
+    head_values = text.linear_key_head_dim * text.linear_value_head_dim
+    return int(count_delta_nets(text) * text.linear_num_value_heads * head_values)
+
+
 def read_shape(config: Any) -> ModelShape:
     text = config.get_text_config()
     shape = ModelShape(
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
+        attention_layers=text.num_hidden_layers - count_delta_nets(text),
+        state_values=count_state_values(text),
         vocabulary=text.vocab_size,
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
