@@ -84,12 +84,14 @@ def collate(
     padded = partial(pad_sequence, batch_first=True, padding_side=padding_side)
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
     input_ids = padded([row.input_ids for row in rows], padding_value=pad_id)
-    targets = padded([pad(row.loss_mask[1:], (1, 0)) for row in rows])
+    attention_mask = padded([torch.ones_like(row.input_ids) for row in rows])
+    targets = padded([row.loss_mask for row in rows])
+    targets &= attention_mask.cumsum(1) > 1  # the first token of a row has no predictor
     target_indices = targets.flatten().nonzero().flatten()
     return Batch(
         ids=tuple(row.id for row in rows),
         input_ids=input_ids,
-        attention_mask=padded([torch.ones_like(row.input_ids) for row in rows]),
+        attention_mask=attention_mask,
         targets=target_indices,
         predictors=target_indices - 1,
         position_ids=padded([row.position_ids.T for row in rows]).permute(2, 0, 1).contiguous(),

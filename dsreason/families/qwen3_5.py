@@ -54,8 +54,8 @@ def build_tiny_config(
 def draw_tiny_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
     """Draw the tensors of a delta net and the text norms, whose weights are added to 1; None for other tensors.
 
-    The decay of the state per token is exp(-A softplus(a + dt_bias)). As in Mamba-2, A is uniform in [1, 16), and dt_bias is chosen
-    so that softplus(dt_bias) is log-uniform in [0.001, 0.1): some heads forget within tokens, others after hundreds.
+    The state decays per token by exp(-A softplus(a + dt_bias)). As in Mamba-2, A is uniform in [1, 16), and softplus(dt_bias) is
+    log-uniform in [0.001, 0.1), so that some heads forget within a few tokens, and others only after hundreds.
     """
     import torch
 

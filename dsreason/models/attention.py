@@ -23,7 +23,8 @@ from transformers.masking_utils import sdpa_mask
 from dsreason.data.types import Batch, Segment, copy_to_device
 from dsreason.errors import CheckpointError
 from dsreason.families import get_family
-from dsreason.models.delta_net import LAYOUT, build_delta_layout, get_layer_types, has_delta_nets
+from dsreason.families.layer_types import get_layer_types, has_delta_nets
+from dsreason.models.layers.delta_net import LAYOUT, build_delta_layout
 from dsreason.models.sequence_parallel import Group, to_heads, to_tokens
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 TEXT, VISION = "segments", "flash_segments"
 """Names under which the attention is registered; transformers passes window and frame starts only to names with "flash"."""
 SUPPORTED = ("full_attention", "linear_attention")
-"""Types of text layers that never mix the samples of a packed row; `dsreason.models.delta_net` computes linear attention."""
+"""Types of text layers that can keep the samples of a packed row apart; linear attention: `dsreason.models.layers.delta_net`."""
 
 
 @dataclass(frozen=True)

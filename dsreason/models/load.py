@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, get_family
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.models.attention import use_segments
-from dsreason.models.delta_net import has_delta_nets, separate_samples
 from dsreason.models.folder import (
     MODEL_FILES,
     build_tiny_folder,
@@ -27,8 +27,9 @@ from dsreason.models.folder import (
     fetch_model_folder,
     find_folder,
 )
-from dsreason.models.fused_kernels import use_fused_kernels
 from dsreason.models.generation import read_generation_config
+from dsreason.models.layers.delta_net import separate_samples
+from dsreason.models.layers.fused_kernels import use_fused_kernels
 from dsreason.models.media_features import patch_vision
 from dsreason.models.nf4.layers import NF4Linear, convert_to_nf4, quantize_weight
 from dsreason.models.weights import WeightFiles, find_weights
@@ -141,7 +142,7 @@ def load_model(
 
     Args:
         quantize: "nf4" freezes the matrices of the language model and stores them in 4 bits; None leaves them unquantised.
-        fused_kernels: whether to use the GPU kernels in `dsreason.models.fused_kernels`.
+        fused_kernels: whether to use the GPU kernels in `dsreason.models.layers.fused_kernels`.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = get_family(model.config.model_type)

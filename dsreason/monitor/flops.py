@@ -11,7 +11,7 @@ from torch import nn
 
 from dsreason.families import get_family
 from dsreason.families.family import Modules
-from dsreason.models.delta_net import CHUNK, count_delta_nets
+from dsreason.families.layer_types import CHUNK, count_delta_nets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,7 +142,10 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
 
     text_flops = ModelFlops(
         text_token=costs["text"] + compute_delta_rule_flops(text),
-        text_pair=12.0 * (text.num_hidden_layers - count_delta_nets(text)) * text.num_attention_heads * get_head_size(text),
+        text_pair=12.0
+        * (text.num_hidden_layers - count_delta_nets(text))
+        * text.num_attention_heads
+        * get_head_size(text),
         head_token=costs["head"],
     )
     if family.vision is None:

@@ -16,8 +16,8 @@ from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.errors import CheckpointError
 from dsreason.families import get_family
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.models.attention import to_model_positions
-from dsreason.models.delta_net import has_delta_nets
 from dsreason.models.generation import list_stop_ids, read_generation_config
 from dsreason.models.load import build_empty_model, fill_buffers, read_model_config
 from dsreason.models.media_features import patch_vision

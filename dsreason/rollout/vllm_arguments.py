@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dsreason.errors import ConfigError
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.job.ranks import World
-from dsreason.models.delta_net import has_delta_nets
 from dsreason.problems import find_nearest
 
 MAX_SEQUENCES = 256

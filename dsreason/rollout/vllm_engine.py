@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.families import get_family
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.job.ranks import World, gather_objects
-from dsreason.models.delta_net import has_delta_nets
 from dsreason.models.load import build_empty_model, read_model_config
 from dsreason.problems import join_first
 from dsreason.rollout.protocol import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsreason.config.schema import RunConfig
 from dsreason.families import get_family
-from dsreason.models.delta_net import get_layer_types
+from dsreason.families.layer_types import get_layer_types
 from dsreason.models.logprobs import compute_token_logprobs
 from dsreason.models.lora import add_adapters, find_adapted_layers
 from dsreason.models.nf4.blocks import ROW_BYTES, count_blocks

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsreason.families import get_family
-from dsreason.models.delta_net import count_delta_nets, has_delta_nets
+from dsreason.families.layer_types import count_delta_nets, has_delta_nets
 from dsreason.monitor.flops import get_head_size
 
 

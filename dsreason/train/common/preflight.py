@@ -28,9 +28,9 @@ from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
-from dsreason.models.delta_net import has_delta_nets
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import find_adapted_layers
@@ -73,8 +73,8 @@ def check_heads(config: RunConfig, model_path: Path) -> None:
     text = model.get_text_config()
     if size > 1 and has_delta_nets(text):
         raise ConfigError(
-            f"train.sequence_parallel_size ({size}) is not supported for model_type {model.model_type} ({config.model.path}): the "
-            "state of its linear-attention layers runs along the entire row; set train.sequence_parallel_size = 1"
+            f"train.sequence_parallel_size ({size}) is not supported for model_type {model.model_type} ({config.model.path}), "
+            "because the state of its linear-attention layers runs along the entire row; set train.sequence_parallel_size = 1"
         )
     heads = text.num_attention_heads
     if heads % size:

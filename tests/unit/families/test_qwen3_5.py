@@ -112,5 +112,7 @@ def test_sequence_parallelism_is_rejected(tiny_qwen3_5: Path) -> None:
     config = SFTConfig.model_validate(
         {"model": {"path": str(tiny_qwen3_5)}, "data": {"path": "r"}, "train": {"sequence_parallel_size": 2}}
     )
-    with pytest.raises(ConfigError, match=r"sequence_parallel_size \(2\) is not supported for model_type qwen3_5 .*= 1"):
+    with pytest.raises(
+        ConfigError, match=r"sequence_parallel_size \(2\) is not supported for model_type qwen3_5 .*= 1"
+    ):
         check_heads(config, tiny_qwen3_5)

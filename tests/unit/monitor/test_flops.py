@@ -95,7 +95,12 @@ def test_step_flops_match_torch_counter(family: str, frozen: str, tied: bool) ->
 def test_delta_net_flops_match_torch_counter(frozen: str) -> None:
     torch.manual_seed(0)
     rope = {**TEXT["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_interleaved": True}
-    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
     types = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
     text = TEXT | sizes | types | {"head_dim": 16, "hidden_size": 64, "rope_parameters": rope}
     vision = VISION | {"num_position_embeddings": 16, "out_hidden_size": 64}

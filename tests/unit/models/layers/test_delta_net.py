@@ -12,7 +12,8 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dsreason.data.types import Segment
-from dsreason.models.delta_net import LAYOUT, build_delta_layout, has_delta_nets, wrap_functions
+from dsreason.families.layer_types import has_delta_nets
+from dsreason.models.layers.delta_net import LAYOUT, build_delta_layout, wrap_functions
 
 LAYOUTS = {
     "one sample": [Segment(0, 70)],

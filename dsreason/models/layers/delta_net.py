@@ -1,9 +1,9 @@
 """Gated delta nets, which some models have instead of attention in most layers, within the samples of a packed row.
 
-A delta net has a short convolution and a recurrent state, and both run along the row, so that a sample would depend on the samples
-before it. transformers hands the arguments of a forward call to the two functions that compute them, but its own versions of these
-functions ignore sample boundaries. This module wraps the functions: if they get a `DeltaLayout`, both start anew at each sample or,
-for a completion, at the end of its prompt. Everything else in the layer treats each token alone.
+A delta net has a short convolution and a recurrent state. Both run along the row, so that a sample would depend on the samples
+before it: transformers passes the arguments of a forward call to the two functions that compute them, but its versions of these
+functions ignore sample boundaries. This module wraps both functions. If they get a `DeltaLayout`, they start anew at each sample,
+or, for a completion, at the end of its prompt. The rest of the layer treats each token separately.
 
 The delta rule works in chunks of 64 tokens. Samples with the same number of chunks form a batch, which costs no additional work.
 """
@@ -23,14 +23,13 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from dsreason.data.types import Segment, copy_to_device
+from dsreason.families.layer_types import CHUNK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LAYOUT = "delta_layout"
 """Name of the forward argument that holds the `DeltaLayout` of a packed row."""
-CHUNK = 64
-"""Number of tokens in a chunk of the delta rule, which pads each sample to whole chunks."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,9 @@ class DeltaBatch:
     """Segments of a packed row that the delta rule computes together."""
 
     tokens: Tensor  # [segments, longest] int64: indices into the row; padding has the index T
-    parents: Tensor | None  # [segments] int64: indices of the parents among the row's roots; None if the segments are roots
+    parents: (
+        Tensor | None
+    )  # [segments] int64: indices of the parents among the row's roots; None if the segments are roots
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,6 @@ class DeltaLayout:
     order: Tensor  # [T] int64: index of each token in the concatenated, padded batches
     context: Tensor  # [T + segments x (kernel - 1)] int64: the tokens of each segment, and before them those that it continues
     places: Tensor  # [T] int64: index of each token in `context`
-
-
-def get_layer_types(text: Any) -> list[str]:
-    """Return the types of the text layers; empty if the config omits them, as do some models without windows."""
-    return text.to_dict().get("layer_types") or []
-
-
-def has_delta_nets(text: Any) -> bool:
-    """Return whether some layers of a text model have a delta net, given its transformers configuration."""
-    return count_delta_nets(text) > 0
-
-
-def count_delta_nets(text: Any) -> int:
-    return get_layer_types(text).count("linear_attention")
 
 
 def build_delta_layout(segments: Sequence[Segment], kernel: int, device: torch.device) -> DeltaLayout:
@@ -135,8 +122,8 @@ def apply_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the delta rule with transformers' `function` within each sample of a packed row.
 
-    Padding neither decays (`g` = 0) nor changes (`key`, `value`, `beta` = 0) the state, so a sample's final state is that after its
-    last token.
+    Padding neither decays the state (`g` = 0) nor adds to it (`key`, `value` and `beta` = 0), so that a sample's final state is
+    the state after its last token.
 
     Args:
         query: `[1, T, H, d]`, as are `key` and `value`.
@@ -146,20 +133,18 @@ def apply_delta_rule(
         return function(query, key, value, g=g, beta=beta, **kwargs)
     query, key, value = (pad(heads[0], (0, 0, 0, 0, 0, 1)) for heads in (query, key, value))
     g, beta = (pad(gates[0], (0, 0, 0, 1)) for gates in (g, beta))
-    batches, num_roots = delta_layout.batches, delta_layout.num_root_batches
     outputs: list[Tensor] = []
-    states: list[Tensor] = []
-    root_states: Tensor | None = None
-    for batch in batches:
-        if batch.parents is not None and root_states is None:
-            root_states = torch.cat(states)
-        kwargs["initial_state"] = None if batch.parents is None else root_states[batch.parents]
-        kwargs["output_final_state"] = batch.parents is None and num_roots < len(batches)
+    states: list[Any] = []
+    prompt_states: Any = None
+    for number, batch in enumerate(delta_layout.batches):
+        if number == delta_layout.num_root_batches:
+            prompt_states = torch.cat(states)
+        kwargs["initial_state"] = None if batch.parents is None else prompt_states[batch.parents]
+        kwargs["output_final_state"] = delta_layout.num_root_batches < len(delta_layout.batches)
         i = batch.tokens
         output, state = function(query[i], key[i], value[i], g=g[i], beta=beta[i], **kwargs)
         outputs.append(output.flatten(0, 1))
-        if state is not None:
-            states.append(state)
+        states.append(state)
     return torch.cat(outputs).index_select(0, delta_layout.order)[None], None
 
 

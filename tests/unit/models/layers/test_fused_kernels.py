@@ -20,8 +20,8 @@ from dsreason.config.schema import ModelConfig
 from dsreason.data.collate import collate, pack
 from dsreason.data.types import EncodedSample
 from dsreason.families import get_family
-from dsreason.models import fused_kernels
-from dsreason.models.fused_kernels import FusedAttention, FusedRMSNorm, FusedSwiGLU
+from dsreason.models.layers import fused_kernels
+from dsreason.models.layers.fused_kernels import FusedAttention, FusedRMSNorm, FusedSwiGLU
 from dsreason.models.load import load_model, resolve_model
 from dsreason.models.policy import Policy, enable_gradient_checkpointing
 
