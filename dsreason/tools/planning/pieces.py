@@ -49,6 +49,7 @@ class Pieces:
         kept = sum(count * layer.kept for count, layer in zip(self.layer_counts, traced, strict=True))
         return Traced(-(-kept // sum(self.layer_counts)), max(layer.peak for layer in traced))
 
+    @cache  # noqa: B019
     def _trace_text_layer(self, tokens: int, number: int, *, training: bool) -> Traced:
         decoder: Any = self.model.get_decoder()
         if self.shape.state_values and tokens > MOST_LINEAR_TOKENS:  # the delta rule loops over the tokens

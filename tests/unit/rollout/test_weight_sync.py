@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsreason.families import FAMILIES
 from dsreason.rollout.protocol import SyncError
 from dsreason.rollout.weight_sync import (
     TensorSlot,
@@ -18,6 +19,7 @@ from dsreason.rollout.weight_sync import (
     compute_fingerprints,
     find_changed,
     find_complete_layers,
+    find_part,
     find_rows,
     is_same_fingerprint,
 )
@@ -119,6 +121,16 @@ def test_unexpected_or_missing_tensors_are_reported() -> None:
         "weight sync failed for 5 tensors: a was sent twice; b has shape (3,) instead of (2,); x is unknown; "
         "b did not arrive; c did not arrive"
     )
+
+
+def test_tensor_may_fill_several_parts() -> None:
+    layer = SimpleNamespace(output_partition_sizes=[2, 2, 4, 4])  # query, key, value, z
+    model = SimpleNamespace(packed_modules_mapping={"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]})
+    fused = "layers.0.in_proj_qkvz.weight"
+    for name, partitions, rows in (("in_proj_qkv", slice(0, 3), slice(0, 8)), ("in_proj_z", slice(3, 4), slice(8, 12))):
+        part = find_part(model, f"layers.0.{name}.weight", {fused: (layer, "weight")}, FAMILIES["qwen3_5"])
+        assert part == (fused, partitions)
+        assert find_rows(layer, partitions) == rows
 
 
 def test_fused_layer_parts_occupy_consecutive_rows() -> None:
