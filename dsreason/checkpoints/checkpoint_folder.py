@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 
 from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_content, write_marker
 from dsreason.checkpoints.trained_vision import TrainedVision
+from dsreason.config.schema_data import TemplateArguments
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush
 from dsreason.files.disk import read_small, remove, to_os_error
@@ -72,6 +73,8 @@ class TrainerState:
     weights from `model_path`."""
     vision: TrainedVision | None = None
     """Vision settings of the training rows; None for text-only and world models, and in older checkpoints."""
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    """Arguments of the chat template in training; {} for world models, and in older checkpoints."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional state that a resumed run restores, as JSON values."""
 
@@ -96,7 +99,7 @@ class SavedRun:
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
-    def ranks_here(self) -> Sequence[int]:
+    def stored_ranks(self) -> Sequence[int]:
         return self.ranks or range(self.world_size)
 
 
@@ -196,7 +199,7 @@ def read_state(folder: Path) -> SavedRun:
     file = folder / STATE_FILE
     try:
         saved = TypeAdapter(SavedRun).validate_json(read_small(file), strict=True)
-        if max(saved.ranks_here) >= saved.world_size:
+        if max(saved.stored_ranks) >= saved.world_size:
             raise ValueError(f"ranks is {saved.ranks}, but world_size is {saved.world_size}")
     except (OSError, ValueError) as cause:
         problem = describe_first_problem(cause) if isinstance(cause, ValidationError) else cause
@@ -253,11 +256,10 @@ def finish_interrupted(folder: Path) -> list[Path]:
     for partial in sorted(folder.glob(f"{SAVING}{PREFIX}*")):
         final = folder / partial.name.removeprefix(SAVING)
         with contextlib.suppress(CheckpointError):
-            if (partial / MARKER).is_file():
-                check_content(partial)
+            digests = check_content(partial).full_digests if (partial / MARKER).is_file() else {}
             saved = read_state(partial)
             if final.name == format_step(saved.state.step):
-                finish(partial, final, saved.ranks_here)
+                finish(partial, final, saved.stored_ranks, digests)
                 recovered.append(final)
     for prefix in (SAVING, DELETING):
         for path in folder.glob(f"{prefix}*"):

@@ -134,7 +134,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
     file, first = other_results[0]
     if config.evaluation.limit is not None:
         log.warning(
-            "%s: contains answers to %d additional questions, such as %s; they are scored as well",
+            "%s contains answers to %d additional questions, such as %s; they are scored as well",
             folder,
             len(other_results),
             first,
@@ -274,7 +274,7 @@ class Evaluation:
 
     def grade(self, question: Question, reply: Reply, attempts: int) -> Result:
         unread = Graded(Parsed("", "", "none"), False, {})
-        grade = self.grader.grade(question, reply.text) if reply.error is None else unread
+        grade = self.grader.grade(question, reply.text, reply.opening) if reply.error is None else unread
         return Result(
             datasource=question.dataset,
             video_id=question.video_id,

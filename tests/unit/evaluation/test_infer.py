@@ -26,6 +26,7 @@ from dsreason.evaluation.infer import (
     save_frames,
     stream,
 )
+from dsreason.files.lock import hold_folder
 from dsreason.models.load import read_model_config
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.protocol import Sampling
@@ -57,6 +58,14 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ("--video=a.mp4", "--prompt=?", "--fps=2", "--nframes=8"),
             r"--fps \(2\) and --nframes \(8\) are mutually exclusive",
+        ),
+        (
+            ("--image=a.png", "--prompt=?", "--template-argument=thinking"),
+            r"--template-argument thinking: must have the form NAME=VALUE",
+        ),
+        (
+            ("--image=a.png", "--prompt=?", "--template-argument=tools=1"),
+            r"--template-argument: .*tools is passed to the chat template by dsreason",
         ),
         (("--video=a.mp4", "--prompt=?", "--fps=0"), r"--fps \(0\) must be greater than 0"),
         (("--image=a.png", "--prompt=?", "--top-p=0"), r"--top-p \(0\) must be greater than 0 and at most 1"),
@@ -235,6 +244,8 @@ def test_media_are_described_and_saved_as_processed(media, tiny, tmp_path) -> No
     assert len(names) == 9
     with Image.open(tmp_path / "new" / "folder" / names[1]) as saved:
         assert saved.tobytes() == frames[0].tobytes()
+    with hold_folder(tmp_path / "new"), pytest.raises(ConfigError, match="new: is in use by process"):
+        save_frames(prompt, tmp_path / "new")
 
 
 def test_unwritable_frame_folder_is_reported(media, tiny, tmp_path) -> None:

@@ -46,7 +46,7 @@ def test_delta_nets_need_bfloat16_on_cpu(tiny_qwen3_5: Path, tiny_qwen3_vl: Path
     check_delta_nets(read_model_config(tiny_qwen3_vl), torch.float32, cpu)
 
 
-def test_gpu_budgets_follow_rollout_settings() -> None:
+def test_gpu_engine_arguments_follow_rollout_settings() -> None:
     result = arguments()
     assert (result["max_num_seqs"], result["max_num_batched_tokens"]) == (64, 8192)
     assert "enable_chunked_prefill" not in result
