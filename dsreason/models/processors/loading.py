@@ -28,7 +28,8 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     The processor of a text-only model wraps only the tokenizer. If a component is missing, a CheckpointError is raised.
     """
     config = read_model_config(path, trust_remote_code=trust_remote_code)
-    if get_family(config.model_type).vision is None:
+    family = get_family(config.model_type)
+    if family.vision is None:
         return load_text_processor(path, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -51,7 +52,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
                 f"{path}: the tokenizer has id {token_id} for {kind} placeholders, but config.json has {expected}; "
                 "copy the tokenizer files of the same model to this folder"
             )
-    check_patches(path, processor, config.vision_config)
+    check_patches(path, processor, config.vision_config, family.tower_shape(config.vision_config).temporal_patch_size)
     check_template(path, processor)
     return processor
 

@@ -28,8 +28,10 @@ from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.families import get_family
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
+from dsreason.models.attention import check_attention
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import find_adapted_layers
@@ -61,14 +63,15 @@ def check_model(config: RunConfig) -> Encoder:
     check_freeze(read_parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
         check_adapters(config, model_path)
-    check_heads(config, model_path)
+    check_heads_and_attention(config, model_path)
     return build_encoder(config, model_path)
 
 
-def check_heads(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if the ranks that compute a row together cannot share the attention heads."""
+def check_heads_and_attention(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if the model cannot use `model.attention`, or the ranks of a row cannot share the attention heads."""
     size = config.ranks_per_row
     model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    check_attention(get_family(model.model_type), config.model.attention, packing=config.train.packing)
     heads = model.get_text_config().num_attention_heads
     if heads % size:
         raise ConfigError(
