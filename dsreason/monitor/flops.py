@@ -128,12 +128,14 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
     text = model.config.get_text_config()
     family = get_family(model.config.model_type)
     modules = family.modules
-    tower_trained = any(p.requires_grad for name, p in model.named_parameters() if modules.is_in_tower(name))
+    trained_names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    tower_trained, vision_trained = any(map(modules.is_in_tower, trained_names)), any(map(modules.is_vision, trained_names))
     costs = dict.fromkeys(("text", "head", "patch", "merged"), 0.0)
     for name, parameter in model.named_parameters():
         kind = get_matmul_kind(name, modules)
         if kind is not None:
-            no_input_gradient = modules.is_vision(name) and (modules.patch_embedding in name or not tower_trained)
+            reached = tower_trained if modules.is_in_tower(name) else vision_trained
+            no_input_gradient = modules.is_vision(name) and (modules.patch_embedding in name or not reached)
             input_flops = 0 if no_input_gradient else 2
             costs[kind] += count_values(model, name, parameter) * (2 + input_flops + 2 * parameter.requires_grad)
     if not costs["head"]:  # a head that is tied to the embedding has no separate parameter
