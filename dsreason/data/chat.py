@@ -294,7 +294,11 @@ class Encoder:
         tokens = list(zip(segment.ids, segment.mask, strict=True))
         if self.family.vision is None or not self.family.vision.frames_have_marks:
             return tokens
-        video = [self.processor.vision_start_token_id, self.processor.video_token_id, self.processor.vision_end_token_id]
+        video = [
+            self.processor.vision_start_token_id,
+            self.processor.video_token_id,
+            self.processor.vision_end_token_id,
+        ]
         for start in reversed(range(len(tokens) - 2)):
             if segment.ids[start : start + 3] == video:
                 tokens[start : start + 3] = [tokens[start + 1]]

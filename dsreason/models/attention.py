@@ -235,9 +235,7 @@ def call_varlen_kernel(
     return attended
 
 
-def build_mask(
-    *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor | None:
+def build_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Build the mask of padded rows. A packed row needs none, because `attend_text` separates its samples by the layout.
 
     transformers would build a mask for all pairs of the row's tokens if the positions that it gets restart or jump.

@@ -129,7 +129,10 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
     family = get_family(model.config.model_type)
     modules = family.modules
     trained_names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    tower_trained, vision_trained = any(map(modules.is_in_tower, trained_names)), any(map(modules.is_vision, trained_names))
+    tower_trained, vision_trained = (
+        any(map(modules.is_in_tower, trained_names)),
+        any(map(modules.is_vision, trained_names)),
+    )
     costs = dict.fromkeys(("text", "head", "patch", "merged"), 0.0)
     for name, parameter in model.named_parameters():
         kind = get_matmul_kind(name, modules)

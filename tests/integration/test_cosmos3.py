@@ -1,4 +1,4 @@
-"""The reasoners of Cosmos3 and Cosmos3-Edge, trained with the installed command: vLLM samples from it, and its export has the published tensor names."""
+"""The reasoners of Cosmos3 and Cosmos3-Edge, trained with the installed command: sampling with vLLM, and the export."""
 
 from __future__ import annotations
 

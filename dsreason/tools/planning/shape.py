@@ -25,6 +25,7 @@ class ModelShape:
     """Number of vision blocks; 0 if the model is text-only."""
     merge: int = 1
     """Patches per token along each side."""
+    frames_per_patch: int = 1
     patch_values: int = 0
     """Values per patch."""
     mergers: int = 0
@@ -57,6 +58,7 @@ def read_shape(config: Any) -> ModelShape:
         vision_heads=tower.num_heads,
         vision_depth=tower.depth,
         merge=vision.spatial_merge_size,
+        frames_per_patch=tower.temporal_patch_size,
         patch_values=3 * tower.temporal_patch_size * vision.patch_size**2,
         mergers=1 + len(vision.to_dict().get("deepstack_visual_indexes") or ()),
         token_pixels=(vision.patch_size * vision.spatial_merge_size) ** 2,

@@ -117,7 +117,7 @@ def count_sampled_media_tokens(request: PlanRequest, samples: int) -> int:
         if vision.total_pixels:
             token_limits.append(-(-vision.total_pixels // cell))
         if vision.nframes and vision.max_pixels:
-            token_limits.append(-(-vision.nframes // 2) * -(-vision.max_pixels // cell))
+            token_limits.append(-(-vision.nframes // request.shape.frames_per_patch) * -(-vision.max_pixels // cell))
         limits.append(min(token_limits))
     return samples * max(limits)
 

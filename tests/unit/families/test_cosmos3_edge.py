@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from dsreason.checkpoints.processor_limits import compute_limits
+from dsreason.checkpoints.trained_vision import TrainedVision
 from dsreason.config.schema import ModelConfig, SFTConfig
 from dsreason.config.schema_lora import LoRAConfig
 from dsreason.data.chat import Encoder
@@ -265,8 +267,18 @@ def test_config_keeps_the_section_of_vllm(folder: Path) -> None:
     assert [projector[name] for name in sizes] == [128, 256, 128, 2]
 
 
-def test_tower_values_are_needed_for_media(encoder: Encoder, tmp_path: Path) -> None:
-    """A template that leaves out the placeholder is rejected, also if it keeps the marks around it."""
+def test_exported_limits_omit_unknown_keys(encoder: Encoder) -> None:
+    """The processor cannot limit a single frame; its own limits are 2 and 768 tokens of 32 x 32 pixels."""
+    settings: dict[str, Any] = {"fps": 1.0, "max_pixels": 65536}
+    assert FAMILY.vision is not None
+    limits = compute_limits(encoder.processor, TrainedVision(settings), FAMILY.vision)
+    size = {"shortest_edge": 2048, "longest_edge": 786432}
+    assert limits.video == {"size": size, "fps": 1.0, "min_frames": 4, "max_frames": 768}
+    assert limits.unexpressed == ["at most 65536 pixels per frame"]
+
+
+def test_template_without_placeholder_is_rejected(encoder: Encoder, tmp_path: Path) -> None:
+    """The template keeps the marks around the video."""
     changed = replace(encoder, processor=open_copy(encoder).processor)
     changed.processor.chat_template = changed.processor.chat_template.replace("<|video_pad|>", "")
     part = {"type": "video", "video": str(write_video(tmp_path / "a.mp4", 9))}
