@@ -270,12 +270,16 @@ def check_attention(family: Family, attention: str, *, packing: bool = False) ->
     """Raise ConfigError if `model.attention` names an implementation that takes media tokens for the starts of samples."""
     if family.has_text_positions or attention == "auto":
         return
-    if attention.startswith("flash") or packing:
-        remedy = "" if attention.startswith("flash") else ", or train.packing = false"
-        raise ConfigError(
-            f'model.attention = "{attention}" would let no token of {family.name} attend across the images of '
-            f'{"a packed row" if packing else "its sample"}; set model.attention = "auto"{remedy}'
-        )
+    if attention.startswith("flash"):
+        scope, remedy = "", ""
+    elif packing:
+        scope, remedy = " with packed rows", ", or train.packing = false"
+    else:
+        return
+    raise ConfigError(
+        f'model.attention = "{attention}" does not work for {family.name}{scope}, because transformers takes media tokens for '
+        f'the starts of samples; set model.attention = "auto"{remedy}'
+    )
 
 
 def get_layer_types(text: Any) -> list[str]:

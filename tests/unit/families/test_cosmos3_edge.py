@@ -180,8 +180,8 @@ def test_packed_row_has_no_mask_of_all_pairs() -> None:
 @pytest.mark.parametrize(
     ("attention", "packing", "message"),
     [
-        ("sdpa", True, r'across the images of a packed row; set .* = "auto", or train\.packing = false'),
-        ("flash_attention_2", False, r'across the images of its sample; set model\.attention = "auto"$'),
+        ("sdpa", True, r'does not work for .* with packed rows, .* set .* = "auto", or train\.packing = false'),
+        ("flash_attention_2", False, r'does not work for Cosmos3-Edge .*; set model\.attention = "auto"$'),
     ],
 )
 def test_unusable_attention_is_rejected(attention: str, packing: bool, message: str) -> None:
