@@ -39,6 +39,7 @@ from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.digest import compute_samples_digest
 from dsreason.train.common.job import TrainingJob, open_curves, open_job
+from dsreason.train.common.page import RunPage
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
 from dsreason.train.common.run import TrainingRun, start_run
 from dsreason.train.common.run_folder import start_state
@@ -199,6 +200,7 @@ def start_policy_run(
         total_steps=total_steps,
         write_export=write_export,
         with_frozen=config.lora.rank == 0,
+        page=RunPage(job.output_dir) if world.is_main else None,
     )
     return run, sampler
 

@@ -123,7 +123,7 @@ def accumulate_gradients(
     if micro_batches[0].teacher_logprobs is not None:
         terms["distill/kl"] = []
     trainer_logprobs: list[Tensor] = []
-    # All ranks have the same number, because the forward pass is collective.
+    # All ranks have the same number of micro-batches, because the forward pass is collective.
     for i, micro_batch in enumerate(micro_batches):
         with record_phase("forward"):
             logprobs, entropy = engine(

@@ -1,4 +1,4 @@
-"""Construction of a world-model run: data, components, engine, rewards, metrics and progress display."""
+"""Setup of a world-model run: data, components, engine, rewards, metrics and progress display."""
 
 from __future__ import annotations
 

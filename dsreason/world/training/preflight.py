@@ -112,7 +112,7 @@ def total_steps(config: WorldConfig, order: StepOrder) -> int:
 
 
 def list_trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
-    """Return the numbers of the steps that add noise and can therefore be trained.
+    """Return the numbers of the steps that add noise and can therefore be trained on.
 
     Raises:
         ConfigError: no step adds noise, or one in `world.trained_steps` does not.

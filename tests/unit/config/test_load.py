@@ -130,7 +130,7 @@ def test_number_in_override_key_indexes_list() -> None:
         (
             '[model]\npath="x"',
             "model.path.y=1",
-            "--set model.path.y=1: model.path is not a section, but has the value 'x'; set the key itself",
+            "--set model.path.y=1: model.path is a value ('x'), not a section; set model.path itself",
         ),
         (
             "",

@@ -78,7 +78,7 @@ def test_buckets_group_consecutive_parameters_that_fit() -> None:
     ]
 
 
-def test_full_parameters_are_masters_if_requested(
+def test_full_parameters_use_master_weights_if_requested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = nn.Module()
