@@ -21,8 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from dsreason.data.types import Batch, Segment, copy_to_device
-from dsreason.errors import CheckpointError
-from dsreason.families import get_family
+from dsreason.errors import CheckpointError, ConfigError
+from dsreason.families import Family, get_family
 from dsreason.families.layer_types import get_layer_types, has_delta_nets
 from dsreason.models.layers.delta_net import LAYOUT, build_delta_layout
 from dsreason.models.sequence_parallel import Group, to_heads, to_tokens
@@ -239,6 +239,17 @@ def call_varlen_kernel(
     return attended
 
 
+def build_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Build the mask of padded rows. A packed row needs none, because `attend_text` separates its samples by the layout.
+
+    transformers would build a mask for all pairs of the row's tokens if the positions that it gets restart or jump.
+    """
+    if attention_mask is None and q_length == kv_length:
+        return None
+    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    return mask
+
+
 def use_segments(model: PreTrainedModel) -> None:
     """Make the text layers and the vision tower of a built model use this module's attention.
 
@@ -257,6 +268,22 @@ def use_segments(model: PreTrainedModel) -> None:
     text._attn_implementation = TEXT
     if get_family(model.config.model_type).vision is not None:
         model.config.vision_config._attn_implementation = VISION
+
+
+def check_attention(family: Family, attention: str, *, packing: bool = False) -> None:
+    """Raise ConfigError if `model.attention` names an implementation that takes media tokens for the starts of samples."""
+    if family.has_text_positions or attention == "auto":
+        return
+    if attention.startswith("flash"):
+        scope, remedy = "", ""
+    elif packing:
+        scope, remedy = " with packed rows", ", or train.packing = false"
+    else:
+        return
+    raise ConfigError(
+        f'model.attention = "{attention}" does not work for {family.name}{scope}, because transformers takes media tokens for '
+        f'the starts of samples; set model.attention = "auto"{remedy}'
+    )
 
 
 def has_segment_attention(model: PreTrainedModel) -> bool:
@@ -301,14 +328,15 @@ def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = 
         return inputs | {"position_ids": to_model_positions(model, batch.position_ids), "layout": layout}
     if any(segment.parent is not None for segment in batch.segments):
         raise ValueError('the samples of a packed row share a prompt, which only model.attention = "auto" supports')
-    if (
-        get_family(model.config.model_type).vision is None
-    ):  # one row of positions suffices: it restarts with each sample
+    family = get_family(model.config.model_type)
+    if not family.has_text_positions:
+        raise ValueError(f'packed rows of {family.name} need model.attention = "auto"')
+    if family.vision is None:  # one row of positions suffices: it restarts with each sample
         return inputs | {"position_ids": batch.position_ids[0]}
     counts = torch.cat([torch.arange(segment.length) for segment in batch.segments])[None, None]
     return inputs | {"position_ids": torch.cat([counts.to(device), batch.position_ids])}
 
 
 AttentionInterface.register(TEXT, attend_text)
-AttentionMaskInterface.register(TEXT, sdpa_mask)
+AttentionMaskInterface.register(TEXT, build_mask)
 AttentionInterface.register(VISION, attend_vision)

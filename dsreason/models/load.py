@@ -17,7 +17,7 @@ from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, get_family
 from dsreason.families.layer_types import has_delta_nets
-from dsreason.models.attention import use_segments
+from dsreason.models.attention import check_attention, use_segments
 from dsreason.models.folder import (
     MODEL_FILES,
     build_tiny_folder,
@@ -184,6 +184,7 @@ def build_checked_model(
     `load_model`."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
+    check_attention(family, attention)
     weights = find_weights(path, family.rename, inside=family.weight_folders)
     check_depth(config, weights)
     model = build_empty_model(config, dtype, attention, trust_remote_code)
@@ -211,10 +212,11 @@ def load_weights(
 def check_depth(config: Any, weights: WeightFiles) -> None:
     """Raise CheckpointError if config.json claims more layers than there are tensors: building them could take forever."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
-    if get_family(config.model_type).vision is not None:
+    family = get_family(config.model_type)
+    if family.vision is not None:
         depths = {
             "text_config.num_hidden_layers": config.text_config.num_hidden_layers,
-            "vision_config.depth": config.vision_config.depth,
+            "vision_config.depth": family.tower_shape(config.vision_config).depth,
         }
     for key, layers in depths.items():
         if layers > len(weights.places):

@@ -124,17 +124,22 @@ class ModelFlops:
 def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
     """Compute the FLOPs per unit of work of a Hugging Face model, which may be partitioned by ZeRO-3.
 
-    Parameters are classified by name as vision tower (including its patch embedding and merger), text layers, or head.
+    Parameters are classified by name as vision (including the patch embedding and the merger), text layers, or head.
     """
     text = model.config.get_text_config()
     family = get_family(model.config.model_type)
     modules = family.modules
-    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if is_in_tower(name, modules))
+    trained_names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    tower_trained, vision_trained = (
+        any(map(modules.is_in_tower, trained_names)),
+        any(map(modules.is_vision, trained_names)),
+    )
     costs = dict.fromkeys(("text", "head", "patch", "merged"), 0.0)
     for name, parameter in model.named_parameters():
         kind = get_matmul_kind(name, modules)
         if kind is not None:
-            no_input_gradient = is_in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
+            reached = tower_trained if modules.is_in_tower(name) else vision_trained
+            no_input_gradient = modules.is_vision(name) and (modules.patch_embedding in name or not reached)
             input_flops = 0 if no_input_gradient else 2
             costs[kind] += count_values(model, name, parameter) * (2 + input_flops + 2 * parameter.requires_grad)
     if not costs["head"]:  # a head that is tied to the embedding has no separate parameter
@@ -152,12 +157,12 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
         return text_flops
     vision = model.config.vision_config
     windowed, window = family.vision_windows(vision) if family.vision_windows else (0, None)
-    vision_pair = 4.0 * vision.hidden_size * (3 if vision_trained else 1)
+    vision_pair = 4.0 * vision.hidden_size * (3 if tower_trained else 1)
     return replace(
         text_flops,
         vision_patch=costs["patch"],
         vision_merged_token=costs["merged"],
-        vision_pair_full=vision_pair * (vision.depth - windowed),
+        vision_pair_full=vision_pair * (family.tower_shape(vision).depth - windowed),
         vision_pair_windowed=vision_pair * windowed,
         merge_size=vision.spatial_merge_size,
         window=window if windowed else None,
@@ -170,13 +175,9 @@ def get_matmul_kind(name: str, modules: Modules) -> str | None:
         return None
     if name.startswith(f"{modules.head}."):
         return "head"
-    if not is_in_tower(name, modules):
+    if not modules.is_vision(name):
         return "text"
     return "merged" if modules.merger in name else "patch"
-
-
-def is_in_tower(name: str, modules: Modules) -> bool:
-    return modules.vision_tower is not None and name.startswith(f"{modules.vision_tower}.")
 
 
 def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:

@@ -132,12 +132,24 @@ def find_slots(model: VLLMModule, names: list[str], family: Family) -> list[Tens
 def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
     """Convert the names of the model's tensors to vLLM's names, with separate names for the parts of fused layers.
 
-    vLLM's mapping yields only the name of the fused layer, not the part to which the tensor belongs.
+    vLLM's mapping yields only the name of the fused layer, not the part to which the tensor belongs. The fused name is needed as
+    well, because some of the mapping's rules apply only to it.
     """
-    engine_names: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
-        [*map(family.to_exported_name, names)]
-    )
+    mapper = model.hf_to_vllm_mapper
+    exported_names = [*map(family.to_exported_name, names)]
+    unfused_names = replace(mapper, orig_to_new_stacked={}).apply_list(exported_names)
+    engine_names = []
+    for unfused_name, engine_name in zip(unfused_names, mapper.apply_list(exported_names), strict=True):
+        for part, (fused, _) in mapper.orig_to_new_stacked.items():
+            if part in unfused_name:
+                engine_name = engine_name.replace(get_last_part(fused), get_last_part(part))
+        engine_names.append(engine_name)
     return engine_names
+
+
+def get_last_part(path: str) -> str:
+    """Return the last component of a dotted path: `.self_attn.q_proj` → `q_proj`."""
+    return path.strip(".").rpartition(".")[2]
 
 
 def find_part(
@@ -242,7 +254,9 @@ def iter_engine_values(slot: TensorSlot) -> Iterator[Tensor]:
         yield weight[slot.rows]
         return
     # Only the layer's kernel can read the repacked weight, so the weight is multiplied by unit vectors, which is exact.
-    width = weight.shape[1] if weight.numel() else slot.layer.input_size_per_partition
+    replicated = not hasattr(slot.layer, "input_size_per_partition")
+    inputs = slot.layer.input_size if replicated else slot.layer.input_size_per_partition
+    width = weight.shape[1] if weight.numel() else inputs
     for start in range(0, width, 1024):
         units = torch.zeros(min(1024, width - start), width, dtype=weight.dtype)
         units[:, start:].fill_diagonal_(1)

@@ -68,19 +68,25 @@ class Pieces:
 
     @cache  # noqa: B019
     def trace_vision_block(self, patches: int, *, training: bool = True) -> Traced:
-        tower, head = self._tower, self.shape.vision_hidden // self._tower.config.num_heads
+        family = get_family(self.model.config.model_type)
+        (block,) = get_blocks(self.model)
+        head = self.shape.vision_hidden // self.shape.vision_heads
 
         def run(hidden: Tensor) -> Tensor:
-            angles = torch.empty(patches, head, device="meta")
             starts = torch.tensor([0, patches], dtype=torch.int32)
-            return get_tensor(tower.blocks[0](hidden, cu_seqlens=starts, position_embeddings=(angles, angles)))
+            arguments: dict[str, Any] = {"cu_seqlens": starts}
+            if family.tower_shape(self.model.config.vision_config).is_rotary:
+                angles = torch.empty(patches, head, device="meta")
+                arguments["position_embeddings"] = (angles, angles)
+            return get_tensor(block(hidden, **arguments))
 
         return trace(run, (patches, self.shape.vision_hidden), self.dtype, training=training)
 
     @cache  # noqa: B019
     def trace_merger(self, patches: int, *, training: bool = True) -> Traced:
+        projector = self.model.get_submodule(get_family(self.model.config.model_type).modules.projector)
         return trace(
-            lambda hidden: get_tensor(self._tower.merger(hidden)),
+            lambda hidden: get_tensor(projector(hidden)),
             (patches, self.shape.vision_hidden),
             self.dtype,
             training=training,
@@ -114,11 +120,12 @@ class Pieces:
         decoder: Any = self.model.get_decoder()
         return trace(decoder.norm, (1, tokens, self.shape.hidden), self.dtype)
 
-    @property
-    def _tower(self) -> Any:
-        tower = get_family(self.model.config.model_type).modules.vision_tower
-        assert tower is not None
-        return self.model.get_submodule(tower)
+
+def get_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of the vision tower's blocks."""
+    blocks = model.get_submodule(get_family(model.config.model_type).modules.vision_blocks)
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
 
 
 def get_tensor(output: Any) -> Tensor:
@@ -139,10 +146,9 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
     decoder.layers = nn.ModuleList([decoder.layers[kinds.index(kind)] for kind in counts])
     attention_configs = [decoder.config]
     family = get_family(model.config.model_type)
-    if family.modules.vision_tower is not None:
-        tower: Any = model.get_submodule(family.modules.vision_tower)
-        tower.blocks = tower.blocks[:1]
-        attention_configs.append(tower.config)
+    if family.vision is not None:
+        del get_blocks(model)[1:]
+        attention_configs.append(model.config.vision_config)
     for attention_config in attention_configs:
         attention_config._attn_implementation = ATTENTION
     trained = {drop_layer_number(parameter.name) for parameter in parameters.trained}

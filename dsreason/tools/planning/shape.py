@@ -25,10 +25,12 @@ class ModelShape:
     kv_heads: int
     head_size: int
     vision_hidden: int = 0
+    vision_heads: int = 0
     vision_depth: int = 0
     """Number of vision blocks; 0 if the model is text-only."""
     merge: int = 1
     """Patches per token along each side."""
+    frames_per_patch: int = 1
     patch_values: int = 0
     """Values per patch."""
     mergers: int = 0
@@ -60,15 +62,19 @@ def read_shape(config: Any) -> ModelShape:
         kv_heads=text.num_key_value_heads,
         head_size=get_head_size(text),
     )
-    if get_family(config.model_type).vision is None:
+    family = get_family(config.model_type)
+    if family.vision is None:
         return shape
     vision = config.vision_config
+    tower = family.tower_shape(vision)
     return replace(
         shape,
         vision_hidden=vision.hidden_size,
-        vision_depth=vision.depth,
+        vision_heads=tower.num_heads,
+        vision_depth=tower.depth,
         merge=vision.spatial_merge_size,
-        patch_values=3 * vision.temporal_patch_size * vision.patch_size**2,
+        frames_per_patch=tower.temporal_patch_size,
+        patch_values=3 * tower.temporal_patch_size * vision.patch_size**2,
         mergers=1 + len(vision.to_dict().get("deepstack_visual_indexes") or ()),
         token_pixels=(vision.patch_size * vision.spatial_merge_size) ** 2,
     )

@@ -31,9 +31,11 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.engine.learning_rates import describe_learning_rates, get_multipliers
 from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.families import get_family
 from dsreason.families.layer_types import has_delta_nets
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
+from dsreason.models.attention import check_attention
 from dsreason.models.freeze import check_freeze, freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import add_adapters, find_adapted_layers
@@ -67,7 +69,7 @@ def check_model(config: RunConfig) -> Encoder:
         check_adapters(config, model_path)
     if config.optim.lr_multipliers:
         get_multipliers(dict(build_trained_model(config, model_path).named_parameters()), config.optim)
-    check_heads(config, model_path)
+    check_heads_and_attention(config, model_path)
     encoder = build_encoder(config, model_path)
     arguments, recorded = config.data.template_arguments, read_template_arguments(model_path)
     if recorded not in ({}, arguments):
@@ -101,10 +103,12 @@ def describe_modules(config: RunConfig) -> str:
     return describe_learning_rates(build_trained_model(config, find_model(config)), config.optim)
 
 
-def check_heads(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if ranks cannot compute a row together, because of its delta nets or its number of attention heads."""
+def check_heads_and_attention(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if the model cannot use `model.attention`, or if ranks cannot compute a row together, because of its
+    delta nets or its number of attention heads."""
     size = config.ranks_per_row
     model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    check_attention(get_family(model.model_type), config.model.attention, packing=config.train.packing)
     text = model.get_text_config()
     if size > 1 and has_delta_nets(text):
         raise ConfigError(

@@ -22,7 +22,7 @@ from dsreason.models.policy import Policy
 from dsreason.models.processors.loading import open_encoder
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
-from dsreason.train.common.preflight import check_heads
+from dsreason.train.common.preflight import check_heads_and_attention
 from dsreason.train.grpo.rollouts import Rollout, build_training_sample
 from tests.integration.rows import write_mixed_rows
 
@@ -115,4 +115,4 @@ def test_sequence_parallelism_is_rejected(tiny_qwen3_5: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"sequence_parallel_size \(2\) is not supported for model_type qwen3_5 .*= 1"
     ):
-        check_heads(config, tiny_qwen3_5)
+        check_heads_and_attention(config, tiny_qwen3_5)

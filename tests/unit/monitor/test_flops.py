@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    Cosmos3EdgeConfig,
+    Cosmos3EdgeForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
@@ -54,6 +56,11 @@ def tiny(family: str, *, tied: bool) -> Any:
         vision = {**VISION, "window_size": 16, "fullatt_block_indexes": [1]}
         config = Qwen2_5_VLConfig(text_config={**TEXT, "tie_word_embeddings": tied}, vision_config=vision, **common)
         return Qwen2_5_VLForConditionalGeneration(config)
+    if family == "cosmos3_edge":
+        vision = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_patches": 16, **VISION}
+        text = {**TEXT, "head_dim": 8, "tie_word_embeddings": tied}
+        sizes = Cosmos3EdgeConfig(text_config=text, vision_config=vision, projector_hidden_size=40, **common)
+        return Cosmos3EdgeForConditionalGeneration(sizes)
     vision = {**VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     text = {**TEXT, "head_dim": 8, "tie_word_embeddings": tied}
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **common))
@@ -64,7 +71,7 @@ def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
     t, h, w = grid
     image = [62] + [60] * (t * h * w // 4) + [63]
     ids = torch.tensor([[1, 2, 3, *image, 4, 5, 6, 7]])
-    patches = torch.randn(t * h * w, 3 * 2 * 4 * 4)
+    patches = torch.randn(t * h * w, 3 * 4 * 4 * (1 if model.config.model_type == "cosmos3_edge" else 2))
     with FlopCounterMode(display=False, custom_mapping=CONVOLUTION_BACKWARD) as counter:
         out = model(
             input_ids=ids,
@@ -80,7 +87,7 @@ def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", ["", "visual", "language_model.layers.0."])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "cosmos3_edge"])
 def test_step_flops_match_torch_counter(family: str, frozen: str, tied: bool) -> None:
     model = tiny(family, tied=tied)
     for name, parameter in model.named_parameters():

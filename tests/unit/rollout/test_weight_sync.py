@@ -19,6 +19,7 @@ from dsreason.rollout.weight_sync import (
     compute_fingerprints,
     find_changed,
     find_complete_layers,
+    find_engine_names,
     find_part,
     find_rows,
     is_same_fingerprint,
@@ -139,3 +140,22 @@ def test_fused_layer_parts_occupy_consecutive_rows() -> None:
     vocabulary = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=5))  # further rows are padding
     assert find_rows(vocabulary, None) == slice(0, 5)
     assert find_rows(SimpleNamespace(), None) == slice(None)
+
+
+def test_engine_names_separate_fused_layers() -> None:
+    """vLLM puts attention and feed-forward block into separate layers: `layers.N` → layers 2 N and 2 N + 1."""
+    from vllm.model_executor.models.cosmos3_edge import Cosmos3EdgeForConditionalGeneration as VLLMModel
+
+    family = FAMILIES["cosmos3_edge"]
+    names = {
+        "model.language_model.layers.1.self_attn.k_proj.weight": "layers.2.mixer.k_proj.weight",
+        "model.language_model.layers.1.self_attn.o_proj.weight": "layers.2.mixer.o_proj.weight",
+        "model.language_model.layers.1.mlp.fc1.weight": "layers.3.mixer.up_proj.weight",
+        "model.language_model.layers.1.post_attention_layernorm.weight": "layers.3.norm.weight",
+    }
+    assert find_engine_names(VLLMModel, list(names), family) == [
+        f"language_model.model.{name}" for name in names.values()
+    ]
+    assert find_engine_names(VLLMModel, ["model.visual.encoder.layers.0.self_attn.q_proj.bias"], family) == [
+        "visual.encoder.encoder.layers.0.self_attn.q_proj.bias"
+    ]
