@@ -47,7 +47,7 @@ class WorldDataset:
 
 
 def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, WorldDataset]:
-    """Return the data sets of the training rows and of the held-out rows; the latter may be empty.
+    """Return a data set with the training rows and one with the held-out rows; the latter may be empty.
 
     Args:
         seed: seed for generating rows and for choosing the held-out rows.

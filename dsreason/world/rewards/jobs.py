@@ -1,4 +1,4 @@
-"""The job queue of a reward server, which scores requests one by one and stores the scores until they are fetched."""
+"""The job queue of the reward server. Jobs are scored one by one, and their scores are stored until they are fetched."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Jobs:
             return self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
 
     def reserve(self, num_bytes: int) -> bool:
-        """Reserve memory for part of a body; return whether enough was available."""
+        """Reserve memory for part of a request's body; return whether enough was available."""
         with self._changed:
             has_space = self._bytes + num_bytes <= self.most_bytes
             if has_space:
@@ -236,7 +236,7 @@ def describe_input(request: ScoringRequest) -> dict[str, Any]:
 
 
 def find_functions(name: str) -> dict[str, ClipReward]:
-    """Return the reward functions of a file or module by name, or only `attr` if `name` ends with `:attr`.
+    """Return the reward functions in a file or module (name → function), or only `attr` if `name` ends with `:attr`.
 
     A function counts as a reward if it can be called as fn(clips, samples), is defined in the file or built in, and has a name
     without a leading underscore.
