@@ -74,9 +74,10 @@ TIME, SPACE = 4, 8
 
 @dataclass(frozen=True)
 class LinearCodec:
-    """A codec based on the principal components of patches. It compresses by the same factors as Wan's autoencoder, but is fast to fit.
+    """A codec based on the principal components of patches.
 
-    A patch has P = 3 x 4 x 8 x 8 values. The first frame is encoded separately, so its patches contain it four times.
+    It compresses by the same factors as Wan's autoencoder, but is fast to fit. A patch has P = 3 x 4 x 8 x 8 values. The first
+    frame is encoded separately, so its patches contain it four times.
     """
 
     centre: Tensor

@@ -48,7 +48,7 @@ def find_equal_groups(rewards: Tensor) -> Tensor:
 
 
 def compute_exponential(advantages: Tensor) -> Tensor:
-    """Return -exp(-A) for advantages A of any shape (DDRL, 2512.04332, with the forward form of the KL to the data)."""
+    """Return -exp(-A) for advantages A of any shape (DDRL with the forward KL to the data, 2512.04332)."""
     return -torch.exp(-advantages)
 
 

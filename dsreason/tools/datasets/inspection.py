@@ -1,7 +1,7 @@
-"""Statistics of data sets: counts, lengths, media, labels and duplicates.
+"""Statistics about data sets: counts, lengths, media, labels and duplicates.
 
-Two rows are duplicates if their user messages are the same, ignoring case, punctuation and spaces, and the media are the same, in
-the same order and with the same displayed seconds.
+Two rows are duplicates if they have the same user messages, ignoring case, punctuation and spaces, and the same media, in the
+same order and with the same displayed seconds.
 Two media items are the same if their files have the same bytes: files of equal size are compared by SHA-256. This finds a clip
 under two names, but not a re-encoded clip.
 """
@@ -64,7 +64,7 @@ class MediaReport:
 
 @dataclass(frozen=True)
 class Letter:
-    """Number of rows whose correct answer is this letter, and its expected value if all options were equally likely."""
+    """Number of rows whose correct answer is this letter, and the number to expect if all options were equally likely."""
 
     count: int
     expected: float
@@ -110,7 +110,7 @@ class PartReport:
     media: dict[str, MediaReport]
     letters: dict[str, Letter]
     unlisted_answers: int
-    """Number of rows whose question lists options without the short answer; such rows do not count as multiple choice."""
+    """Number of rows whose short answer is not among the question's options; such rows do not count as multiple choice."""
     answers: dict[str, int]
     """Most frequent short answers of rows without options, with their counts."""
     best_constant: float | None
@@ -145,7 +145,7 @@ class Inspection:
     problems: list[dict[str, Any]] = field(default_factory=list)
     """All unusable rows and unreadable files, each with the keys part, where, kind and reason."""
     balance: dict[str, Label] = field(default_factory=dict)
-    """Label → its training rows, and how many of them an epoch uses; empty without `data.balance`."""
+    """Label → number of its training rows, and how many of them an epoch uses; empty if `data.balance` is unset."""
     duplicates: list[dict[str, Any]] = field(default_factory=list)
     """All rows that repeat an earlier row. Each entry has the keys `part` and `where` for the row, and `of_part` and `of` for
     the earlier row."""
@@ -198,7 +198,7 @@ def select_usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
 
 
 def compute_content_keys(media: Media, workers: int) -> dict[str, str]:
-    """Return a key for the content of each file, by path. Only files of the same size as another file are read and hashed."""
+    """Return a content key for each file: path → key. Only files with the same size as another file are read and hashed."""
     sizes = {use.path: facts.size for use, facts in media.items() if isinstance(facts, MediumFacts)}
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
@@ -339,7 +339,7 @@ def make_row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
 
 
 def find_overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:
-    """Find the overlaps of each part with each earlier one."""
+    """Find the overlaps between each part and every earlier part."""
     names = list(parts)
     overlaps = []
     for i, name in enumerate(names):

@@ -72,7 +72,10 @@ def write_texts(run: Path, step: int, source: Path, dtype: str) -> dict[str, str
 def iter_trained_tensors(
     engine: DeepSpeedEngine, average: WeightAverage | None, dtype: str, *, without_frozen: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full tensor of every parameter, except frozen ones with `without_frozen`. Collective."""
+    """Yield every parameter's full tensor, averaged if there is an average. Collective.
+
+    If `without_frozen` is true, frozen parameters are skipped.
+    """
     if average is not None:
         yield from average.iter_full()
     trained = set() if average is None else set(average.shares)
