@@ -45,7 +45,7 @@ SETTINGS = ("steps", "prompts", "generations", "micro_batch", "length", "ds_conf
 REWARD = "import random\n\ndef chance(completion, sample):\n    return random.random()\n"
 NEVER_DRAWN = "<|image_pad|>"
 AROUND = 44
-"""Mean number of tokens that the picture and the chat format add to the question of a prompt."""
+"""Mean number of tokens that the picture and the chat format add to a prompt's question."""
 
 
 def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:

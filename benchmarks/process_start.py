@@ -1,4 +1,4 @@
-"""CPU seconds that the start of a command takes, now and at an earlier commit.
+"""CPU seconds that it takes to start a command, now and at an earlier commit.
 
     python benchmarks/process_start.py [--against COMMIT] [--rounds 3]
 
@@ -27,7 +27,7 @@ GOALS = {"--version": 0.5, "--help": 0.5, "a misspelt key": 0.5, "a missing file
 """Maximum number of CPU seconds, by command."""
 FIRST_STEP = "sft --nproc 2, to the first step"
 FIRST_STEP_GOAL = 0.5
-"""Maximum ratio to the CPU seconds of the earlier commit."""
+"""Maximum ratio of the CPU seconds now to the CPU seconds at the earlier commit."""
 TIME_LIMIT_S = 900.0
 
 
@@ -85,7 +85,7 @@ def sum_cpu_seconds(process: psutil.Process) -> float:
 
 
 def compile_bytecode(tree: Path) -> None:
-    """Compile the sources of a tree in advance, so that Python does not compile them during a measurement."""
+    """Compile a tree's sources in advance, so that Python does not compile them during a measurement."""
     subprocess.run([sys.executable, "-m", "compileall", "-q", tree / "dsreason", tree / "data_adapters"], check=True)
 
 
