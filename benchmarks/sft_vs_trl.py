@@ -3,9 +3,9 @@
     python benchmarks/sft_vs_trl.py [--lengths spread|even] [--trained 0.1] [--rounds 1] [--threads 1]
 
 The sides run in turn, each in a separate process pinned to one core per thread; this process also decodes the images. Neither
-side saves, validates or recomputes activations. Every step uses all rows, so all measured steps have the same tokens. With `--lengths
-spread`, rows have 50 to 1,500 tokens, and the logarithms of their lengths are evenly spaced; with `even`, all rows have the mean
-of these lengths. Padding does not count.
+side saves, validates or recomputes activations. Every step uses all rows, so all measured steps have the same tokens. With
+`--lengths spread`, rows have 50 to 1,500 tokens, and the logarithms of their lengths are evenly spaced; with `even`, all rows
+have the mean of these lengths. Padding does not count.
 
 For a fair comparison, dsreason fills rows with up to `--budget` tokens, and TRL's batch size is the largest for which a batch of
 only the longest rows does not exceed that number, which is what its users would choose for the same memory. TRL draws its batches

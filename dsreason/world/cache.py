@@ -129,7 +129,7 @@ class TextCache:
         return [prompt for prompt in prompts if not self._locate(prompt).is_file()]
 
     def read(self, prompts: Sequence[str]) -> Tensor:
-        """Read the embeddings of prompts: `[B, L, D]`, on the CPU. Raise StorageError if one is missing from the cache."""
+        """Read the prompts' embeddings: `[B, L, D]`, on the CPU. Raise StorageError if one is missing from the cache."""
         return torch.stack([_read(self._locate(prompt)) for prompt in prompts])
 
     def check_different(self, prompts: Sequence[str]) -> None:
@@ -181,7 +181,7 @@ class LatentCache:
         return cls(codec, cache / "world" / f"latents-{make_key('latents', compute_fingerprint(model / 'vae'), dtype)}")
 
     def encode(self, clips: Tensor) -> Tensor:
-        """Return the latents of clips: uint8 `[B, 3, T, H, W]` → float32 `[B, C, t, h, w]`, on the CPU."""
+        """Return the clips' latents: uint8 `[B, 3, T, H, W]` → float32 `[B, C, t, h, w]`, on the CPU."""
         return torch.cat([self._encode_clip(clip) for clip in clips.split(1)])
 
     def _encode_clip(self, clip: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Outside of self-attention, each rank processes only its own tokens. For self-attention, ranks exchange tokens for heads and
 back, so that each rank attends over all tokens with its share of the heads. The output is gathered at the end, so every rank
-of the group has the same velocity and computes the same loss. A rank's gradients cover only its own tokens; their **sum** over
+in the group has the same velocity and computes the same loss. A rank's gradients cover only its own tokens; their **sum** over
 the group is the full gradient. DeepSpeed averages over ranks, so the loss is multiplied by the size of the group.
 """
 

@@ -113,7 +113,7 @@ class LinearCodec:
         return len(self.basis), (size.frames - 1) // TIME + 1, size.height // SPACE, size.width // SPACE
 
     def save(self, folder: Path) -> None:
-        """Write the codec to `folder`, the `vae/` folder of a model."""
+        """Write the codec to `folder`, a model's `vae/` folder."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {name: tensor.contiguous() for name, tensor in vars(self).items()}, folder / "linear_codec.safetensors"

@@ -30,7 +30,7 @@ def draw_noise(shape: tuple[int, ...], *, seed: int, step: int, prompt: int, cli
 
     Args:
         step: optimizer step (or rollout) that uses the noise.
-        prompt: index of the prompt within the step, counted over all ranks.
+        prompt: index of the prompt within the step, counted across all ranks.
         clip: index of the clip within its group.
         purpose: use of the noise, such as "start" or "sampling step 3"; each purpose has independent noise.
     """

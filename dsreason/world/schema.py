@@ -96,7 +96,7 @@ class WorldDataConfig(Section):
 
 class WorldTrainConfig(JobTrainConfig):
     global_batch_size: int | None = Field(None, ge=1)
-    """Clips per step over all ranks (`sft` only); unset: 32. The other algorithms use `world.prompts_per_step`."""
+    """Clips per step across all ranks (`sft` only); unset: 32. The other algorithms use `world.prompts_per_step`."""
     micro_batch_size: int = Field(1, ge=1)
     """Clips per forward pass on each rank, in sampling and training."""
     context_parallel_size: int = Field(1, ge=1)
@@ -112,7 +112,7 @@ class WorldConfigSection(Section):
     """`sft`: flow matching on real clips; `flow_grpo`: policy gradients on sampled steps (arXiv 2505.05470); `ddrl`: `flow_grpo`
     with an additional loss on real clips (2512.04332); `nft`: DiffusionNFT on final samples (2509.16117)."""
     prompts_per_step: int = Field(8, ge=1)
-    """Prompts per rollout, over all ranks."""
+    """Prompts per rollout, across all ranks."""
     num_generations: int = Field(8, ge=2)
     """Clips per prompt. They form a group, within which rewards are compared."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
@@ -132,7 +132,7 @@ class WorldConfigSection(Section):
     sde: Literal["flow", "cps", "dance", "ddim"] = "flow"
     """Kind of noise that trained steps add: Flow-GRPO, coefficients-preserving sampling (2509.05952), DanceGRPO or DDIM."""
     noise_level: float = Field(0.7, ge=0)
-    """Scale (eta) of the noise of `sde`: usually 0.7 (flow), 0.5 to 0.9 (cps) or 0.3 (dance); at most 1 for cps and ddim."""
+    """Scale (eta) of `sde`'s noise: usually 0.7 (flow), 0.5 to 0.9 (cps) or 0.3 (dance); at most 1 for cps and ddim."""
     trained_steps: tuple[int, ...] | None = Field(None, min_length=1)
     """Numbers, counted from 0, of the steps that add noise and that the model is trained on; the other steps follow the ODE.
     Unset: the steps of `window`, or all steps if `window` is 0."""
@@ -150,8 +150,8 @@ class WorldConfigSection(Section):
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the distance to the initial model; 0 disables the term, so that no reference is kept."""
     kl: Literal["velocity", "mean"] = "velocity"
-    """Form of the distance that `kl_coef` weights: mean((v − v_ref)²), or the mean squared difference between the two models'
-    means of a step, divided by 2·std². The two forms need different weights."""
+    """Form of the distance that `kl_coef` weights: mean((v − v_ref)²), or the mean squared difference between the means of the
+    two models' steps, divided by 2·std². The two forms need different weights."""
     data_coef: float | None = Field(None, ge=0)
     """Weight of the velocity error on real clips (`ddrl` only); unset: 0.01."""
     data_noise: Literal["fresh", "rollout"] = "rollout"
@@ -235,7 +235,7 @@ class WorldRewardConfig(RewardFunctionsConfig):
     time_limit: float = Field(600.0, gt=0)
     """Seconds to wait for a request's scores before the run stops."""
     workers: int = Field(1, ge=0)
-    """Number of processes per rank that call your own functions; 0 calls them in the training process, as built-in ones are."""
+    """Number of processes per rank that call your own functions; 0 calls them in the training process, like built-in ones."""
 
 
 class WorldValidationConfig(JobValidationConfig):
@@ -271,7 +271,7 @@ class WorldConfig(JobConfig):
 
     @property
     def samples_per_step(self) -> int:
-        """Number of clips per optimizer step, over all ranks."""
+        """Number of clips per optimizer step, across all ranks."""
         if self.world.algorithm == "sft":
             return self.train.global_batch_size or 32
         return self.world.prompts_per_step * self.world.num_generations // self.world.optimizer_steps_per_rollout

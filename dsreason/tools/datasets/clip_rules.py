@@ -3,8 +3,8 @@
 The rules are those of cosmos-reason1's `process_raw_data.py`. All ranges are half-open: the start frame is included and the end
 frame is not, so `end - start` frames are cut.
 
-- agibot, `574-809829-head_center_fisheye_color-440-699-1.mp4`: frames 440 to 698 of the view `head_center_fisheye_color` of
-  episode 809829 of task 574; an optional sixth part does not affect the cut.
+- agibot, `574-809829-head_center_fisheye_color-440-699-1.mp4`: frames 440 to 698 of the view `head_center_fisheye_color`
+  in task 574, episode 809829; an optional sixth part does not affect the cut.
 - holoassist, `R005-7July-DSLR_coarse_2_fine_41.mp4`: the fine-grained action with `id` 41 in the annotations of the
   recording R005-7July-DSLR, from its start to its end in seconds; the coarse action is ignored.
 - bridgev2, `<folder>.<episode>.totalframe058.clipframe018.mp4`: the first 18 of the 58 frames of an episode; slashes in
@@ -17,7 +17,7 @@ The raw data may have these layouts below the folder `raw`:
 - holoassist: `videos/<recording>/Export_py/Video_pitchshift.mp4` (or `Video.mp4`, `Video_compress.mp4`; `videos/` is
   optional), `videos/<recording>.mp4` or `<recording>.mp4`; and the actions in `data-annotation*.json`, a list of
   `{"video_name": …, "events": [{"label": "Fine grained action", "id": 41, "start": seconds, "end": seconds}, …]}`.
-- bridgev2 (BridgeData V2): the frames (`image_0`) of an episode as `<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …`,
+- bridgev2 (BridgeData V2): an episode's frames (`image_0`) as `<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …`,
   `<folder>/traj<episode>/images0/…`, `<folder>/raw/traj_group*/traj<episode>/images0/…`, or a video
   `<folder>/<episode>.mp4`. The published `out.npy` files are pickles, which are not read: export their frames first.
 """

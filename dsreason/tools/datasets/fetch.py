@@ -78,7 +78,7 @@ def plan_fetch(
     datasets: Sequence[str] = (),
     patterns: Sequence[str] = (),
 ) -> FetchPlan:
-    """Plan which files of the repository to download, and find those that are missing. Nothing is written.
+    """Select the files to download from the repository, and find those that are missing locally. Nothing is written.
 
     Args:
         task: benchmark, sft or rl; names the folder below `data_dir`, and selects the repository if `repo` is None.
@@ -207,7 +207,7 @@ def put_in_place(folder: Path, file: RemoteFile) -> None:
 
 
 def unpack_clips(archive: Path, clips: Path, name: str) -> None:
-    """Unpack all files of the archive directly into the folder `clips`, without the archive's folders.
+    """Unpack all files in the archive directly into the folder `clips`, without the archive's folders.
 
     Raises:
         DataError: the archive is damaged, has paths that lead out of its folder, or has two files with the same name.

@@ -83,7 +83,7 @@ class PreferenceReport:
 
 @dataclass(frozen=True)
 class PixelReport:
-    """Number of media items in the measured rows that cosmos-rl would show with different frames or in a different size."""
+    """Media items in the measured rows: how many were compared, and how many would differ in frames or size in cosmos-rl."""
 
     compared: int
     differing: int
@@ -112,9 +112,9 @@ class PartReport:
     unlisted_answers: int
     """Number of rows whose short answer is not among the question's options; such rows do not count as multiple choice."""
     answers: dict[str, int]
-    """Most frequent short answers of rows without options, with their counts."""
+    """Most frequent short answers in rows without options: answer → number of rows."""
     best_constant: float | None
-    """Share of rows with a short answer or letter that the best constant answer gets right; None if there are no such rows."""
+    """Share of the rows with a short answer or letter for which the best constant answer is right; None without such rows."""
     system_prompts: dict[str, int]
     with_think: int
     with_answer_tag: int
@@ -122,9 +122,9 @@ class PartReport:
     duplicates: int
     """Number of rows with the same question and media as an earlier row."""
     pixels: PixelReport | None = None
-    """None without a model."""
+    """Differences from cosmos-rl; None without a model."""
     preferences: PreferenceReport | None = None
-    """None if no row has a rejected answer."""
+    """Facts about preference rows; None if no row has a rejected answer."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,11 @@ def inspect_data(
     limit: int | None = None,
     workers: int = 0,
 ) -> Inspection:
-    """Inspect every row, or `limit` evenly spaced rows of each data set; only the headers of media are read.
+    """Inspect every row, or `limit` evenly spaced rows from each data set; only the media's headers are read.
 
     Args:
         datasets: data sets by name, in the order of the report; each is compared with the earlier ones.
-        encoder: encoder that counts the tokens of rows; None skips the count.
+        encoder: encoder that counts the rows' tokens; None skips the count.
     """
     facts_of_part: dict[str, list[RowFacts | UnusableRow]] = {}
     for name, dataset in datasets.items():

@@ -54,7 +54,7 @@ def describe(shown: Shown) -> str:
 
 
 def find_other_frame(planned: Shown, reference: Shown) -> str:
-    """Describe the first frame that differs; return "" if all frames are equal or there is a different number of them."""
+    """Describe the first frame that differs; return "" if the frames are equal or differ in number."""
     if len(planned.indices) != len(reference.indices) or planned.indices == reference.indices:
         return ""
     own_index, other = next(pair for pair in zip(planned.indices, reference.indices, strict=True) if pair[0] != pair[1])

@@ -80,7 +80,7 @@ def run_task(work: Callable[[T], R], task: T, describe_task: Callable[[T], str])
 
 
 class TaskWorker(Generic[T, R]):
-    """A worker process, which works on one task at a time."""
+    """A worker process that works on one task at a time."""
 
     number: int
     task: T

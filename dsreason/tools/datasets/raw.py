@@ -274,7 +274,7 @@ def fetch_file(plan: RawPlan, source: ServedFile, file: Path) -> None:
 
 
 def locate_partial(plan: RawPlan, source: ServedFile, *part: str | int) -> Path:
-    """Return the path at which a partial download of `part` is stored, for this version of the file."""
+    """Return the path of the partial download of `part` from this version of the file."""
     key = " ".join(map(str, (source.url, *source.version, *part)))
     return plan.folder / PARTIALS / hashlib.sha256(key.encode()).hexdigest()[:24]
 
@@ -315,7 +315,7 @@ def fetch_bridge(plan: RawPlan) -> set[str]:
 
 
 def find_split(video: str) -> str | None:
-    """Return the split of a video, which is the last word of its folder: `train` or `val`; None if the word is neither."""
+    """Return a video's split, `train` or `val`, which is the last word of its folder's name; None if that word is neither."""
     last = re.split(r"[-./]", video.rpartition(".")[0])[-1]
     return last if last in ("train", "val") else None
 
@@ -362,7 +362,7 @@ def fetch_shard(plan: RawPlan, shard: str, requested: set[str]) -> tuple[list[st
 
 
 def name_bridge_video(path: bytes | int, episode: bytes | int) -> str:
-    """Return the name of an episode as it appears in clip names: `/…/bridge_data_all/a/b/train/out.npy` and 12 →
+    """Return an episode's name as it appears in clip names: `/…/bridge_data_all/a/b/train/out.npy` and 12 →
     `a-b-train.12`."""
     text, number = (
         str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value) for value in (path, episode)

@@ -79,7 +79,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
 
 
 def draw_clip(square: Square, size: ClipSize) -> Tensor:
-    """Draw the clip of a square with antialiased edges: uint8 `[3, T, H, W]`."""
+    """Draw a square's clip with antialiased edges: uint8 `[3, T, H, W]`."""
     side, travel = SIDE * min(size.height, size.width), TRAVEL * min(size.height, size.width)
     along = torch.linspace(0, 1, size.frames)
     cover = []

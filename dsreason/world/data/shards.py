@@ -47,8 +47,8 @@ def read_shards(path: str) -> CheckedRows:
     """Read the rows from a tar file, or from all tar files below a folder, sorted by name.
 
     Raises:
-        DataError: the path does not exist, or a shard is damaged or contains a pickle; the message names the shard and,
-            for a pickle, the member.
+        DataError: the path does not exist, or a shard is damaged or contains a pickle; the message names the shard and
+            the offending member, if any.
     """
     rows = CheckedRows()
     for name, shard in list_shard_files(path).items():

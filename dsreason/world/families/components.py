@@ -15,7 +15,7 @@ from dsreason.files.disk import read_small
 from dsreason.models.folder import explain_custom_code
 
 WEIGHTS = "diffusion_pytorch_model"
-"""Stem of the file names of diffusers' weights."""
+"""Stem of the names of diffusers' weight files."""
 WITHOUT_CODE = "world models never run code from a model's folder, so use the tokenizer of the original model"
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
@@ -90,7 +90,7 @@ def load_encoder(kind: Any, folder: Path, device: torch.device | str, dtype: tor
     """Load a frozen text encoder of class `kind`; its weights must be in safetensors files."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # it would overwrite the progress bar of the run
+    logging.disable_progress_bar()  # it would overwrite the run's progress bar
     try:
         encoder = kind.from_pretrained(
             folder,

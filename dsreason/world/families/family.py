@@ -71,7 +71,7 @@ class WorldFamily:
     transformer: str
     """Class name of the transformer in diffusers."""
     blocks: tuple[str, ...]
-    """Class names of the transformer's blocks; ZeRO-3 gathers the parameters of each block together."""
+    """Class names of the transformer's blocks; ZeRO-3 gathers each block's parameters together."""
     lora_targets: tuple[str, ...]
     """Names of the linear layers in attention and feed-forward blocks, which are the default LoRA targets."""
     max_conditional_frames: int

@@ -209,7 +209,8 @@ def to_pixels(request: ScoringRequest, decoder: Decoder | None) -> Tensor:
 def to_rows(job: str, request: ScoringRequest) -> list[WorldRow]:
     """Return the rows for the reward functions, one per clip.
 
-    `meta` has `fps` and the request's other fields; a list with one value per clip is split.
+    `meta` has `fps` and the request's other fields; if a field is a list with one value per clip, each
+    row gets its own value.
     """
     rows = []
     for number, (prompt, info) in enumerate(zip(request.prompts, request.video_infos, strict=True)):

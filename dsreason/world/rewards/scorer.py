@@ -34,7 +34,7 @@ class ClipScores:
     """
 
     total: Tensor
-    """Weighted sum of the scores from all functions and services: `[B]`, float32."""
+    """Weighted sum of the functions' scores, plus the services' total (see `compute_total`): `[B]`, float32."""
     by_name: dict[str, Tensor]
     """Scores before weighting and clipping, float32 `[B]`, by the function's short name or the service's `<name>/<score key>`."""
 

@@ -59,7 +59,7 @@ Two clients that send slow bodies can hold all connections for that long.
 LOWEST_RATE = 1e6
 """Minimum rate of a long body, in bytes per second."""
 MOST_CONNECTIONS = 256
-"""Maximum number of open connections, or half of the files that the process may open if that is fewer.
+"""Maximum number of open connections, or half the number of files that the process may open if that is lower.
 
 A single client may hold at most half of them, so it cannot shut out other clients.
 """

@@ -18,7 +18,7 @@ from dsreason.world.types import Conditioning, WorldRow
 
 @dataclass(frozen=True, order=True)
 class ClipIndex:
-    """The index of a clip in a step: `ClipIndex(prompt=3, clip=0)` is the first clip of the fourth prompt over all ranks."""
+    """The index of a clip in a step: `ClipIndex(prompt=3, clip=0)` is the first clip of the fourth prompt across all ranks."""
 
     prompt: int
     clip: int
@@ -86,8 +86,8 @@ class SampledClips:
     advantages: Tensor
     """Advantages of the clips: `[B]`, float32; zero until the rewards arrive."""
     fixed: Mapping[str, Mapping[int, Tensor]]
-    """Velocities of the policies "reference" and "old", `[B, C, T, h, w]`, by number of the trained step or time. They are
-    bfloat16 if that is lossless; see `to_lossless_bfloat16`."""
+    """Velocities of the policies "reference" and "old", `[B, C, T, h, w]`, by the number of the trained step or, for nft, of the
+    drawn noise level. They are bfloat16 if that is lossless; see `to_lossless_bfloat16`."""
 
 
 def to_lossless_bfloat16(tensor: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def group_local_clips(
 
 
 def list_local_places(count: int, share: ClipShare) -> list[ClipIndex]:
-    """Return the indices of this rank's share of `count` clips, one per prompt."""
+    """Return the indices of this rank's share of `count` clips, each of which has its own prompt."""
     begin, end = (i * count // share.count for i in (share.index, share.index + 1))
     return [ClipIndex(number, 0) for number in range(begin, end)]
 

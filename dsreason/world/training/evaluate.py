@@ -64,7 +64,7 @@ PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
 
 
 def find_evaluated_model(config: WorldConfig) -> tuple[Path, Path | None]:
-    """Return the model's local folder, and the adapter's folder if `model.path` is an adapter export, otherwise None."""
+    """Return the model's local folder, and the adapter's folder (None unless `model.path` is an adapter export)."""
     cache, model_path = get_cache_dir() / "models", Path(config.model.path).expanduser()
     if (model_path / lora.FILE).is_file():
         if not (model_path / FILE).is_file():

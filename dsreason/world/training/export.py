@@ -64,7 +64,7 @@ def write_export(
 
 
 def write_texts(run: Path, step: int, source: Path, dtype: str) -> dict[str, str]:
-    """Return the contents of the model card and of `base_model.json`, by file name."""
+    """Return the texts of the model card and of `base_model.json`: file name → text."""
     card = build_model_card(run, step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
     return {CARD: card, BASE: describe_base(read_run_record(run).get("config", {}).get("model", {}), source)}
 

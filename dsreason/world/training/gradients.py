@@ -51,7 +51,7 @@ class EpsilonCheck:
 
 
 def count_clips(batches: Sequence[ClipMicroBatch], share: ClipShare) -> int:
-    """Count the clips of an optimizer step over all ranks. Collective."""
+    """Count the clips in an optimizer step across all ranks. Collective."""
     local_count = sum(len(batch) for batch in batches if batch.counted and share.leads)
     return sum(gather_objects(local_count))
 

@@ -90,7 +90,7 @@ class Inputs:
         *,
         with_clean: bool,
     ) -> list[ClipMicroBatch]:
-        """Build the micro-batches of a rollout. Embeddings and latents that several clips share are read once.
+        """Build the micro-batches for a rollout. Embeddings and latents that several clips share are read once.
 
         Args:
             groups: for each micro-batch, the indices of its clips and whether they count towards the loss.
@@ -198,7 +198,7 @@ def list_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset
 
 
 def list_validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset]) -> list[WorldRow]:
-    """Return the rows whose prompts each validation samples clips from: held-out rows, or training rows if none are held out."""
+    """Return the rows whose prompts each validation samples clips for: held-out rows, or training rows if none are held out."""
     training, validation = datasets
     source = validation if len(validation) else training
     limit = config.validation.max_samples

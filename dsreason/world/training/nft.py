@@ -43,7 +43,7 @@ def draw_levels(maker: ClipMaker, places: Sequence[ClipIndex], step: int) -> Ten
 
 
 def add_noise(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Add noise to each clip at noise level `number` of those drawn for it.
+    """Add noise to each clip, at the `number`-th noise level drawn for it (counted from 0).
 
     Returns:
         The noisy latents x_s `[B, C, T, h, w]`, the noise levels s `[B]` and the noise, on the transformer's device.
@@ -85,7 +85,7 @@ def add_reference(
 
 
 def compute_loss(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return each clip's loss and metrics (`[B]` each) at noise level `number` of those drawn for it."""
+    """Return each clip's loss and metrics (`[B]` each) at the `number`-th noise level drawn for it (counted from 0)."""
     config, device = maker.config.world, maker.device
     x, s, noise = add_noise(maker, sample, number, step)
     batch = replace(sample.batch.to(device), start=noise)

@@ -88,7 +88,7 @@ def get_clip_size(data: WorldDataConfig) -> ClipSize:
 
 
 def build_step_order(config: WorldConfig, num_rows: int) -> StepOrder:
-    """Return the order of rows per step (sft) or per rollout (other algorithms); `train.max_steps` counts optimizer steps."""
+    """Build the order of the rows, by step (sft) or by rollout (other algorithms); `train.max_steps` counts optimizer steps."""
     train, world = config.train, config.world
     sft, max_steps = world.algorithm == "sft", train.max_steps
     if max_steps is not None and not sft:

@@ -52,7 +52,7 @@ class PendingBatch:
 
 @dataclass(frozen=True)
 class ScoredClip:
-    """A clip's reward and visual metrics. It is so small that every rank can gather those of all clips."""
+    """A clip's reward and visual metrics, small enough for every rank to gather them for all clips."""
 
     place: ClipIndex
     total: float
@@ -238,7 +238,7 @@ def add_advantages(
 
 
 def summarise(config: WorldConfigSection, scored: Sequence[ScoredClip]) -> dict[str, float]:
-    """Return the metrics of a rollout: the rewards by name, and how the clips look, which reveals reward hacking."""
+    """Return a rollout's metrics: the rewards by name, and measures of how the clips look, which reveal reward hacking."""
     table, size = build_reward_table(config, scored), config.num_generations
     metrics = {
         "reward/mean": float(table.mean()),

@@ -1,4 +1,4 @@
-"""Measures of how clips look, which show reward hacking before the rewards do."""
+"""Measures of how clips look, which reveal reward hacking before the rewards do."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class RatioCheck:
         """Raise DsReasonError on every rank if `error` is too large in the first call; ignore later calls.
 
         Args:
-            error: largest distance of a ratio from 1, over all ranks.
+            error: largest distance of a ratio from 1, across all ranks.
         """
         if self.is_done:
             return

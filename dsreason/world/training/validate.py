@@ -60,7 +60,7 @@ class ValidationClip:
 
 @dataclass(frozen=True)
 class WorldResult:
-    """The result of a validation, equal on all ranks."""
+    """A validation's result, which is the same on all ranks."""
 
     metrics: dict[str, float]
     clips: list[ValidationClip]
@@ -73,7 +73,7 @@ class WorldResult:
         return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """Write all rewards to `validation/step_N.jsonl`, the shown clips to `validation/step_N/`, and the run's HTML page.
+        """Write all rewards to `validation/step_N.jsonl`, the clips to show to `validation/step_N/`, and the run's HTML page.
 
         Only rank 0 writes.
         """
