@@ -5,8 +5,7 @@
 Each round saves the checkpoint of `checkpoint_stall.py` in the background and in the foreground, without and with digests. It
 then loads the checkpoint without and with a check of all its files, once from the page cache and once after the files have been
 dropped from it. The sides take turns. Their shortest times are compared, because other work on the machine only adds time; the
-ratio of the medians follows. A resume consists of the rank's start (imports, joining the job, building the engine) and
-the load.
+ratio of the medians follows. A resume consists of the rank's start (imports, joining the job, building the engine) and the load.
 """
 
 from __future__ import annotations

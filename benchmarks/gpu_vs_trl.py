@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_vs_trl.py sft|grpo [--size 2B] [--sides dsreason trl] [--seconds 150]
 
-SFT trains on image rows of 50 to 1,500 tokens, 64 per step, in bf16 with gradient checkpointing. TRL's weights are bf16, as is
-usual there; dsreason keeps float32 master weights. GRPO samples 8 completions of 256 tokens for each of 16 prompts, and both
-sides let vLLM sleep while the policy trains. The model is random, and its end token is never sampled, so every completion has
-the full length.
+SFT trains on image rows of 50 to 1,500 tokens, 64 per step, in bf16 with gradient checkpointing. TRL's weights are bf16, which is
+usual with TRL; dsreason keeps float32 master weights. GRPO samples 8 completions of 256 tokens for each of 16 prompts, and both
+sides let vLLM sleep while the policy trains. The model is random, and its end token is never sampled, so every completion has the
+full length.
 
 The output is each side's seconds per step after two warm-up steps and, at the end, the ratio. A side that exceeds its time limit
 is stopped, and the steps that it has finished count. Without a GPU, the model is tiny, and TRL generates without vLLM, because

@@ -43,7 +43,7 @@ Seconds = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class PhaseClock:
-    """A clock for the wall-clock time and this process's CPU time of each phase of each step; phases do not nest."""
+    """A clock that measures each phase's wall-clock time and this process's CPU time, step by step; phases do not nest."""
 
     def __init__(self) -> None:
         self.now: dict[str, Seconds] = defaultdict(lambda: np.zeros(2))

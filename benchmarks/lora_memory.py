@@ -3,8 +3,8 @@
     python benchmarks/lora_memory.py [--gb 1.0] [--rank 16] [--quantize] [--ds-config zero3.json]
 
 Each side trains the same random model in bf16 for two steps, in a new process, and reports the memory in use before the second
-optimizer step minus that before the model was loaded: anonymous memory on a CPU (mapped weight files belong to the page cache),
-allocated memory on a GPU. `--quantize` also measures adapters on a 4-bit base model. The training text is a few
+optimizer step minus the memory in use before the model was loaded: anonymous memory on a CPU (mapped weight files belong to the
+page cache), allocated memory on a GPU. `--quantize` also measures adapters on a 4-bit base model. The training text is a few
 words, so activations are negligible.
 """
 

@@ -2,10 +2,10 @@
 
     python benchmarks/process_start.py [--against COMMIT] [--rounds 3]
 
-The commands are `--version`, `--help`, a run with a misspelt key, one with a missing file, `sft --dry-run` on the built-in task,
-and `sft --nproc 2` on that task up to the first step in metrics.jsonl. The result is the user and system time of the command and
-of all processes that it started; the minimum of the rounds counts. The commits take turns; the earlier commit runs from a
-separate git worktree, with the packages of this environment.
+The commands are `--version`, `--help`, a run with a misspelt key, a run with a missing file, `sft --dry-run` on the built-in
+task, and `sft --nproc 2` on that task up to the first step in metrics.jsonl. The result is the user and system time of the
+command and of all processes that it started; the minimum of the rounds counts. The commits take turns; the earlier commit runs
+from a separate git worktree, with the packages of this environment.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def time_command(tree: Path, arguments: list[str], folder: Path) -> float:
 
 
 def time_first_step(tree: Path, folder: Path) -> float:
-    """Return the CPU seconds of the command and its ranks until the first step is done."""
+    """Return the CPU seconds that the command and its ranks use until the first step is done."""
     with tempfile.TemporaryDirectory(dir=folder) as output:
         process = start(tree, ["sft", "--nproc=2", f"--output-dir={output}/run"], folder)
         metrics = Path(output) / "run" / "metrics.jsonl"

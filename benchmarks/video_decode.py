@@ -1,4 +1,4 @@
-"""Clips per second that become a model's pixels in dsreason, and in qwen-vl-utils with the Hugging Face processor.
+"""Speed of decoding clips into a model's pixels, in dsreason and in qwen-vl-utils with the Hugging Face processor.
 
     python benchmarks/video_decode.py [--media F]... [--seconds 30 120] [--fps 2 4] [--max-pixels 81920 default]
                                       [--readers decord torchcodec] [--rounds 5] [--threads 1]

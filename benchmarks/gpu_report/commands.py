@@ -16,7 +16,7 @@ LAST_LINES = 25
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl; an empty list if no step has ended yet."""
+    """Return the lines of a run's metrics.jsonl; return an empty list if no step has ended yet."""
     file = output / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 

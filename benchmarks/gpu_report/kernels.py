@@ -212,7 +212,7 @@ def build_tower_run(
     tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Build a function that runs a forward and a backward pass, and returns the output and the gradient of the first block's
-    matrix, both in float32."""
+    QKV matrix, both in float32."""
 
     def run() -> tuple[Tensor, Tensor]:
         for module in tower.modules():  # `set_attn_implementation` would search the Hub for a kernel of that name

@@ -105,7 +105,7 @@ def fill_with_rows(setup: BenchmarkSetup, count: int, folder: Path) -> None:
 def build_run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
     """Build the settings that all runs in the report share: no generated answers, intermediate checkpoints or export.
 
-    `train.max_steps` is larger than the number of steps of any run.
+    `train.max_steps` is larger than any run's number of steps.
     """
     return {
         "deepspeed": "zero3.json",
