@@ -112,6 +112,6 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_tokens(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    """Gather the tokens of all ranks of the group along axis `dim`."""
+    """Gather the tokens from all ranks in the group along axis `dim`."""
     gathered: Tensor = _Gather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
     return gathered

@@ -118,7 +118,7 @@ def share_tokens(transformer: nn.Module, group: Group) -> None:
     """Shard the tokens across the ranks of `group`.
 
     Hidden states are split only once, before the first block. Positions are split before every block, because the transformer
-    passes each block those of all tokens.
+    passes them to each block for all tokens.
     """
     model: Any = transformer
 

@@ -125,7 +125,7 @@ def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_s
 def iter_saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of a checkpoint; if there is a moving average, yield the averaged values.
 
-    Parameters are read one by one, because those of a 14B model take 56 GB.
+    Parameters are read one by one, because a 14B model's parameters take 56 GB.
     """
     averaged = (checkpoint / get_average_file("ema", 0)).is_file()
     trained = {to_hf_name(name) for name, parameter in saved.parameters.items() if parameter.trained}
