@@ -98,6 +98,11 @@ def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build("qwen3_vl", tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("qwen3_vl_moe", tmp_path_factory)
+
+
 @pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
 def tiny(request: pytest.FixtureRequest) -> Path:
     """The folder of either family's tiny model, one after the other."""

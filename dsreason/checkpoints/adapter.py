@@ -135,7 +135,7 @@ def iter_weights_with_adapters(
     }
     names = [name for name in map(to_hf_name, saved.parameters) if not is_adapter(name)]
     family = get_family(read_model_config(source).model_type)
-    weights = find_weights(source, family.rename, inside=family.weight_folders)
+    weights = find_weights(source, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed)
     lacking = [name for name in map(to_base_name, names) if name not in weights.places]
     lacking += [
         adapter_name for name in names for adapter_name in get_adapter_names(name) if adapter_name not in trained

@@ -96,10 +96,10 @@ def write_model_folder(
 
 
 def rename_for_export(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors under the names that exports of the model family use."""
+    """Yield the tensors under the names and in the layout that exports of the model family use."""
     family = get_family(read_model_config(source).model_type)
     for name, tensor in tensors:
-        yield family.to_exported_name(name), tensor
+        yield family.to_exported_name(name), family.swap_axes(name, tensor)
 
 
 def set_config_dtype(file: Path, dtype: str) -> None:

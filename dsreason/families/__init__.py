@@ -8,11 +8,12 @@ from dsreason.families.cosmos3 import COSMOS3
 from dsreason.families.family import Family
 from dsreason.families.qwen2_5_vl import QWEN2_5_VL
 from dsreason.families.qwen3_vl import QWEN3_VL
+from dsreason.families.qwen3_vl_moe import QWEN3_VL_MOE
 from dsreason.families.qwen_text import QWEN2_5, QWEN3
 
 __all__ = ["FAMILIES", "Family", "list_control_tokens", "get_family"]
 
-FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, COSMOS3, QWEN2_5, QWEN3)}
+FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, COSMOS3, QWEN2_5, QWEN3)}
 
 
 def get_family(model_type: str) -> Family:

@@ -117,7 +117,7 @@ def read_parameter_names(path: Path) -> list[str]:
     """Read the in-memory names of a model folder's parameters from the file headers; a tied `lm_head` is omitted."""
     config = read_model_config(path)
     family = get_family(config.model_type)
-    names = find_weights(path, family.rename, inside=family.weight_folders).places
+    names = find_weights(path, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed).places
     return [name for name in names if not (config.tie_word_embeddings and name == f"{family.modules.head}.weight")]
 
 
@@ -166,7 +166,7 @@ def build_checked_model(
     """Build a folder's model without weights, and check that its files contain all weights; raise the errors of `load_model`."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
-    weights = find_weights(path, family.rename, inside=family.weight_folders)
+    weights = find_weights(path, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed)
     check_depth(config, weights)
     model = build_empty_model(config, dtype, attention, trust_remote_code)
     check_weights(model, weights)
@@ -187,7 +187,7 @@ def load_weights(
         quantize_weight(layer, device)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(device, dtype, copy=True)
+            parameter.data = parameter.data.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def check_depth(config: Any, weights: WeightFiles) -> None:

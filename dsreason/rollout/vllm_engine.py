@@ -183,7 +183,9 @@ class VLLMEngine(RolloutEngine):
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserve_process_state(self.world):
             try:
-                named_tensors = ((self.family.to_exported_name(name), tensor) for name, tensor in sending)
+                named_tensors = (
+                    (self.family.to_exported_name(name), self.family.swap_axes(name, tensor)) for name, tensor in sending
+                )
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             finally:
                 sending.read_remaining()

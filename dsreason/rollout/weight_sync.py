@@ -36,6 +36,9 @@ TOLERANCE = 1e-12
 """Tolerance of a sum, relative to its upper bound. A different order of addition changes a sum by less, and a difference of one
 bfloat16 step changes it by more."""
 
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+"""Names of the parameters that hold all experts of a layer: in the Hugging Face model → in vLLM."""
+
 
 @dataclass(frozen=True)
 class TensorSlot:
@@ -146,6 +149,11 @@ def find_part(
     """Return the engine parameter that holds `name` (None if not found), and the index of its part (None if not fused)."""
     if name in parameters:
         return name, None
+    layer, _, parameter = name.rpartition(".")
+    if layer.endswith(".experts") and parameter in EXPERTS:
+        for owner in (f"{layer}.routed_experts", layer):  # vLLM 0.26 has no module `routed_experts`
+            if f"{owner}.{EXPERTS[parameter]}" in parameters:
+                return f"{owner}.{EXPERTS[parameter]}", None
     for fused, parts in model.packed_modules_mapping.items():
         for number, part in enumerate(parts):
             fused_name = name.replace(f".{part}.", f".{fused}.")
