@@ -22,7 +22,7 @@ def build_tiny_config(
     from transformers import Qwen3VLMoeConfig
 
     dense = build_dense_config(text, vision, head_size, common).to_dict()
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": text["intermediate_size"] * 3 // 8}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": text["intermediate_size"] * 3 // 4}
     for part, more in (("text_config", experts | dict(QWEN3_VL_MOE.fixed_settings)), ("vision_config", {})):
         del dense[part]["model_type"]
         dense[part] |= more

@@ -45,7 +45,7 @@ from dsreason.rollout.vllm_requests import (
     to_completion,
     to_inputs,
 )
-from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config
+from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config, repack_experts
 from dsreason.rollout.weight_sync import (
     WeightStream,
     check_arrival,
@@ -54,6 +54,7 @@ from dsreason.rollout.weight_sync import (
     find_changed,
     find_complete_layers,
     find_different,
+    find_expert_layers,
     find_slots,
     iter_engine_values,
     move_to_cpu,
@@ -179,6 +180,7 @@ class VLLMEngine(RolloutEngine):
         if not self.weights_awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine; wake it first")
         before = {name: self.sent[name] for name in retained if name in self.sent}
+        reloaded_experts = find_expert_layers(self.slots, self.expected.keys() - before.keys())
         self.version, self.sent = None, {}  # a sync that fails halfway leaves no usable weights
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserve_process_state(self.world):
@@ -191,6 +193,7 @@ class VLLMEngine(RolloutEngine):
                 sending.read_remaining()
             sending.finish()
             repair_tied_output(self.model)
+            repack_experts(reloaded_experts)
         check_arrival(self.slots, sending.fingerprints, self._group)
         self._reset_cache()
         self.version, self.sent = version, sending.fingerprints

@@ -196,6 +196,11 @@ def find_complete_layers(slots: list[TensorSlot], names: Collection[str]) -> set
     return names
 
 
+def find_expert_layers(slots: list[TensorSlot], names: Collection[str]) -> set[VLLMModule]:
+    """Return the layers that hold the experts among the tensors in `names`."""
+    return {slot.layer for slot in slots if slot.name in names and slot.parameter in EXPERTS.values()}
+
+
 def check_arrival(slots: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Raise SyncError, naming the tensors, if fingerprints of the engine's weights differ from those of the sent tensors."""
     raise_sync_error(
@@ -247,7 +252,9 @@ def iter_engine_values(slot: TensorSlot) -> Iterator[Tensor]:
         yield weight[slot.rows]
         return
     # Only the layer's kernel can read the repacked weight, so the weight is multiplied by unit vectors, which is exact.
-    width = weight.shape[1] if weight.numel() else slot.layer.input_size_per_partition
+    replicated = not hasattr(slot.layer, "input_size_per_partition")
+    inputs = slot.layer.input_size if replicated else slot.layer.input_size_per_partition
+    width = weight.shape[1] if weight.numel() else inputs
     for start in range(0, width, 1024):
         units = torch.zeros(min(1024, width - start), width, dtype=weight.dtype)
         units[:, start:].fill_diagonal_(1)

@@ -28,6 +28,7 @@ from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.families import get_family
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
 from dsreason.models.freeze import check_freeze
@@ -62,7 +63,19 @@ def check_model(config: RunConfig) -> Encoder:
     if config.lora.rank:
         check_adapters(config, model_path)
     check_heads(config, model_path)
+    check_router(config, model_path)
     return build_encoder(config, model_path)
+
+
+def check_router(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if a dense model has a router loss."""
+    model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    family = get_family(model.model_type)
+    if config.train.router_loss_weight and not family.modules.experts:
+        raise ConfigError(
+            f"train.router_loss_weight is {config.train.router_loss_weight}, but {family.name} is not a mixture of experts; "
+            "set it to 0"
+        )
 
 
 def check_heads(config: RunConfig, model_path: Path) -> None:

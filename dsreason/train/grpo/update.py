@@ -22,6 +22,7 @@ from dsreason.losses.kl import k3
 from dsreason.losses.objective import build_objective
 from dsreason.losses.policy import GlobalCounts, LossInputs
 from dsreason.phases import record_phase
+from dsreason.train.common.router import RouterTerm
 from dsreason.train.grpo.mismatch import Mismatch, compute_mismatch_metrics, drop_most_texts, measure_mismatches
 from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_training_sample, flatten
 from dsreason.train.grpo.teacher import Teacher
@@ -116,6 +117,7 @@ def accumulate_gradients(
         num_sequences=sum(world.select_group_values(gather_objects(len(lengths)))),
         max_length=config.rollout.max_completion_length,
     )
+    router = RouterTerm(engine.module, counts.num_tokens)
     # Metric → one value per micro-batch. The values are read after the loop, because reading waits for the GPU.
     terms: dict[str, list[Tensor]] = {"train/loss": [], "policy/entropy": [], "policy/clip_fraction": []}
     if micro_batches[0].ref_logprobs is not None:
@@ -143,7 +145,8 @@ def accumulate_gradients(
             advantages = advantages + config.distill.coef * teacher_advantages
         inputs = LossInputs(logprobs, old, advantages, flat.sequence, counts, correction, penalty)
         result = objective.loss(inputs)
-        add_gradient(engine, result.loss, world.size, last=i == len(micro_batches) - 1)
+        total = router.add_to(result.loss, micro_batch.batch)
+        add_gradient(engine, total, world.size, last=i == len(micro_batches) - 1)
         terms["train/loss"].append(result.loss.detach())
         terms["policy/clip_fraction"].append(result.clipped.sum())
         terms["policy/entropy"].append(entropy.detach().sum())
@@ -160,4 +163,5 @@ def accumulate_gradients(
     totals = {name: sum(rank_sums[name] for rank_sums, _ in ranks) for name in sums}
     all_mismatches = [mismatch for _, rank_mismatches in ranks for mismatch in rank_mismatches]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
-    return {"train/loss": totals["train/loss"], **per_token, **compute_mismatch_metrics(all_mismatches)}, all_mismatches
+    metrics = {"train/loss": totals["train/loss"], **per_token, **router.compute_metrics(world)}
+    return metrics | compute_mismatch_metrics(all_mismatches), all_mismatches
