@@ -25,7 +25,9 @@ class Routing:
     """Number of tokens that each layer sends to each expert, detached, `[layers, experts]`."""
 
 
-def compute_routing(logits: Sequence[Tensor], counted: Tensor, num_tokens: Tensor, top_k: int, group: object) -> Routing:
+def compute_routing(
+    logits: Sequence[Tensor], counted: Tensor, num_tokens: Tensor, top_k: int, group: object
+) -> Routing:
     """Compute the balance loss, per layer `experts · Σ_i f_i · P_i`, and the loads.
 
     f_i is the number of tokens that are sent to expert i, divided by the number of tokens; P_i is the mean probability of expert i.
@@ -61,8 +63,12 @@ def count_loads(probs: Tensor, counted: Tensor, top_k: int) -> Tensor:
 
 
 def compute_max_load(loads: Tensor) -> float:
-    """Return the largest load of an expert in any layer, relative to the mean load of the layer's experts, from `[layers, experts]`.
+    """Return the largest load of an expert in any layer, relative to the mean load of the layer's experts.
 
-    1 means that all experts have the same load; experts / k that some layer sends all tokens to the same k experts.
+    Args:
+        loads: `[layers, experts]`.
+
+    Returns:
+        1 if all experts of each layer have the same load; experts / k if some layer sends all tokens to the same k experts.
     """
     return float((loads.amax(1) / loads.mean(1)).max())

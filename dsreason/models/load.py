@@ -104,6 +104,7 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
             f"{path}: the weights are quantised, so they cannot be trained; use the unquantised model"
         )
     check_sizes(path, config.to_dict())
+    check_fixed_settings(path, config)
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(
             f"{path}: config.json has dtype {config.dtype!r:.100}, which torch does not support; restore the original config.json"
@@ -111,6 +112,17 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
     if dtype is not None:
         config.dtype = dtype
     return config
+
+
+def check_fixed_settings(path: Path, config: Any) -> None:
+    """Raise CheckpointError if config.json has a value that vLLM would use, but transformers would ignore."""
+    text = config.get_text_config().to_dict()
+    for name, value in get_family(config.model_type).fixed_settings:
+        if text.get(name, value) != value:
+            raise CheckpointError(
+                f"{path}: config.json has text_config.{name} = {text[name]}, but transformers supports only {value}, so training "
+                "and vLLM would compute different models; use a model that was trained with that value"
+            )
 
 
 def read_parameter_names(path: Path) -> list[str]:

@@ -18,7 +18,7 @@ from dsreason.errors import ConfigError, DsReasonError
 from dsreason.families import get_family
 from dsreason.job.ranks import gather_objects
 from dsreason.models.freeze import find_similar_names
-from dsreason.monitor.flops import count_values
+from dsreason.monitor.flops import count_values, is_expert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,6 +44,7 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
         raise ConfigError(f"lora.vision is true, but {family.name} has no vision tower; set lora.vision = false")
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    experts = [name for name, _ in model.named_parameters() if is_expert(name, modules)]
     targets: set[str] = set()
     problems = []
     for pattern in [*(lora.targets or [modules.text_layers]), *([modules.vision_layers] if lora.vision else [])]:
@@ -55,6 +56,11 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
             problems.append(
                 f"lora.targets pattern '{pattern}' matches {modules.head}, the output layer{tied}, but it cannot have an "
                 "adapter; restrict the pattern to the layers below it"
+            )
+        elif pattern in lora.targets and (matched := [name for name in experts if re.search(pattern, name)]):
+            problems.append(
+                f"lora.targets pattern '{pattern}' matches {matched[0]}, which holds all experts of a layer, but experts cannot "
+                "have adapters; restrict the pattern to other layers, such as the attention's (self_attn)"
             )
         elif not matches:
             problems.append(f"lora.targets pattern '{pattern}' {describe_no_match(pattern, kinds, linear)}")

@@ -204,9 +204,7 @@ def build_chat_template(family: Family) -> str:
     return Template(template).substitute(vars(family.tokens), default_system=system)
 
 
-def _draw(
-    name: str, shape: torch.Size, family: Family, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+def _draw(name: str, shape: torch.Size, family: Family, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Draw a matrix from N(0, 1 / inputs), or an embedding or positions from N(0, 0.02^2); norm weights are 1, and biases 0."""
     modules = family.modules
     if name.endswith(".bias"):

@@ -119,6 +119,8 @@ class VLLMEngine(RolloutEngine):
             arguments = build_engine_arguments(
                 world, settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=trust_remote_code
             )
+            if self.family.fixed_settings:
+                arguments["hf_overrides"] = {"text_config": dict(self.family.fixed_settings)}
             if self.family.vllm_class is not None:
                 arguments["hf_overrides"] = {"architectures": [self.family.vllm_class]}
                 read_weights_beside_config(path)
@@ -186,7 +188,8 @@ class VLLMEngine(RolloutEngine):
         with preserve_process_state(self.world):
             try:
                 named_tensors = (
-                    (self.family.to_exported_name(name), self.family.swap_axes(name, tensor)) for name, tensor in sending
+                    (self.family.to_exported_name(name), self.family.swap_axes(name, tensor))
+                    for name, tensor in sending
                 )
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             finally:

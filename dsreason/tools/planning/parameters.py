@@ -18,7 +18,8 @@ from dsreason.models.freeze import check_freeze
 from dsreason.models.load import build_empty_model
 from dsreason.models.lora import find_adapted_layers
 from dsreason.models.nf4.blocks import ROW_BYTES, count_blocks
-from dsreason.models.nf4.layers import is_quantized
+from dsreason.models.nf4.layers import check_experts, is_quantized
+from dsreason.monitor.flops import get_active_share
 from dsreason.tools.planning.architecture import Architecture
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class PlannedParameter:
     """Number of values; for a 4-bit parameter, the number before quantization."""
     kind: Kind
     bytes_each: int
+    active_share: float = 1.0
+    """Fraction of the values that is used for a token, which is below 1 only for experts."""
 
     @property
     def is_trained(self) -> bool:
@@ -82,6 +85,13 @@ class Parameters:
         return sum(parameter.numel for parameter in self.all if parameter.kind != "adapter")
 
     @cached_property
+    def num_active(self) -> int:
+        """Number of values in the model that are used for a token, not counting adapters."""
+        return sum(
+            round(parameter.numel * parameter.active_share) for parameter in self.all if parameter.kind != "adapter"
+        )
+
+    @cached_property
     def trained(self) -> tuple[PlannedParameter, ...]:
         return tuple(parameter for parameter in self.all if parameter.is_trained)
 
@@ -123,6 +133,8 @@ def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
         ConfigError: a pattern in `model.freeze` or `lora.targets` matches nothing.
     """
     family = get_family(model.config.model_type)
+    if config.model.quantize:
+        check_experts(family)
     named_parameters = dict(model.named_parameters())
     frozen = set(named_parameters) if config.lora.rank else check_freeze(named_parameters, config.model.freeze)
     width = next(iter(named_parameters.values())).element_size()
@@ -133,7 +145,14 @@ def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
         return "frozen" if name in frozen else "trained"
 
     parameters = [
-        PlannedParameter(name, tensor.numel(), get_kind(name), width) for name, tensor in named_parameters.items()
+        PlannedParameter(
+            name,
+            tensor.numel(),
+            get_kind(name),
+            width,
+            get_active_share(name, family.modules, model.config.get_text_config()),
+        )
+        for name, tensor in named_parameters.items()
     ]
     if config.lora.rank:
         parameters += list_adapter_parameters(model, config, find_adapted_layers(model, config.lora), width)

@@ -34,6 +34,7 @@ from dsreason.media.videos import check_torchcodec
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import find_adapted_layers
+from dsreason.models.nf4.layers import check_experts
 from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.metrics import check_sinks
 from dsreason.problems import build_config_error, find_nearest, summarise_problems
@@ -63,12 +64,12 @@ def check_model(config: RunConfig) -> Encoder:
     if config.lora.rank:
         check_adapters(config, model_path)
     check_heads(config, model_path)
-    check_router(config, model_path)
+    check_mixture(config, model_path)
     return build_encoder(config, model_path)
 
 
-def check_router(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if a dense model has a router loss."""
+def check_mixture(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if a dense model has a router loss, or if the weights of experts should be quantised."""
     model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
     family = get_family(model.model_type)
     if config.train.router_loss_weight and not family.modules.experts:
@@ -76,6 +77,8 @@ def check_router(config: RunConfig, model_path: Path) -> None:
             f"train.router_loss_weight is {config.train.router_loss_weight}, but {family.name} is not a mixture of experts; "
             "set it to 0"
         )
+    if config.model.quantize:
+        check_experts(family)
 
 
 def check_heads(config: RunConfig, model_path: Path) -> None:

@@ -96,6 +96,16 @@ def add_fixed_logprobs(
     return list(steps)
 
 
+def gather_counts(micro_batches: Sequence[RolloutMicroBatch], config: GRPOConfig, world: World) -> GlobalCounts:
+    """Return the sizes of the step's global batch. Collective."""
+    lengths = [rollout.completion.num_sampled for micro_batch in micro_batches for rollout in micro_batch.rollouts]
+    return GlobalCounts(
+        num_tokens=sum(world.select_group_values(gather_objects(sum(lengths)))),
+        num_sequences=sum(world.select_group_values(gather_objects(len(lengths)))),
+        max_length=config.rollout.max_completion_length,
+    )
+
+
 def accumulate_gradients(
     engine: DeepSpeedEngine,
     micro_batches: Sequence[RolloutMicroBatch],
@@ -111,12 +121,7 @@ def accumulate_gradients(
         The metrics, and the mismatch between rollout engine and trainer for the completions of all ranks.
     """
     objective = build_objective(config.grpo)
-    lengths = [rollout.completion.num_sampled for micro_batch in micro_batches for rollout in micro_batch.rollouts]
-    counts = GlobalCounts(
-        num_tokens=sum(world.select_group_values(gather_objects(sum(lengths)))),
-        num_sequences=sum(world.select_group_values(gather_objects(len(lengths)))),
-        max_length=config.rollout.max_completion_length,
-    )
+    counts = gather_counts(micro_batches, config, world)
     router = RouterTerm(engine.module, counts.num_tokens)
     # Metric → one value per micro-batch. The values are read after the loop, because reading waits for the GPU.
     terms: dict[str, list[Tensor]] = {"train/loss": [], "policy/entropy": [], "policy/clip_fraction": []}
@@ -145,8 +150,8 @@ def accumulate_gradients(
             advantages = advantages + config.distill.coef * teacher_advantages
         inputs = LossInputs(logprobs, old, advantages, flat.sequence, counts, correction, penalty)
         result = objective.loss(inputs)
-        total = router.add_to(result.loss, micro_batch.batch)
-        add_gradient(engine, total, world.size, last=i == len(micro_batches) - 1)
+        loss = router.add_to(result.loss, micro_batch.batch)
+        add_gradient(engine, loss, world.size, last=i == len(micro_batches) - 1)
         terms["train/loss"].append(result.loss.detach())
         terms["policy/clip_fraction"].append(result.clipped.sum())
         terms["policy/entropy"].append(entropy.detach().sum())
@@ -163,5 +168,5 @@ def accumulate_gradients(
     totals = {name: sum(rank_sums[name] for rank_sums, _ in ranks) for name in sums}
     all_mismatches = [mismatch for _, rank_mismatches in ranks for mismatch in rank_mismatches]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
-    metrics = {"train/loss": totals["train/loss"], **per_token, **router.compute_metrics(world)}
-    return metrics | compute_mismatch_metrics(all_mismatches), all_mismatches
+    means = {"train/loss": totals["train/loss"], **per_token} | router.compute_metrics(world)
+    return means | compute_mismatch_metrics(all_mismatches), all_mismatches
