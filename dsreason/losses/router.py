@@ -30,8 +30,8 @@ def compute_routing(
 ) -> Routing:
     """Compute the balance loss, per layer `experts · Σ_i f_i · P_i`, and the loads.
 
-    f_i is the number of tokens that are sent to expert i, divided by the number of tokens; P_i is the mean probability of expert i.
-    Gradients flow only through P.
+    f_i is the number of tokens that are sent to expert i, divided by the number of tokens, and P_i is the mean probability of
+    expert i. Gradients flow only through P.
 
     Args:
         logits: each layer's router logits `[tokens, experts]`.
@@ -41,7 +41,7 @@ def compute_routing(
         group: ranks that compute the row together, each with a part of the tokens; None for a single rank. Every rank returns the
             values of the entire row, but gradients flow only to its own tokens.
 
-    Example: two experts, top_k 1, and two tokens with probabilities [0.9, 0.1] and [0.8, 0.2] give 2 · (1 · 0.85 + 0 · 0.15) = 1.7.
+    Example: two experts, top_k 1, and tokens with probabilities [0.9, 0.1] and [0.8, 0.2] give 2 · (1 · 0.85 + 0 · 0.15) = 1.7.
     """
     probs = [layer.float().softmax(-1) for layer in logits]
     loads = torch.stack([count_loads(layer.detach(), counted, top_k) for layer in probs])

@@ -125,10 +125,8 @@ def accumulate_gradients(
     router = RouterTerm(engine.module, counts.num_tokens)
     # Metric → one value per micro-batch. The values are read after the loop, because reading waits for the GPU.
     terms: dict[str, list[Tensor]] = {"train/loss": [], "policy/entropy": [], "policy/clip_fraction": []}
-    if micro_batches[0].ref_logprobs is not None:
-        terms["policy/kl"] = []
-    if micro_batches[0].teacher_logprobs is not None:
-        terms["distill/kl"] = []
+    terms |= {"policy/kl": []} if micro_batches[0].ref_logprobs is not None else {}
+    terms |= {"distill/kl": []} if micro_batches[0].teacher_logprobs is not None else {}
     trainer_logprobs: list[Tensor] = []
     # All ranks have the same number, because the forward pass is collective.
     for i, micro_batch in enumerate(micro_batches):
@@ -161,9 +159,11 @@ def accumulate_gradients(
             terms["distill/kl"].append((old - micro_batch.teacher_logprobs).sum())
         trainer_logprobs.append(old)
     sums = {name: sum(map(float, values)) for name, values in terms.items()}
-    local_mismatches: list[Mismatch] = []
-    for micro_batch, values in zip(micro_batches, trainer_logprobs, strict=True):
-        local_mismatches += measure_mismatches(micro_batch.rollouts, values)
+    local_mismatches = [
+        item
+        for micro_batch, values in zip(micro_batches, trainer_logprobs, strict=True)
+        for item in measure_mismatches(micro_batch.rollouts, values)
+    ]
     ranks = world.select_group_values(gather_objects((sums, drop_most_texts(local_mismatches))))
     totals = {name: sum(rank_sums[name] for rank_sums, _ in ranks) for name in sums}
     all_mismatches = [mismatch for _, rank_mismatches in ranks for mismatch in rank_mismatches]
