@@ -36,7 +36,8 @@ QWEN3_VL_MOE = replace(
     modules=replace(
         QWEN3_VL.modules,
         blocks=("Qwen3VLMoeTextDecoderLayer", "Qwen3VLMoeVisionBlock", "Qwen3VLMoeVisionPatchMerger"),
-        experts=r"\.mlp\.experts\.(gate_up|down)_proj$",
+        text_layers=r"\.language_model\..*\.(self_attn\.(q|k|v|o)|mlp\.(gate|up|down))_proj$",  # experts get none by default
+        experts=r"\.mlp\.experts\.",
     ),
     transposes_experts=True,
     fixed_settings=(("norm_topk_prob", True),),

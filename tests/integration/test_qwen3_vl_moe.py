@@ -42,31 +42,62 @@ def only_half_of_the_experts(half: int) -> Iterator[None]:
         yield
 
 
-def take_disjoint_step(rows: str, model: str) -> Any:
-    """Return this rank's micro-batches, pickled, the number of trained tokens, and the gradients of all ranks."""
+def open_engine(rows: str, model: str, **sections: Any) -> Any:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.job.ranks import gather_objects, init_world
     from dsreason.train.common.opening import build_policy_engine
-    from dsreason.train.sft.loop import accumulate_gradients
-    from tests.engines import full_gradients
 
-    world, config = init_world(), sft_config(rows, model, {"model": {"gradient_checkpointing": True}})
+    world = init_world()
+    config = sft_config(rows, model, {"model": {"gradient_checkpointing": True}, **sections})
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
     deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     batches = first_batches(config, world.rank, world.size, gather_objects)
+    return build_policy_engine(config, deepspeed, Path(model)), batches, world
+
+
+def train_on_rank(rows: str, model: str) -> Any:
+    """Take a step whose ranks use disjoint experts, and then steps of which only one rank has a row.
+
+    Return the first step's micro-batches on this rank, pickled, its number of trained tokens and its gradients; and the numbers of
+    trained tokens of this rank's micro-batches in the other steps.
+    """
+    from dsreason.train.sft.loop import accumulate_gradients
+    from tests.engines import full_gradients
+
+    engine, batches, world = open_engine(rows, model)
     with only_half_of_the_experts(world.rank):
-        engine = build_policy_engine(config, deepspeed, Path(model))
         accumulate_gradients(engine, batches, world)
         gradients = {name: gradient.numpy() for name, gradient in full_gradients(engine).items()}
         engine.step()
-    return pickle.dumps(batches.micro_batches), batches.num_tokens, gradients
+    engine.destroy()
+    train = {"global_batch_size": 1, "router_loss_weight": 0.1}
+    engine, few, _ = open_engine(rows, model, train=train, lora={"rank": 4, "targets": ["self_attn"]})
+    for _ in range(2):  # the second step compares the order of modules between the ranks
+        accumulate_gradients(engine, few, world)
+        engine.step()
+    return (
+        pickle.dumps(batches.micro_batches),
+        batches.num_tokens,
+        gradients,
+        [len(b.targets) for b in few.micro_batches],
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl_moe: Path) -> list[Any]:
+    rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
+    return run_on_ranks(train_on_rank, 2, str(rows), str(tiny_qwen3_vl_moe), timeout=300)
 
 
 @pytest.mark.long
-def test_ranks_with_disjoint_experts_finish_step(tmp_path: Path, tiny_qwen3_vl_moe: Path) -> None:
-    results = run_on_ranks(take_disjoint_step, 2, str(write_mixed_rows(tmp_path)), str(tiny_qwen3_vl_moe), timeout=300)
+def test_rank_without_rows_finishes_steps(results: list[Any]) -> None:
+    assert [counts for *_, counts in results] == [[8], [0]]
+
+
+@pytest.mark.long
+def test_ranks_with_disjoint_experts_finish_step(results: list[Any], tiny_qwen3_vl_moe: Path) -> None:
     policy = Policy(load_model(tiny_qwen3_vl_moe, dtype=torch.float32))
-    for rank, (micro_batches, num_tokens, _) in enumerate(results):
+    for rank, (micro_batches, num_tokens, _) in enumerate(result[:3] for result in results):
         with only_half_of_the_experts(rank):
             for batch in pickle.loads(micro_batches):
                 (-policy(batch).sum() / num_tokens).backward()

@@ -26,6 +26,10 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"deepspeed": "zero3_offload.json", "model": {"gradient_checkpointing": True}},
     "adapters": {"lora": LORA},
     "adapters on text": {"lora": TEXT_LORA, "model": {"gradient_checkpointing": True}},
+    "adapters on experts": {
+        "lora": {"rank": 4, "targets": [r"mlp\.experts"]},
+        "model": {"gradient_checkpointing": True},
+    },
     "router loss": {"train": {"router_loss_weight": 0.1}, "model": {"gradient_checkpointing": True}},
     "adapters beside 4 bits": {"lora": TEXT_LORA, "model": {"quantize": "nf4"}},
 }
@@ -130,8 +134,8 @@ def sections_of(case: str, family: str) -> dict[str, Any]:
 
 
 LAYOUTS = {
-    (2, "qwen2_5_vl"): [case for case in CASES if case != "router loss"],
-    (2, "qwen3_vl_moe"): ["recomputed", "adapters on text"],
+    (2, "qwen2_5_vl"): [case for case in CASES if case not in ("adapters on experts", "router loss")],
+    (2, "qwen3_vl_moe"): ["recomputed", "adapters on experts"],
     (1, "qwen3_vl_moe"): ["router loss"],
     (2, "qwen3_vl"): ["all", "recomputed", "adapters", "adapters on text"],
     (1, "qwen3_vl"): ["recomputed", "frozen patches", "adapters beside 4 bits"],

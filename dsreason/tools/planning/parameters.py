@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -167,12 +168,14 @@ def is_nf4(name: str, model: nn.Module, family: Family) -> bool:
 def list_adapter_parameters(
     model: nn.Module, config: RunConfig, layers: Iterable[str], width: int
 ) -> list[PlannedParameter]:
-    """List the matrices A `[rank, in]` and B `[out, rank]` of each adapted layer."""
+    """List the matrices A `[rank, in]` and B `[out, rank]` of each adapted layer; experts have a pair each."""
     adapters = []
+    parameters = dict(model.named_parameters())
     for name in layers:
-        layer: Any = model.get_submodule(name)
+        shape = (parameters[name] if name in parameters else parameters[f"{name}.weight"]).shape
+        *experts, outputs, inputs = shape
         ranks = (rank for pattern, rank in config.lora.rank_pattern.items() if re.search(pattern, name))
-        rank = next(ranks, config.lora.rank)
-        adapters.append(PlannedParameter(f"{name}.lora_A", rank * layer.in_features, "adapter", width))
-        adapters.append(PlannedParameter(f"{name}.lora_B", rank * layer.out_features, "adapter", width))
+        rank = next(ranks, config.lora.rank) * math.prod(experts)
+        adapters.append(PlannedParameter(f"{name}.lora_A", rank * inputs, "adapter", width))
+        adapters.append(PlannedParameter(f"{name}.lora_B", rank * outputs, "adapter", width))
     return adapters

@@ -27,10 +27,12 @@ class RouterTerm:
     def add_to(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return the loss of a micro-batch plus its share of the router loss, from the forward pass that has just run."""
         routing: Routing | None = self.policy.routing
-        if routing is None or not len(batch.targets):  # a batch without samples contains only padding
+        if routing is None:
             return loss
-        share = routing.balance_loss * (len(batch.targets) / self.num_tokens)
-        self.parts.append((share.detach(), routing.loads))
+        # A batch of padding has no share, but must have the same graph as the others, which ZeRO-3 compares between ranks.
+        share = routing.balance_loss * (len(batch.targets) / max(self.num_tokens, 1))
+        if len(batch.targets):
+            self.parts.append((share.detach(), routing.loads))
         return loss + self.policy.router_loss_weight * share if self.policy.router_loss_weight else loss
 
     def compute_metrics(self, world: World) -> dict[str, float]:

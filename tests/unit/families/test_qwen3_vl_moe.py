@@ -21,11 +21,20 @@ from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.families import FAMILIES
 from dsreason.models.load import load_model
-from dsreason.models.lora import find_adapted_layers
+from dsreason.models.lora import (
+    Delta,
+    add_adapters,
+    find_adapted_layers,
+    get_adapted_layer,
+    get_adapter_names,
+    get_adapter_scales,
+    to_base_name,
+)
 from dsreason.models.policy import Policy
 from dsreason.models.processors.loading import open_encoder
 from dsreason.models.tiny import build_tiny
 from dsreason.train.common.preflight import check_model
+from tests.integration.lora import disturb
 from tests.integration.rows import write_mixed_rows
 
 NAME = "model.language_model.layers.1.mlp.experts.{}"
@@ -111,11 +120,47 @@ def test_routing_counts_only_tokens_of_samples(tmp_path: Path, tiny_qwen3_vl_moe
     assert not policy.routing.balance_loss.requires_grad
 
 
-def test_adapters_leave_experts_frozen(model: Any) -> None:
+def test_adapters_leave_experts_frozen_by_default(model: Any) -> None:
     assert len(find_adapted_layers(model, LoRAConfig(rank=4))) == 2 * 4  # query, key, value and output
-    for pattern in (r"mlp\.experts", r"\.(q|k|v|o|gate_up|down)_proj$"):
-        with pytest.raises(ConfigError, match=r"holds all experts of a layer, but experts cannot have adapters"):
-            find_adapted_layers(model, LoRAConfig(rank=4, targets=(pattern,)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"targets": (r"\.(q|k|v|o|gate|up|down)_proj$",)},
+            r"down_proj, but not .*gate_up_proj; use a pattern that matches both",
+        ),
+        ({"targets": (r"mlp\.experts",), "dropout": 0.1}, r"lora\.dropout \(0\.1\) does not apply to experts"),
+    ],
+)
+def test_impossible_adapters_of_experts_are_rejected(model: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_adapted_layers(model, LoRAConfig(rank=4, **settings))
+
+
+def test_merged_experts_compute_the_adapted_output(tiny_qwen3_vl_moe: Path, model: Any) -> None:
+    """Each expert has its own product; merge them into a plain model, and compare logits and the norms of the changes."""
+    adapted, merged = (load_model(tiny_qwen3_vl_moe, dtype=torch.float32).requires_grad_(False) for _ in range(2))
+    add_adapters(adapted, LoRAConfig(rank=4, targets=(r"mlp\.experts", r"q_proj$")), seed=0)
+    disturb(adapted, seed=1)
+    parameters, weights, scales = (
+        dict(adapted.named_parameters()),
+        dict(merged.named_parameters()),
+        get_adapter_scales(adapted),
+    )
+    for name in [name for name in parameters if get_adapter_names(name)]:
+        a, b = (parameters[adapter_name].detach() for adapter_name in get_adapter_names(name))
+        weight = weights[to_base_name(name)]
+        delta = Delta(a, b, scales[get_adapted_layer(name)])
+        result = delta.add_to(weight, torch.float32)
+        assert delta.relative_to(weight) == pytest.approx(float((result - weight).norm() / weight.norm()), rel=1e-4)
+        weight.copy_(result)
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        outputs = adapted(input_ids=ids).logits
+        torch.testing.assert_close(merged(input_ids=ids).logits, outputs, rtol=0, atol=5e-6)
+        assert (model(input_ids=ids).logits - outputs).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,10 @@ def test_micro_batches_count_by_their_trained_tokens() -> None:
     model = policy(0.5)
     term, totals = RouterTerm(model, num_tokens=8), []
     for loss, loads, count in ((3.0, [2.0, 0.0], 6), (4.0, [0.0, 6.0], 2), (99.0, [9.0, 9.0], 0)):
-        model.routing = Routing(torch.tensor(loss), torch.tensor([loads]))
-        totals.append(float(term.add_to(torch.tensor(1.0), batch(count))))
+        model.routing = Routing(torch.tensor(loss, requires_grad=True), torch.tensor([loads]))
+        total = term.add_to(torch.tensor(1.0), batch(count))
+        assert total.requires_grad  # otherwise, the ranks would run different modules backward
+        totals.append(float(total))
     assert totals == [1 + 0.5 * 3 * 6 / 8, 1 + 0.5 * 4 * 2 / 8, 1]  # the last batch contains only padding
     assert term.compute_metrics(ALONE) == {"router/balance_loss": 3 * 6 / 8 + 4 * 2 / 8, "router/max_load": 6 / 4}
 
