@@ -58,8 +58,8 @@ def open_engine(rows: str, model: str, **sections: Any) -> Any:
 def train_on_rank(rows: str, model: str) -> Any:
     """Take a step whose ranks use disjoint experts, and then steps of which only one rank has a row.
 
-    Return the first step's micro-batches on this rank, pickled, its number of trained tokens and its gradients; and the numbers of
-    trained tokens of this rank's micro-batches in the other steps.
+    Return the first step's micro-batches on this rank, pickled, its number of trained tokens and its gradients; and the numbers
+    of trained tokens of this rank's micro-batches in the other steps.
     """
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import full_gradients
