@@ -39,7 +39,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 class Measurement:
-    """The engine, the writers of its checkpoints, and the seconds of each round by what was measured and by side."""
+    """The engine, its checkpoint writers, and the times of all rounds in seconds, by metric and side."""
 
     def __init__(self, folder: Path, gib: float, world: World) -> None:
         from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, compute_digest

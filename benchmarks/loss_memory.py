@@ -73,7 +73,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     hidden = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(arguments.vocabulary, arguments.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
     targets = torch.randint(arguments.vocabulary, (arguments.tokens,), device=device)
-    # Start with a small call, so that one-time allocations of the libraries do not count.
+    # Start with a small call, so that the libraries' one-time allocations are not counted.
     small = weight.detach()[:64].clone().requires_grad_()
     LOSSES[name](hidden.detach()[:8].clone().requires_grad_(), small, targets[:8] % 64).backward()
     start = time.perf_counter()

@@ -56,6 +56,13 @@ class NothingLearned(DsReasonError):
     exit_code = 3
 
 
+class MismatchError(DsReasonError):
+    """Log-probabilities of the rollout engine that differ too much from the trainer's, so it samples from another policy.
+
+    In a step, all ranks raise it before the optimizer step, so that the weights are still those of the last finished step.
+    """
+
+
 class StorageError(DsReasonError):
     """A storage request (to S3 or the Hub) that was refused or got no response; the message names the URL and the response.
 

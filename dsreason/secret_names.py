@@ -91,7 +91,7 @@ def is_secret_name(name: str, *, ambiguous: bool = False) -> bool:
 
 
 def is_clearly_secret(name: str) -> bool:
-    """Return whether a name cannot mean anything else than a secret: `db_password`, `api_key`, but not `user_token`."""
+    """Return whether a name cannot mean anything other than a secret: `db_password`, `api_key`, but not `user_token`."""
     return has_secret_ending(read_significant_words(name))
 
 

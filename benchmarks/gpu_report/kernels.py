@@ -40,7 +40,8 @@ def attention(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
 
 
 def measure_kernels(how: str, setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
-    """Yield the chosen kernel, the time of forward and backward, with and without a mask, and the extra time for a new length."""
+    """Yield the chosen kernel, the time of a forward and backward pass with and without a mask, and the extra time for a new
+    sequence length."""
     import torch
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import scaled_dot_product_attention

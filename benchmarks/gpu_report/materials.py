@@ -118,7 +118,7 @@ def build_run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> d
 def build_grpo_settings(
     setup: BenchmarkSetup, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
 ) -> dict[str, Any]:
-    """Build the settings of a GRPO run without KL that rewards vowels; vLLM may use 0.4 of the card's memory."""
+    """Build the settings of a GRPO run that rewards vowels and has no KL term; vLLM may use 0.4 of the card's memory."""
     rows = write_rows(setup, 24)
     reward = rows.with_name("rewards.py")
     write_file(reward, REWARD)

@@ -13,7 +13,7 @@ from dsreason.job import launch
 
 
 def main(task: str) -> None:
-    launch.end_with_parent()
+    launch.die_with_parent()
     launch.prepare_environment()
     settings = json.loads(task)
     setup = BenchmarkSetup(Path(settings["scratch"]), settings["cards"], settings["tiny"])

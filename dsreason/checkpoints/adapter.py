@@ -76,7 +76,7 @@ class Merge:
             layer = PREFIX + to_adapter_layer(name)
             for part, values in (("lora_A", delta.a), ("lora_B", delta.b)):
                 self.tensors[f"{layer}.{part}.weight"] = values.to("cpu", dtype, copy=True).contiguous()
-            yield name, delta.add_to(tensor, dtype)
+            yield name, delta.merge_with(tensor, dtype)
 
     @property
     def largest(self) -> tuple[str, float]:

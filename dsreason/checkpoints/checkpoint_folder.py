@@ -96,7 +96,7 @@ class SavedRun:
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
-    def ranks_here(self) -> Sequence[int]:
+    def stored_ranks(self) -> Sequence[int]:
         return self.ranks or range(self.world_size)
 
 
@@ -196,7 +196,7 @@ def read_state(folder: Path) -> SavedRun:
     file = folder / STATE_FILE
     try:
         saved = TypeAdapter(SavedRun).validate_json(read_small(file), strict=True)
-        if max(saved.ranks_here) >= saved.world_size:
+        if max(saved.stored_ranks) >= saved.world_size:
             raise ValueError(f"ranks is {saved.ranks}, but world_size is {saved.world_size}")
     except (OSError, ValueError) as cause:
         problem = describe_first_problem(cause) if isinstance(cause, ValidationError) else cause
@@ -253,11 +253,10 @@ def finish_interrupted(folder: Path) -> list[Path]:
     for partial in sorted(folder.glob(f"{SAVING}{PREFIX}*")):
         final = folder / partial.name.removeprefix(SAVING)
         with contextlib.suppress(CheckpointError):
-            if (partial / MARKER).is_file():
-                check_content(partial)
+            digests = check_content(partial).full_digests if (partial / MARKER).is_file() else {}
             saved = read_state(partial)
             if final.name == format_step(saved.state.step):
-                finish(partial, final, saved.ranks_here)
+                finish(partial, final, saved.stored_ranks, digests)
                 recovered.append(final)
     for prefix in (SAVING, DELETING):
         for path in folder.glob(f"{prefix}*"):

@@ -7,10 +7,14 @@ accidents, but not forgery, because anyone who can write a file can also write i
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import xxhash
+
+from dsreason.errors import CheckpointError
 
 ALGORITHM = "xxh3_128_of_64mib"
 """Name of the algorithm of `compute_digest`; files list its digests under this key."""
@@ -41,6 +45,42 @@ def _hash_piece(descriptor: int, start: int) -> bytes:
         digest.update(chunk[:size])
         position += size
     return digest.digest()
+
+
+def compare_sizes(folder: Path, sizes: Mapping[str, Any], listing: str, advice: str) -> None:
+    """Raise CheckpointError if a file in a folder is missing or has another size than `listing`, the file that lists it, says."""
+    for name, expected in sizes.items():
+        file = folder / name
+        if not os.path.isfile(file):  # unlike Path.is_file, this returns False for a name that is too long
+            raise CheckpointError(f"{folder}/{name:.300}: is missing, but is listed in {listing}; {advice}")
+        size = file.stat().st_size
+        if type(expected) is not int or size != expected:
+            raise CheckpointError(f"{file}: has {size} bytes, but {listing} lists {expected!r:.100}; {advice}")
+
+
+def compare_digests(
+    folder: Path,
+    digests: Mapping[str, str],
+    listing: str,
+    advice: str,
+    *,
+    compute: Callable[[Path], str] = compute_digest,
+    threads: int = 1,
+) -> None:
+    """Raise CheckpointError if a file does not have the digest that `listing` lists; `threads` files are read at a time."""
+
+    def read(name: str) -> str:
+        try:
+            return compute(folder / name)
+        except OSError as cause:
+            raise CheckpointError(f"{folder / name}: cannot be read ({cause}); {advice}") from cause
+
+    with ThreadPool(threads) as pool:
+        for name, digest in zip(digests, pool.imap(read, digests), strict=True):
+            if digest != digests[name]:
+                raise CheckpointError(
+                    f"{folder / name}: does not match its digest in {listing}: it is damaged or was changed; {advice}"
+                )
 
 
 def compute_bytes_digest(content: bytes | memoryview) -> str:

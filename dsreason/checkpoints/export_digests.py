@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from dsreason.checkpoints.checkpoint_folder import CARD
-from dsreason.checkpoints.digests import ALGORITHM, compute_digest
+from dsreason.checkpoints.digests import ALGORITHM, compare_digests, compare_sizes, compute_digest
 from dsreason.errors import CheckpointError
 from dsreason.files.disk import read_small
 from dsreason.problems import describe_first_problem
@@ -45,7 +44,8 @@ def write_digests(folder: Path) -> None:
     """Write the digests of all files in a complete export, except model cards, which are meant to be edited."""
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [name for name in names if Path(name).name not in UNLISTED]
-    digests = compute_digests(folder, names)
+    with ThreadPool(THREADS) as threads:
+        digests = dict(zip(names, threads.map(lambda name: compute_digest(folder / name), names), strict=True))
     files = {name: {"size": (folder / name).stat().st_size, ALGORITHM: digests[name]} for name in names}
     (folder / DIGESTS_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
 
@@ -60,19 +60,9 @@ def check_digests(folder: Path) -> None:
         return
     files = read_digests(folder)
     advice = f"export the model again, or, if you changed it on purpose, remove its entry in {DIGESTS_FILE}"
-    for name, expected in files.items():
-        if not os.path.isfile(folder / name):  # `Path.is_file` raises OSError if the name is too long
-            raise CheckpointError(f"{folder / name}: is missing, but is listed in {DIGESTS_FILE}; {advice}")
-        if (size := (folder / name).stat().st_size) != expected["size"]:
-            raise CheckpointError(
-                f"{folder / name}: has {size} bytes, but {DIGESTS_FILE} lists {expected['size']}; {advice}"
-            )
-    for name, digest in compute_digests(folder, list(files)).items():
-        if digest != files[name]["xxh3_128_of_64mib"]:
-            raise CheckpointError(
-                f"{folder / name}: is damaged or was changed: its digest is {digest}, but {DIGESTS_FILE} lists "
-                f"{files[name]['xxh3_128_of_64mib']:.100}; {advice}"
-            )
+    compare_sizes(folder, {name: file["size"] for name, file in files.items()}, DIGESTS_FILE, advice)
+    digests = {name: file["xxh3_128_of_64mib"] for name, file in files.items()}
+    compare_digests(folder, digests, DIGESTS_FILE, advice, threads=THREADS)
 
 
 def list_unlisted(folder: Path, names: Iterable[str]) -> list[str]:
@@ -96,8 +86,3 @@ def read_digests(folder: Path) -> Mapping[str, FileDigest]:
         if Path(name).is_absolute() or ".." in Path(name).parts or len(name) > 1000:
             raise CheckpointError(f"{file}: lists {name!r:.300}, which is outside the folder; export the model again")
     return files
-
-
-def compute_digests(folder: Path, names: list[str]) -> dict[str, str]:
-    with ThreadPool(THREADS) as threads:
-        return dict(zip(names, threads.map(lambda name: compute_digest(folder / name), names), strict=True))

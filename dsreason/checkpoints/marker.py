@@ -8,13 +8,12 @@ Older markers have the SHA-256 of the last 64 KiB of each file under "ends" inst
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsreason.checkpoints.digests import ALGORITHM, compute_digest
+from dsreason.checkpoints.digests import ALGORITHM, compare_digests, compare_sizes, compute_digest
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import flush, write_file
 from dsreason.files.disk import hash_end, read_small
@@ -25,6 +24,7 @@ ENDS = "ends"
 KEYS = {"files", "made_of", ALGORITHM, ENDS}
 """All keys of a marker. Any other key may be one of these with a damaged bit, whose absence would disable a check."""
 HASHES: Mapping[str, Callable[[Path], str]] = {ALGORITHM: compute_digest, ENDS: hash_end}
+ADVICE = "choose another checkpoint, or restore the original file"
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Marker:
     """Digest of each file; empty if the marker has none."""
     kind: str
     """Kind of the digests, a key of `HASHES`; "" if the marker has none."""
+
+    @property
+    def full_digests(self) -> dict[str, str]:
+        """Digests of whole files; empty if the marker has only others."""
+        return self.digests if self.kind == ALGORITHM else {}
 
     @property
     def gaps(self) -> str:
@@ -90,14 +95,7 @@ def read_marker(folder: Path) -> Marker:
 def check_sizes(folder: Path) -> Marker:
     """Check that all files listed in the marker exist with the listed sizes, and return the marker."""
     marker = read_marker(folder)
-    for name, size in marker.sizes.items():
-        file = folder / name
-        if not os.path.isfile(file):  # unlike Path.is_file, this returns False for a name that is too long
-            raise CheckpointError(f"{folder}/{name:.300}: is missing; choose another checkpoint")
-        if type(size) is not int or file.stat().st_size != size:
-            raise CheckpointError(
-                f"{file}: has {file.stat().st_size} bytes, but {MARKER} lists {size!r:.100}; choose another checkpoint"
-            )
+    compare_sizes(folder, marker.sizes, MARKER, ADVICE)
     if STATE_FILE not in marker.sizes and (folder / STATE_FILE).exists():
         raise CheckpointError(f"{folder / MARKER}: does not list {STATE_FILE}; choose another checkpoint")
     return marker
@@ -106,20 +104,10 @@ def check_sizes(folder: Path) -> Marker:
 def check_content(folder: Path, names: Collection[str] | None = None) -> Marker:
     """Check sizes with `check_sizes` and then the digests of the files `names` (None: of all), which are read completely."""
     marker = check_sizes(folder)
-    for name, digest in marker.digests.items():
-        if (names is None or name in names) and hash_file(folder / name, marker.kind) != digest:
-            raise CheckpointError(
-                f"{folder / name}: does not match its digest in {MARKER}: it is damaged or belongs to another checkpoint; "
-                "restore the original file, or choose another checkpoint"
-            )
+    digests = {name: digest for name, digest in marker.digests.items() if names is None or name in names}
+    if digests:
+        compare_digests(folder, digests, MARKER, ADVICE, compute=HASHES[marker.kind])
     return marker
-
-
-def hash_file(file: Path, kind: str) -> str:
-    try:
-        return HASHES[kind](file)
-    except OSError as cause:
-        raise CheckpointError(f"{file}: cannot be read ({cause}); choose another checkpoint") from cause
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -52,7 +52,7 @@ def iter_checkpoint_tensors(
         CheckpointError: a rank's file is missing, damaged, or from another run.
     """
     ranks = range(saved.world_size)
-    if len(saved.ranks_here) < len(ranks):
+    if len(saved.stored_ranks) < len(ranks):
         check_written(
             checkpoint, len(ranks), ranks, "copy the files from the same folder on the other hosts into this one"
         )

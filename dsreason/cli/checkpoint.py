@@ -17,7 +17,7 @@ app = typer.Typer(help="Check saved checkpoints.", no_args_is_help=True, pretty_
 
 @app.callback()
 def keep_group() -> None:
-    # With a callback, Typer keeps the name of the only command.
+    # Without a callback, Typer would drop the name of the subcommand, because there is only one.
     pass
 
 

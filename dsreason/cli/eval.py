@@ -125,7 +125,7 @@ def evaluate(
     check_writable(folder, "--results-dir")
     with signals.add_stop_message(f"the answers so far are in {folder}; repeat the command to continue"):
         if ranks == 1:
-            launch.end_children_with_us()
+            launch.kill_children_on_exit()
             run(loaded)
             return
         check(loaded)
@@ -265,7 +265,7 @@ def evaluate_world(
     ranks = launch.count_ranks(nproc, launch.count_gpus())
     launch.start_ranks(lambda attempt: ["-m", "dsreason", "eval", *arguments], ranks=ranks, log_dir=folder / "logs")
     with make_imports_fast():
-        from dsreason.cli.score import print_world_report
+        from dsreason.cli.results.score import print_world_report
     print_world_report(write_report(folder))
 
 
@@ -369,7 +369,7 @@ def check(config: EvalConfig) -> None:
 
 def run(config: EvalConfig) -> None:
     with make_imports_fast():
-        from dsreason.cli.score import print_reports
+        from dsreason.cli.results.score import print_reports
         from dsreason.evaluation.report.report import write_reports
         from dsreason.evaluation.run import evaluate as run_evaluation
         from dsreason.evaluation.vision import apply_choice, choose_evaluation_vision

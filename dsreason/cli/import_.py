@@ -33,11 +33,12 @@ def import_(
     document = read_config(file)
     if is_evaluation(document):
         raise ConfigError(
-            f"{file}: is an evaluation file of cosmos-reason1, which needs no import; run `dsreason eval --config {file}`"
+            f"{file}: this is a cosmos-reason1 evaluation file, which you can use without importing it; run "
+            f"`dsreason eval --config {file}`"
         )
     if not is_cosmos_rl(document):
         raise ConfigError(
-            f"{file}: is not a cosmos-rl configuration: it has no section such as [policy] or [train.train_policy]"
+            f"{file}: this is not a cosmos-rl configuration: it has no section such as [policy] or [train.train_policy]"
         )
     if output is not None and output.exists():
         raise ConfigError(f"{output}: already exists; remove it, or choose another --output")

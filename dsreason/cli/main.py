@@ -12,10 +12,11 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import checkpoint, demo, doctor, eval, export, import_, infer, plan, push, score
+from dsreason.cli import checkpoint, demo, doctor, eval, export, import_, infer, plan, push
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import find_trainers
+from dsreason.cli.results import report, score
 from dsreason.cli.reward import commands as reward
 from dsreason.cli.reward import serve
 from dsreason.errors import Stopped
@@ -37,6 +38,7 @@ for trainer in find_trainers().values():
 app.command()(export.export)
 app.command("eval")(eval.evaluate)
 app.command()(score.score)
+app.command()(report.report)
 app.command()(infer.infer)
 data.app.command()(unpickle.unpickle)
 app.add_typer(data.app, name="data")

@@ -68,7 +68,7 @@ def plan(
         ),
     ] = None,
     media_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of media tokens in the tokens of a sample or prompt.")
+        float, typer.Option(min=0, max=1, help="Fraction of the tokens in a sample or prompt that are media tokens.")
     ] = 0.5,
     rows: Annotated[
         int | None,

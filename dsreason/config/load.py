@@ -275,7 +275,7 @@ def _check_step(node: Any, part: str | int, override: Override, path: KeyPath) -
                 f"{origin} is a list of {len(node)} entries, but {part!r} is not an index; use an index from 0 to {len(node)}"
             )
     elif not isinstance(node, dict):
-        raise ConfigError(f"{origin} is not a section, but has the value {node!r}; set the key itself")
+        raise ConfigError(f"{origin} is a value ({node!r}), not a section; set {join_path(path)} itself")
     elif isinstance(part, int):
         raise ConfigError(f"{origin} is a section, not a list; use one of its keys instead of {part}")
 

@@ -71,8 +71,8 @@ class SourceConfig(Section):
     path: str = ""
     """Data that the adapter reads: a file, a folder, the name of a data set on the Hub, or `s3://…`."""
     name: str | None = None
-    """Name of the data set. Rows without a field `data_source` get this name in that field, which is used for metrics per data
-    set and by `reward.only`."""
+    """Name of the data set. It is stored in the field `data_source` of rows that do not have one; `reward.only` and the metrics
+    per data set use this field."""
     media_path: str = ""
     """Folder to which relative media paths refer. Empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None

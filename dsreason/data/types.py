@@ -111,7 +111,7 @@ class RowPart:
 
     start: int
     end: int
-    targets: torch.Tensor  # [M] int64: indices into the batch's N targets of those that this rank predicts
+    targets: torch.Tensor  # [M] int64: indices of the targets that this rank predicts, among the batch's N
     predictors: torch.Tensor  # [M] int64: tokens that predict these targets, counted from `start`
     media: MediaPart | None
     """Plan for encoding the media; None if the row contains no media."""

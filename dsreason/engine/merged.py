@@ -81,7 +81,7 @@ def iter_merged_parameters(
     `iter_unmerged_parameters`.
     """
     for name, tensor, delta in iter_unmerged_parameters(engine, bucket_mb, without=without):
-        yield name, tensor if delta is None else delta.add_to(tensor, tensor.dtype)
+        yield name, tensor if delta is None else delta.merge_with(tensor, tensor.dtype)
 
 
 def iter_unmerged_parameters(

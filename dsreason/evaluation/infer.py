@@ -36,6 +36,7 @@ from dsreason.evaluation.ask.models import export_temporarily, find_run_weights,
 from dsreason.evaluation.timestamps import TimestampEncoder, compute_frame_times
 from dsreason.evaluation.vision import choose_vision
 from dsreason.files.cache import get_cache_dir
+from dsreason.files.lock import hold_folder
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
 from dsreason.media.images import probe_image
@@ -384,17 +385,16 @@ def save_frames(prompt: EncodedPrompt, folder: Path | None) -> None:
     """Write the images and frames that the model sees: `1_photo.png`, `2_sample_000_0.00s.png`, …"""
     if folder is None:
         return
+    media = zip(list_media_paths(prompt.sample.messages), prompt.media, strict=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, (path, medium) in enumerate(
-            zip(list_media_paths(prompt.sample.messages), prompt.media, strict=True), start=1
-        ):
-            name = f"{number}_{Path(path).stem}"
-            if isinstance(medium, Image.Image):
-                medium.save(folder / f"{name}.png")
-                continue
-            frames, metadata = medium
-            for i, (frame, at) in enumerate(zip(frames, compute_frame_times(metadata), strict=True)):
-                Image.fromarray(frame).save(folder / f"{name}_{i:03d}_{at:.2f}s.png")
+        with hold_folder(folder):
+            for number, (path, medium) in enumerate(media, start=1):
+                name = f"{number}_{Path(path).stem}"
+                if isinstance(medium, Image.Image):
+                    medium.save(folder / f"{name}.png")
+                    continue
+                frames, metadata = medium
+                for i, (frame, at) in enumerate(zip(frames, compute_frame_times(metadata), strict=True)):
+                    Image.fromarray(frame).save(folder / f"{name}_{i:03d}_{at:.2f}s.png")
     except OSError as error:
         raise ConfigError(f"--save-frames {folder}: cannot be written ({error})") from None

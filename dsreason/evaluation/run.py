@@ -134,7 +134,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
     file, first = other_results[0]
     if config.evaluation.limit is not None:
         log.warning(
-            "%s: contains answers to %d additional questions, such as %s; they are scored as well",
+            "%s contains answers to %d additional questions, such as %s; they are scored as well",
             folder,
             len(other_results),
             first,

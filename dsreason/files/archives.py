@@ -98,7 +98,7 @@ def write_cached(content: bytes, suffix: str) -> Path:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_file(file, content)
         elif file.stat().st_size != len(content) or file.read_bytes() != content:
-            log.warning("%s: was damaged after it was unpacked, so it is written again", file)
+            log.warning("%s was damaged after it was unpacked; writing it again", file)
             write_file(file, content)
     return file
 

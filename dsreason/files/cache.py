@@ -39,6 +39,10 @@ class FileRecord(NamedTuple):
     ctime_ns: int
     sha256: str
 
+    def matches(self, status: os.stat_result) -> bool:
+        """Return whether a file still has this size and these times, so that its content need not be read."""
+        return (status.st_size, status.st_mtime_ns, status.st_ctime_ns) == self[:3]
+
 
 def get_cache_dir() -> Path:
     """Return `$DSREASON_CACHE`, or else `$COSMOS_CACHE`, or else `dsreason` in `$XDG_CACHE_HOME` or `~/.cache`."""
@@ -85,7 +89,7 @@ def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
         with hold_lock(folder):
             # another process may have built it while this one waited
             if folder.is_dir() and (damage := find_damage(record, folder)):
-                log.warning("%s: %s, so this copy is made again", folder, damage)
+                log.warning("%s: %s; rebuilding this copy", folder, damage)
                 build_or_replace(folder, build_and_record)
     return build_once(folder, build_and_record)
 
@@ -95,13 +99,15 @@ def adopt_copy(record: Path, folder: Path) -> None:
     if not os.access(folder.parent, os.W_OK):
         warn_unrecorded(folder.parent)
         return
-    log.info("%s: was made by an older version, so its files are recorded now", folder)
+    log.info("%s was made by an older version; recording its files now", folder)
     write_record(record, record_folder(folder))
 
 
 @cache
 def warn_unrecorded(cache_folder: Path) -> None:
-    log.warning("%s: is read-only and has copies without a record, so damage to them would go unnoticed", cache_folder)
+    log.warning(
+        "%s is read-only and contains copies without a record, so damage to them would go unnoticed", cache_folder
+    )
 
 
 def record_folder(folder: Path) -> dict[str, FileRecord]:
@@ -155,7 +161,7 @@ def find_damage(record: Path, folder: Path = ROOT) -> str | None:
             return f"{name} is missing"
         if status.st_size != before.size or not stat.S_ISREG(status.st_mode):
             return f"{name} has {status.st_size} bytes instead of {before.size}"
-        if (status.st_mtime_ns, status.st_ctime_ns) != (before.mtime_ns, before.ctime_ns):
+        if not before.matches(status):
             touched.append(name)
     current = record_files(touched, folder)
     if changed := next((name for name in touched if current[name].sha256 != recorded[name].sha256), None):

@@ -144,7 +144,9 @@ def wait_for(request: Coroutine[Any, Any, T]) -> T:
 
 @lru_cache(maxsize=1)
 def get_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Start the event loop of a process. A forked process needs a new one, because the thread of its parent's loop is gone.
+    """Return the event loop of a process, starting it if needed.
+
+    A forked process needs its own loop, because the thread of its parent's loop does not survive the fork.
 
     The loop is never closed, because closing it would wait for name lookups, which cannot be interrupted.
     """

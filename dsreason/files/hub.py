@@ -119,16 +119,17 @@ def fetch_snapshot(repo: str, **options: Any) -> Path:
     folder = Path(snapshot_download(repo, **options))
     if damaged := find_damaged_files(folder):
         others = f" (as are {len(damaged) - 1} others)" if len(damaged) > 1 else ""
-        log.warning("%s: was damaged in the cache%s; downloading it again", next(iter(damaged)), others)
+        log.warning("the cached copy of %s is damaged%s; downloading it again", next(iter(damaged)), others)
         names = [glob.escape(file.relative_to(folder).as_posix()) for file in damaged]
         again = {"revision": folder.name, "allow_patterns": names, "force_download": True}
         snapshot_download(repo, **{**options, **again})  # returns the cached folder if the Hub cannot be reached
         for file, record in find_damaged_files(folder, damaged).items():
             if record == damaged.get(file):
                 raise StorageError(
-                    f"{file}: was damaged in the cache and could not be downloaded again; check the connection and HF_HUB_OFFLINE"
+                    f"the cached copy of {file} is damaged and cannot be downloaded again; check the connection and "
+                    "HF_HUB_OFFLINE"
                 )
-            raise StorageError(f"{file}: is damaged after a second download, too; check the disk and the connection")
+            raise StorageError(f"{file} is still damaged after a second download; check the disk and the connection")
     return folder
 
 
@@ -145,7 +146,7 @@ def find_damaged_files(snapshot: Path, earlier: Mapping[Path, FileRecord] | None
     record = get_cache_dir() / "hub" / f"{key}.json"
     blobs = {locate_blob(file): file for file in snapshot.rglob("*") if file.is_symlink() and file.is_file()}
     known = read_record(record) or {}
-    new = [blob for blob in blobs if blob not in known or known[blob][:3] != read_times(blob)]
+    new = [blob for blob in blobs if blob not in known or not known[blob].matches(os.stat(blob))]
     read = record_files(new)
     damaged = [
         blob
@@ -166,12 +167,6 @@ def find_damaged_files(snapshot: Path, earlier: Mapping[Path, FileRecord] | None
 def locate_blob(link: Path) -> str:
     """Return the path of the blob of a file; a blob may itself be a link, to a store that repositories share."""
     return os.path.normpath(os.path.join(os.path.realpath(link.parent), os.readlink(link)))
-
-
-def read_times(file: str) -> tuple[int, int, int]:
-    """Return the size and the times of a file, as in `FileRecord`."""
-    status = os.stat(file)
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def fits_name(blob: Path, sha256: str) -> bool:

@@ -160,9 +160,7 @@ def _fetch(source: S3Object, file: Path) -> None:
         log.info("fetching %s (%.1f GB)", source.address, source.size / 1e9)
     read_into(source, file)
     if start and has_other_md5(source, file):
-        log.warning(
-            "%s: the part that an earlier process had fetched was damaged; fetching the file again", source.address
-        )
+        log.warning("%s: the part that an earlier process fetched is damaged; fetching the file again", source.address)
         file.unlink()
         read_into(source, file)
 

@@ -90,7 +90,7 @@ def connect() -> Any:
 def _create_client(
     process: int, endpoint: str, region: str | None, read_limit: float, key: str | None, secret: str | None
 ) -> Any:
-    """Create the client of a process, since a forked process must not use its parent's connections.
+    """Create a client for a process, because a forked process must not use its parent's connections.
 
     Without a key, boto3 searches its default sources for one.
     """

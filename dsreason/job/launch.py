@@ -122,13 +122,13 @@ def is_number(text: str) -> bool:
 
 def enter_rank() -> None:
     """Set up a rank: tie it to its launcher, redirect the output of ranks above 0 to log files, and prepare the environment."""
-    end_children_with_us()
+    kill_children_on_exit()
     # Each rank has its own session and would otherwise outlive its launcher. A rank has no launcher if the user set the
     # variables in a shell, which may end before the rank does.
     if any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE)):
-        end_with_parent()
+        die_with_parent()
         if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
-            os.kill(os.getpid(), signal.SIGKILL)  # the launcher ended before end_with_parent was called
+            os.kill(os.getpid(), signal.SIGKILL)  # the launcher ended before die_with_parent was called
         exit_if_failed_before()
         end_with_launchers()
     if not is_started_by_us() and os.environ.get("LOCAL_RANK") == "0":
@@ -139,16 +139,16 @@ def enter_rank() -> None:
     prepare_environment()
 
 
-def end_children_with_us() -> None:
+def kill_children_on_exit() -> None:
     """Make the kernel kill forked child processes when this process ends.
 
     Otherwise, torch's data workers would outlive a killed rank and keep its connections open, so its peers would not notice
     its death.
     """
-    os.register_at_fork(after_in_child=end_with_parent)
+    os.register_at_fork(after_in_child=die_with_parent)
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Make the kernel kill this process when the thread that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

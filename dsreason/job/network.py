@@ -36,7 +36,7 @@ def count_local_ranks() -> int:
 
 
 def is_on_one_machine() -> bool:
-    """Return whether all ranks of the job certainly run on this machine.
+    """Return whether all ranks of the job are known to run on this machine.
 
     Without LOCAL_WORLD_SIZE or LOCAL_SIZE, the number of hosts is unknown, so only a loopback address in MASTER_ADDR is proof.
     """

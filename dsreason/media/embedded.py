@@ -18,7 +18,7 @@ SHORTEST_BASE64 = 40
 
 
 def is_base64_image(text: str) -> bool:
-    """Return whether a text is an image in base64, by its first characters; unlike base64, the name of a file has a dot."""
+    """Return whether a text is a base64 image, judging by its first characters; a file name has a dot, unlike base64."""
     return text.startswith(BASE64_STARTS) and len(text) >= SHORTEST_BASE64 and "." not in text
 
 

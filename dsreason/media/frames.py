@@ -1,4 +1,4 @@
-"""Videos given as frames: image files in order, with their seconds.
+"""Videos given as frames: image files in order, with their timestamps.
 
 The frames of a video are listed in a small file in the media cache, `<digest>.frames.json`, whose path stands for the video.
 """
@@ -30,9 +30,9 @@ from dsreason.problems import find_nearest
 
 SUFFIX = ".frames.json"
 TIMES = ("fps", "timestamps")
-"""Keys of a part that say when its frames were taken."""
+"""Keys of a media part that specify when its frames were taken."""
 FRAME_RATES = ("sample_fps", "raw_fps")
-"""Frame rates in qwen-vl-utils; only the first, of a video given as frames, is read, as `fps`."""
+"""Keys for frame rates in qwen-vl-utils; only the first is read (as `fps`), and only for a video given as frames."""
 FRAME_RATE_HINT = "; use 'fps': the frames per second to sample from a video file, or those of a video given as frames"
 MAX_FRAME_FILES = 100_000
 """Maximum number of frames: all headers are read before the first frame is shown."""
@@ -44,7 +44,7 @@ EVEN = 1e-6
 
 @dataclass(frozen=True)
 class FrameList:
-    """The paths of a video's frames in order, their seconds, and the frame rate (the mean if they are unevenly spaced)."""
+    """The paths of a video's frames in order, their timestamps, and the frame rate (the mean if they are unevenly spaced)."""
 
     paths: tuple[str, ...]
     seconds: tuple[float, ...]
@@ -116,7 +116,7 @@ def write_frame_list(paths: Sequence[str], part: Mapping[str, Any]) -> Path:
 
 
 def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], float]:
-    """Return the seconds of each frame and the (mean) frame rate. Raise DataError if the part does not specify them."""
+    """Return the time of each frame in seconds and the (mean) frame rate. Raise DataError if the part does not specify them."""
     fps: Any = to_number(part.get("fps"))
     timestamps: Any = part.get("timestamps")
     if isinstance(timestamps, list):
@@ -125,14 +125,16 @@ def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], f
         raise DataError(
             f"video: is given as {num_frames} frames, and their times are "
             + ("missing" if fps is None else "given twice, as 'fps' and 'timestamps'")
-            + "; set either 'fps', the number of frames per second, or 'timestamps', a list of the seconds of each frame"
+            + "; set either 'fps', the number of frames per second, or 'timestamps', a list of the time of each frame in seconds"
         )
     if timestamps is None:
         if not is_number(fps) or not 0 < fps < math.inf:
             raise DataError(f"video: fps is {fps!r:.100}; it must be the number of frames per second, greater than 0")
         return [i / fps for i in range(num_frames)], float(fps)
     if not isinstance(timestamps, list) or not all(map(is_number, timestamps)):
-        raise DataError(f"video: timestamps is {timestamps!r:.100}; it must be a list of the seconds of each frame")
+        raise DataError(
+            f"video: timestamps is {timestamps!r:.100}; it must be a list of the time of each frame in seconds"
+        )
     if len(timestamps) != num_frames:
         raise DataError(f"video: {len(timestamps)} timestamps for {num_frames} frames; give one per frame")
     for i, second in enumerate(timestamps):
@@ -161,7 +163,7 @@ def to_number(value: Any) -> Any:
 
 
 def suggest_key(key: str) -> str:
-    """Return what to write in place of an unknown key of a media part, as the end of a sentence."""
+    """Return a hint for an unknown key of a media part, such as the nearest valid key, to append to an error message."""
     if key in FRAME_RATES:
         return FRAME_RATE_HINT
     suggestion = find_nearest(key, PART_SETTINGS)
@@ -186,7 +188,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_frame_list(path: str | Path) -> bool:
-    """Return whether a video's path is that of a list of frames."""
+    """Return whether the path of a video is the path of a frame list."""
     return str(path).endswith(SUFFIX)
 
 
@@ -220,7 +222,7 @@ def expand_part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_video_path(path: str) -> str:
-    """Return the path of a video for messages; of a video given as frames, its first and last file: `pour/00.png … 03.png`."""
+    """Return a video's path for messages; for a video given as frames, its first and last file: `pour/00.png … 03.png`."""
     first, *others = list_files(path)
     return f"{first} … {PurePath(others[-1]).name}" if others else first
 

@@ -95,7 +95,7 @@ def count_frames(settings: Mapping[str, Any], available: int, fps: float) -> int
         count = available / fps * settings.get("fps", FPS)
         count = math.floor(min(max(count, low), high, available) / PAIR) * PAIR
     if not PAIR <= count <= available:
-        raise DataError(f"rejects {count} of {available} frames")
+        raise DataError(f"cannot sample {count} of {available} frames")
     return count
 
 

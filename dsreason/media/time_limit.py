@@ -34,7 +34,7 @@ ENDLESS = 10
 MEMORY = 8 << 30
 """Bytes by which a worker process may grow while it reads a file; the main process may grow by half of the machine's memory."""
 TICK = 0.5
-"""Seconds between two checks."""
+"""Seconds between checks."""
 
 LAST_WORDS = mmap(-1, 4096)
 """Memory shared with processes that are forked from this one. It holds the pid of the last process that ended itself, and the
@@ -103,7 +103,7 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
 
 
 def get_size_on_disk(file: Path) -> int:
-    """Return the size of a file in bytes without its holes, or the full size if the file system reports no blocks."""
+    """Return the size of a file in bytes, not counting holes, or the full size if the file system does not report blocks."""
     status = file.stat()
     return min(status.st_size, 512 * status.st_blocks) if status.st_blocks else status.st_size
 

@@ -66,17 +66,19 @@ def decode_data_uri(uri: str) -> tuple[bytes, str]:
     if match is None:
         raise DataError(f"a data: URI of {len(uri):,} characters has no comma; write data:image/png;base64,…")
     payload = uri[match.end() :]
-    shown = f"{match['head']:.100},… ({len(payload):,} characters)"
+    description = f"{match['head']:.100},… ({len(payload):,} characters)"
     if not match["head"].lower().endswith(";base64"):
-        raise DataError(f"{shown}: is not base64; write data:image/png;base64,…")
+        raise DataError(f"{description}: is not base64; write data:image/png;base64,…")
     if len(payload) > MAX_BYTES * 4 // 3 + 4:
-        raise DataError(f"{shown}: exceeds the maximum of {MAX_BYTES:,} bytes; save it as a file, and use its path")
+        raise DataError(
+            f"{description}: exceeds the maximum of {MAX_BYTES:,} bytes; save it as a file, and use its path"
+        )
     try:
         content = binascii.a2b_base64("".join(payload.split()), strict_mode=True)
     except ValueError:  # a2b_base64 also raises this for non-ASCII characters
-        raise DataError(f"{shown}: is not valid base64; encode the file again") from None
+        raise DataError(f"{description}: is not valid base64; encode the file again") from None
     if not content:
-        raise DataError(f"{shown}: is empty; encode the file again")
+        raise DataError(f"{description}: is empty; encode the file again")
     return content, mimetypes.guess_extension(match["type"].strip().lower()) or ""
 
 

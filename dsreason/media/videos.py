@@ -1,4 +1,7 @@
-"""Videos, as files or as frames: frame counts, rates and sizes, and frames as uint8 RGB. Unusable ones raise a `DataError`."""
+"""Functions that read videos stored as files or as frames: frame counts, rates, sizes and uint8 RGB frames.
+
+Unusable videos raise a `DataError`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 MAX_VIDEO_FRAMES = 2_000_000
 """Maximum number of frames of a video: 18 hours at 30 per second. Files whose headers claim more are rejected as well."""
 DECODED_PIXELS_PER_BYTE, FEWEST_DECODED_PIXELS = 50_000, 10_000_000_000
-"""Maximum number of decoded pixels per byte of a video file, and the least value of this limit for small files. Frames that are
+"""Maximum number of decoded pixels per byte of a video file, and the minimum of this limit, for small files. Frames that are
 decoded only to reach a requested frame count as well. A still scene has a few thousand pixels per byte, a black one 30,000 in
 H.264; in newer codecs, a megabyte may take hours to decode."""
 MAX_UNUSABLE_PACKETS = 10_000
@@ -290,18 +293,18 @@ def iter_frames_by_time(file: Path, indices: Sequence[int], times: Sequence[int]
             _, times = read_packet_times(container, stream, indices[-1] + MAX_REORDERING)
         if indices[-1] >= len(times):
             raise UnusableTimes
-        missing = deque(times[index] for index in indices)
+        remaining_times = deque(times[index] for index in indices)
         if indices[0] >= SEEK_FROM_FRAME:
-            container.seek(missing[0], stream=stream)
+            container.seek(remaining_times[0], stream=stream)
         else:
             container.seek(0)
-        for frame in _bound_work(file, _decode_frames(container, stream, set(missing))):
-            if frame.pts == missing[0] and not frame.is_corrupt:
-                missing.popleft()
+        for frame in _bound_work(file, _decode_frames(container, stream, set(remaining_times))):
+            if frame.pts == remaining_times[0] and not frame.is_corrupt:
+                remaining_times.popleft()
                 yield frame
-                if not missing:
+                if not remaining_times:
                     return
-            elif frame.pts is None or frame.pts >= missing[0]:
+            elif frame.pts is None or frame.pts >= remaining_times[0]:
                 break
     raise UnusableTimes
 

@@ -59,10 +59,10 @@ class VideoInfo:
     is_frames: bool = False
     """Whether the video is given as image files, all of which are shown by default."""
     timestamps: tuple[float, ...] = ()
-    """Seconds of each frame, if they are unevenly spaced or do not start at 0."""
+    """Timestamp of each frame in seconds, if they are unevenly spaced or do not start at 0."""
 
     def get_second(self, index: int) -> float:
-        """Return the second at which a frame is shown."""
+        """Return the time in seconds at which a frame is shown."""
         return self.timestamps[index] if self.timestamps else index / self.fps
 
 
@@ -99,7 +99,7 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
     frames are repeated.
 
     Without these settings, a video given as frames is shown whole, with the last frame repeated if necessary, as
-    qwen-vl-utils does. Of unevenly spaced frames, those nearest to evenly spaced times are chosen, each at most once.
+    qwen-vl-utils does. If the frames are unevenly spaced, those nearest to evenly spaced times are chosen, each at most once.
     """
     settings = _read_settings(part)
     start, end = _find_frame_range(info, settings)

@@ -175,7 +175,8 @@ def load_model(
 def build_checked_model(
     path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles]:
-    """Build a folder's model without weights, and check that its files contain all weights; raise the errors of `load_model`."""
+    """Build the model in a folder without weights, and check that the files contain all of them. Raises the same errors as
+    `load_model`."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
     weights = find_weights(path, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed)

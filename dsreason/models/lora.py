@@ -194,7 +194,7 @@ class Delta:
     """Matrix `[out, rank]`; for experts, `[out, rank · experts]`, with the experts of each rank next to each other."""
     scale: float
 
-    def add_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def merge_with(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the merged weight in `dtype`, rounded once; `weight` is not modified. If `b` is 0, no bit differs."""
         if not self.b.any():
             return weight.to(dtype)

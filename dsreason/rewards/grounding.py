@@ -257,6 +257,6 @@ def get_image_size(sample: Sample) -> tuple[float, float]:
         raise build_data_error(
             sample,
             f"requires the image size, but the row's width and height are {size[0]!r} and {size[1]!r}; add them, or set "
-            "the reward's options coordinates and limit so that they are not needed",
+            "the reward's `coordinates` and `limit` options so that the size is not needed",
         )
     return float(size[0] or 0), float(size[1] or 0)

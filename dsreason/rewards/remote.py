@@ -70,7 +70,7 @@ class RemoteReward:
     def score(
         self, completions: Sequence[str], samples: Sequence[Sample], names: Sequence[str] = ()
     ) -> dict[str, list[float]]:
-        """Return the server's scores of `completions[i]` as an answer to `samples[i]`, by name; at least those in `names`."""
+        """Return, by name, the server's scores for each completion as an answer to its sample; those in `names` are required."""
         pairs = list(zip(completions, samples, strict=True))
         batches = [
             pairs[first : first + self.config.batch_size] for first in range(0, len(pairs), self.config.batch_size)

@@ -21,10 +21,10 @@ REQUEST = (
 
 
 def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
-    """Return 1 if the complete completion matches the regular expression (`.` matches any character), else 0.
+    """Return 1 if the regular expression matches the entire completion (`.` matches any character), else 0.
 
-    A second `<answer>` block is part of the answer's text, as in cosmos-rl. The rewards of cosmos-rl use the first block, those
-    of this package the last one.
+    A second `<answer>` block is part of the answer's text, as in cosmos-rl. cosmos-rl's rewards use the first block; the rewards
+    of this package use the last one.
     """
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 

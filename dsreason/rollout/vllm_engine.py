@@ -76,8 +76,8 @@ class VLLMEngine(RolloutEngine):
     memory.
 
     Args:
-        loaded_version: version number of the weights in the folder, with which the engine starts awake. If None, the engine
-            starts asleep.
+        loaded_version: version number of the weights in the folder. If set, the engine starts awake, with these weights; if
+            None, it starts asleep.
     """
 
     reads_pixels = False

@@ -42,7 +42,7 @@ def keep_video_times() -> None:
 
     class Parser(Qwen2VLMultiModalDataParser):
         def _parse_video_data(self, data: Any) -> Any:
-            # The dummy videos with which vLLM measures its memory have no times.
+            # The dummy videos with which vLLM profiles its memory have no timestamps.
             self.video_needs_metadata = isinstance(data, list) and all(isinstance(video, tuple) for video in data)
             return super()._parse_video_data(data)
 

@@ -31,7 +31,7 @@ MANIFEST = "UPLOADED.json"
 CHECKPOINTS, EXPORTS, LOGS = "checkpoints", "export", "logs"
 HIDDEN = re.compile(r"(^|/)\.")
 """Pattern for relative paths of hidden files and files in hidden folders, which may hold credentials: `.env`, `.git/config`."""
-BESIDE_LOGS = ("config.json", "metrics.jsonl", "tensorboard")
+BESIDE_LOGS = ("config.json", "metrics.jsonl", "run.html", "tensorboard")
 """Files and folders of a run that are uploaded together with its logs."""
 
 

@@ -286,7 +286,7 @@ class Uploader:
             try:
                 write_file(run / RECORD, json.dumps(record, indent=1) + "\n")
             except OSError as error:
-                log.warning("%s: cannot be written (%s); a later job will check the uploads again", run / RECORD, error)
+                log.warning("cannot write %s (%s); a later job will check the uploads again", run / RECORD, error)
 
     def _upload(self, folder: Path) -> None:
         place = self._get_target(folder)
@@ -315,7 +315,7 @@ class Uploader:
         with self._lock:
             self._unfinished[folder] = reason
         log.warning(
-            "%s: was not uploaded: %s; the upload will be retried with the next one and at the end of the run",
+            "%s was not uploaded: %s; the upload will be retried with the next one and at the end of the run",
             folder,
             reason,
         )

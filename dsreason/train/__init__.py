@@ -1,1 +1,1 @@
-"""The trainers, a folder each, and what they share."""
+"""The trainers, one per folder, and the code that they share."""

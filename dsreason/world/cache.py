@@ -204,7 +204,7 @@ def make_key(*parts: object) -> str:
 def compute_fingerprint(*places: Path) -> str:
     """Hash the files of model components.
 
-    Settings and tokenizers are read completely. Of weight files, only the header and the first 4 KB of each tensor are read,
+    Settings and tokenizers are read completely. For weight files, only the header and the first 4 KB of each tensor are read,
     which differ between any two trained models; reading 16 GB would take longer than encoding.
 
     Args:

@@ -1,4 +1,4 @@
-"""Conversion from pixels to latents and back."""
+"""Codecs that convert pixels to latents and back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WanCodec:
     """`[1, C, 1, 1, 1]`, float32."""
 
     @classmethod
-    def of(cls, vae: Any) -> WanCodec:
+    def wrap(cls, vae: Any) -> WanCodec:
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=vae.device).view(1, -1, 1, 1, 1)
 

@@ -43,7 +43,7 @@ def compute_group_advantages(rewards: Tensor, *, std: Literal["group", "batch"],
 
 
 def find_equal_groups(rewards: Tensor) -> Tensor:
-    """Return whether all rewards of each group are equal, so that it gives no gradient: `[P, G]` → bool `[P]`."""
+    """Return, for each group, whether all its rewards are equal, so that it gives no gradient: `[P, G]` → bool `[P]`."""
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 

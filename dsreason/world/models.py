@@ -1,4 +1,4 @@
-"""Loading of a world model's components from `model.path`; the diffusers pipeline itself is never built."""
+"""Functions that load a world model's components from `model.path`; the diffusers pipeline itself is never built."""
 
 from __future__ import annotations
 
@@ -205,4 +205,4 @@ def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> La
         )
     except Exception as error:  # diffusers' errors for missing, damaged or pickled weights have no common base class
         raise CheckpointError(f"{folder / 'vae'}: the autoencoder cannot be loaded: {error}") from error
-    return WanCodec.of(vae.to(device))
+    return WanCodec.wrap(vae.to(device))

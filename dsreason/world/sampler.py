@@ -1,4 +1,4 @@
-"""Sampling of latents from noise, in steps whose log-probabilities can be recorded, or with the pipeline's own solver."""
+"""Functions that sample latents from noise, in steps with recorded log-probabilities, or with the pipeline's own solver."""
 
 from __future__ import annotations
 

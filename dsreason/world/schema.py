@@ -134,8 +134,8 @@ class WorldConfigSection(Section):
     noise_level: float = Field(0.7, ge=0)
     """Scale (eta) of the noise of `sde`: usually 0.7 (flow), 0.5 to 0.9 (cps) or 0.3 (dance); at most 1 for cps and ddim."""
     trained_steps: tuple[int, ...] | None = Field(None, min_length=1)
-    """Numbers, from 0, of the steps that add noise and are trained; the others follow the ODE. Unset: the steps of `window`, or
-    all steps if `window` is 0."""
+    """Numbers, from 0, of the steps that add noise and are trained on; the others follow the ODE. Unset: the steps of `window`,
+    or all steps if `window` is 0."""
     window: int = Field(0, ge=0)
     """Number of consecutive steps to train, drawn for each rollout from the first half of the steps; 0: see `trained_steps`."""
     same_noise: bool = False
@@ -162,7 +162,7 @@ class WorldConfigSection(Section):
     nft_beta: float = Field(1.0, gt=0)
     """Distance of the implicit positive and negative policies from the old policy (`nft` only)."""
     nft_times: int | None = Field(None, ge=1)
-    """Number of the sampler's noise levels at which each clip is trained, drawn at random (`nft` only). Unset: 99 % of them,
+    """Number of the sampler's noise levels at which each clip is trained on, drawn at random (`nft` only). Unset: 99 % of them,
     rounded down (9 of 10)."""
     nft_decay: Literal["none", "slow", "late"] = "slow"
     """Decay d of the old policy, old = d·old + (1 − d)·new, after step i (`nft` only). `none`: 0; `slow`: min(0.001 i, 0.5);
@@ -244,7 +244,7 @@ class WorldValidationConfig(JobValidationConfig):
     sampling_steps: int | None = Field(None, ge=1)
     """Sampler steps from noise to clip. Unset: `world.sampling_steps`."""
     guidance_scale: float | None = Field(None, ge=1)
-    """Guidance scale of sampling. Unset: `world.guidance_scale`."""
+    """Guidance scale for sampling. Unset: `world.guidance_scale`."""
     show: int = Field(4, ge=0)
     """Number of clips to show in TensorBoard and on the HTML page."""
 

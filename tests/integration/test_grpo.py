@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dsreason.checkpoints.export import export_checkpoint
 from dsreason.cli.main import main
 from tests.distributed import run_on_ranks
 from tests.integration.command import dsreason, metrics
@@ -313,7 +314,12 @@ def test_constant_reward_causes_warning(folder: Path) -> None:
 
 
 def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
-    """Run GRPO with weight syncs that send nothing but their version number, and return how the run ends."""
+    """Run GRPO with weight syncs that send nothing but their version number, and return how the run ends.
+
+    `unsent.safetensors` has the last weights that were not sent.
+    """
+    from safetensors.torch import save_file
+
     from dsreason.config.load import load_config
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.errors import DsReasonError
@@ -326,13 +332,12 @@ def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
     def sync(self: Any, weights: Any, version: int, kept: Any = ()) -> None:
         if not synced:
             synced.append(first_sync(self, weights, version, kept))
-        for _ in weights:
-            pass
+        save_file({name: tensor.clone() for name, tensor in weights}, f"{output_dir}/unsent.safetensors")
         self.version = version
 
     TransformersEngine.sync = sync  # type: ignore[method-assign]
     overrides = [f"rollout.self_test={str(self_test).lower()}", "rollout.mismatch_stop=1e-4", "rollout.mismatch_warn=0"]
-    overrides.append("optim.lr=1e-2")
+    overrides += ["optim.lr=1e-2", "checkpoint.every=0"]
     settings = load_config(GRPOConfig, Path(config), overrides, default_recipe="")
     try:
         grpo.run(settings, output_dir=Path(output_dir))
@@ -355,6 +360,12 @@ def test_run_stops_if_sync_sends_no_weights(
     (ended,) = run_on_ranks(partial(with_dead_sync, self_test=self_test), 1, "run.toml", f"dead_{self_test}")
     assert ended.startswith(expected)
     assert "model.visual" in ended or "rollout.mismatch_stop" in ended
+    if not self_test:  # found in step 3, the first of the second rollout, after its gradient was computed
+        assert ended.endswith("\nThe last finished step, 2, is saved; continue with --resume auto")
+        run = folder / "dead_False"
+        export_checkpoint(run / "checkpoints/step_2", run / "export/step_2", dtype="fp32")
+        unsent, saved = (load_file(run / name) for name in ("unsent.safetensors", "export/step_2/model.safetensors"))
+        assert unsent.keys() >= saved.keys() and all(saved[name].equal(unsent[name]) for name in saved)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ FLOORS = [
     {"checkpoints", "rollout"},
     {"storage"},
     {"evaluation"},
+    {"report"},
     {"train"},
     {"world"},
     {"tools"},

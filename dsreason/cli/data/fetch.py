@@ -44,7 +44,10 @@ def fetch(
     ] = False,
     raw_from: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE", help="With --raw: another Hub data set (agibot), or the URL of a folder."),
+        typer.Option(
+            metavar="SOURCE",
+            help="With --raw: other source of the raw videos: a Hub data set for agibot, the URL of a folder for the others.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be fetched, and stop.")] = False,
 ) -> None:
@@ -82,7 +85,7 @@ def fetch(
         show_plan(plan, dry_run)
         if not dry_run:
             fetching.fetch(plan)
-            print_message(f"{plan.repo}: complete in {plan.folder}")
+            print_message(f"{plan.repo}: download complete, saved to {plan.folder}")
     uncut = [(name, task) for task, plan in zip(tasks, plans, strict=True) for name in plan.without_clips]
     wanted_tasks = [(name, task) for name, task in uncut if raw and name in get_args(CutDataset)]
     for name, one in uncut:

@@ -12,5 +12,5 @@ app.command("try")(try_rewards)
 
 @app.callback()
 def keep_group() -> None:
-    # With a callback, Typer keeps the name of the only command.
+    # Without a callback, Typer would drop the name of the subcommand, because there is only one.
     pass

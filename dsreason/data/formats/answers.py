@@ -100,7 +100,7 @@ def to_answers(value: Any) -> list[str]:
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value means "missing": None, or a non-finite number, which tables use for missing values."""
+    """Return whether a value stands for a missing one: None, or a non-finite number, which tables use for this purpose."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 

@@ -18,7 +18,7 @@ def find_label(item: Any, name: str | None) -> str | None:
     """Return the name of an item's camera: `name`, or the value of one of the item's keys. File names do not count.
 
     Raises:
-        DataError: the item has two names, or a name that is not a string.
+        DataError: the item has two names, or its name is not a string.
     """
     labels = [] if name is None else [name]
     for key in sorted(LABEL_KEYS & item.keys()) if isinstance(item, dict) else ():
@@ -27,7 +27,7 @@ def find_label(item: Any, name: str | None) -> str | None:
             continue
         if not isinstance(label, str):
             raise DataError(
-                f"the key {key!r} of an image or video must be the name of its camera, but is {label!r:.100}; remove the key"
+                f"the key {key!r} of an image or video must be the name of its camera; got {label!r:.100}; remove the key"
             )
         labels.append(label)
     if any(label != labels[0] for label in labels):
@@ -39,7 +39,7 @@ def add_names(row: Mapping[str, Any], media: RowMedia) -> None:
     """Add the names of cameras in the row's columns to its media.
 
     Raises:
-        DataError: the numbers of names and media differ, or the media have other names.
+        DataError: the numbers of names and media differ, or the media already have other names.
     """
     num_media = sum(map(len, media.waiting.values()))
     if media.labels and len(media.labels) != num_media:

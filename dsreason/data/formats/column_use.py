@@ -72,9 +72,9 @@ class ColumnUse:
     def describe(self) -> str:
         """Describe the use of the columns in one line."""
         formats = [f"{describe_count(count)} the {description}" for description, count in self.formats.most_common()]
-        used = sorted(column for column in self.used if "[]" not in column)
+        used_columns = sorted(column for column in self.used if "[]" not in column)
         parts = [f"{self.name}: {', '.join(formats) or describe_count(self.num_rows, '')}"]
-        parts[0] += f", uses {', '.join(used)}" if used else ""
+        parts[0] += f", uses {', '.join(used_columns)}" if used_columns else ""
         if not self.num_rows:
             parts = [f"{self.name}: no usable row among {describe_count(self.num_read, '')}"]
         parts += (
@@ -114,12 +114,12 @@ def add_row(use: ColumnUse, row: dict[str, Any], source: DataSource) -> None:
     except Exception:  # noqa: BLE001 (an adapter may raise anything; the check of the rows reports it)
         return
     use.num_rows += 1
-    present = set(iter_keys(row))
-    kept = present & sample.meta.keys()
+    row_keys = set(iter_keys(row))
+    kept = row_keys & sample.meta.keys()
     use.kept |= kept
-    use.used |= (present & read) - kept
+    use.used |= (row_keys & read) - kept
     columns_kept = tuple(f"{column}[]." for column in kept)
-    use.ignored |= {key for key in present - read - kept if not key.startswith(columns_kept)}
+    use.ignored |= {key for key in row_keys - read - kept if not key.startswith(columns_kept)}
 
 
 def iter_keys(row: Mapping[str, Any]) -> Iterator[str]:

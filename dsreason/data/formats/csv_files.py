@@ -33,7 +33,7 @@ def read_csv_options(paths: Sequence[Path], names: Sequence[str]) -> dict[str, A
 
 
 def check_csv(path: Path, name: str) -> tuple[str, list[str]]:
-    """Return the delimiter and the columns of a file. Raise DataError, with the line, if its rows do not fit the header."""
+    """Return the delimiter and the columns of a file. Raise DataError, naming the line, if its rows do not match the header."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     line = 1
     try:

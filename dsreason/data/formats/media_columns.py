@@ -1,4 +1,4 @@
-"""Media in separate columns: their files and settings, and a check that the messages show all of them."""
+"""Media in separate columns: their files and settings, and a check that the messages use all of them."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[M
     if any(media.waiting.values()) or list_media(messages):
         check_replies(messages)
     messages = insert_media(messages, media)
-    if shown := list_media(messages):
-        media.columns |= apply_settings(shown, row, media.columns)
+    if parts := list_media(messages):
+        media.columns |= apply_settings(parts, row, media.columns)
     return messages, media.columns
 
 
@@ -238,44 +238,44 @@ def insert_media(messages: list[Message], media: RowMedia) -> list[Message]:
     return [fill_message(message, media, numbered) for message in messages]
 
 
-# ---------------------------------------------------------------- media that no message shows
+# ---------------------------------------------------------------- media that no message uses
 
 
 def check_rejected(row: Mapping[str, Any]) -> None:
     """Raise DataError if the rejected reply of a preference has different media than the chosen one."""
     for kind in TOKEN_TYPES:
         column = f"rejected_{kind}s"
-        own = split_column(parse_list(row.get(column)), kind)[0]
-        if own and own != [
+        rejected_media = split_column(parse_list(row.get(column)), kind)[0]
+        if rejected_media and rejected_media != [
             item for name in (kind, f"{kind}s") for item in split_column(parse_list(row.get(name)), kind)[0]
         ]:
             raise DataError(f"field {column!r}: both replies of a preference must have the same {kind}s")
 
 
-def check_shown(unused: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Raise DataError if an unused column contains a media file that no message shows."""
-    shown = [name for part in list_media(messages) for name in iter_names(part[part["type"]])]
+def check_no_unused_media(unused: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Raise DataError if an unused column contains a media file that no message uses."""
+    used_names = [name for part in list_media(messages) for name in iter_names(part[part["type"]])]
     for column, value in unused.items():
         for item, kind in iter_files(value):
-            if any(is_same_file(name, other) for name in iter_names(item) for other in shown):
+            if any(is_same_file(name, other) for name in iter_names(item) for other in used_names):
                 continue
             text = next((name for name in iter_names(item) if isinstance(name, str) and not is_embedded(name)), "bytes")
             raise DataError(
-                f"the column {column!r} seems to have a media file, {text!r:.100}, but no message shows it; "
-                f"{suggest_column(column, value, kind, unused, shown)}, or remove the column"
+                f"the column {column!r} seems to have a media file, {text!r:.100}, but no message uses it; "
+                f"{suggest_column(column, value, kind, unused, used_names)}, or remove the column"
             )
 
 
 def suggest_column(
-    column: str, value: Any, kind: MediaKind, row: Mapping[str, Any], shown: Sequence[str | bytes]
+    column: str, value: Any, kind: MediaKind, row: Mapping[str, Any], used_names: Sequence[str | bytes]
 ) -> str:
-    """Suggest how to show a file in an unused column; with data.columns, it would replace the column of the files in `shown`."""
+    """Suggest how to show a file in an unused column; with data.columns, it would replace the column of `used_names`."""
     value = parse_list(value)
     if isinstance(value, list) and is_frame_list(value) and (column == "frames" or row.keys() & {*TIMES, "sample_fps"}):
         kind = "video"
     try:
         media = collect_media({kind: value})
-        is_readable = bool(media.waiting[kind]) and set(media.labels).isdisjoint(COLUMNS) and not shown
+        is_readable = bool(media.waiting[kind]) and set(media.labels).isdisjoint(COLUMNS) and not used_names
     except DataError:
         is_readable = False
     rename = f'set data.columns = {{{kind} = "{column}"}}, ' if is_readable else ""

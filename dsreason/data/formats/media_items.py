@@ -89,7 +89,7 @@ def to_media_part(item: Any, kind: MediaKind, known: Sequence[str] = ()) -> dict
     key = find_file_key(item, kind)
     if key is None:
         raise DataError(
-            f"an item of the column '{kind}s' must have the key {kind!r}, but has {', '.join(map(str, item))}; "
+            f"each item of the column '{kind}s' must have the key {kind!r}; got one with {', '.join(map(str, item))}; "
             f"{', '.join(FILE_KEYS)} are read as well"
         )
     if key in ("bytes", "path"):
@@ -140,7 +140,7 @@ def read_frames(frames: list[Any]) -> dict[str, Any]:
                 f"frame {number} of a video has the key {min(extra)!r}, which only the video may have; move or remove it"
             )
     files = [part["image"] for part in parts]
-    seconds = [find_second(frame) for frame in frames]
+    seconds = [find_timestamp(frame) for frame in frames]
     if all(second is None for second in seconds):
         return {"type": "video", "video": files}
     if None in seconds:
@@ -148,7 +148,7 @@ def read_frames(frames: list[Any]) -> dict[str, Any]:
     return {"type": "video", "video": files, "timestamps": seconds}
 
 
-def find_second(frame: Any) -> Any:
+def find_timestamp(frame: Any) -> Any:
     return (
         next((frame[key] for key in FRAME_TIMES if frame.get(key) is not None), None)
         if isinstance(frame, dict)

@@ -29,7 +29,7 @@ NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image
 
 @dataclass
 class RowMedia:
-    """The media from a row's columns that no message shows yet, and the names of these columns."""
+    """The media from a row's columns that no message uses yet, and the names of these columns."""
 
     waiting: dict[MediaKind, list[dict[str, Any]]]
     columns: set[str] = field(default_factory=set)
@@ -64,14 +64,14 @@ def describe_message(messages: Sequence[Message], number: int) -> str:
 
 
 def check_replies(messages: Sequence[Message]) -> None:
-    """Raise DataError if a reply contains a media tag, which only other messages may, or a message an unfilled ms-swift tag."""
+    """Raise DataError if a reply contains a media tag, or if any message contains an unfilled ms-swift tag."""
     for number, message in enumerate(messages):
         texts = [part["text"] for part in to_parts(message) if part["type"] == "text"]
         tag = next((tag for text in texts for tag in TAG.finditer(text) if tag["kind"]), None)
         if message["role"] == "assistant" and tag is not None:
             raise DataError(
                 f"{describe_message(messages, number)}: the reply has the tag {tag[0].strip()}, but replies cannot have media; "
-                "remove the tag, or move it to a message of the user"
+                "remove the tag, or move it to a user message"
             )
         for tag_text, end in UNFILLED_TAGS.items():
             if any(tag_text in text and end not in text for text in texts):
@@ -103,13 +103,13 @@ def describe_tags(kind: MediaKind, num_media: int) -> str:
 
 
 def is_repeated(messages: Sequence[Message], media: RowMedia) -> bool:
-    """Return whether the messages already name the columns' files, and add the columns' settings to these parts.
+    """Return whether the messages already name the columns' files; if they do, add the columns' settings to these parts.
 
     Raises:
         DataError: the messages name other files, or a setting has two different values.
     """
-    shown = list_media(messages)
-    if not shown:
+    media_parts = list_media(messages)
+    if not media_parts:
         return False
     if media.labels:
         raise DataError(
@@ -118,7 +118,7 @@ def is_repeated(messages: Sequence[Message], media: RowMedia) -> bool:
         )
     for kind, parts in media.waiting.items():
         for part in parts:
-            places = [place for place in shown if place.get(kind) == part[kind]]
+            places = [place for place in media_parts if place.get(kind) == part[kind]]
             if not places:
                 raise DataError(
                     f"the messages name their media, but not all media of the columns {', '.join(sorted(media.columns))}, such "
@@ -156,13 +156,13 @@ def count_slots(messages: Sequence[Message], media: RowMedia) -> dict[MediaKind,
                 numbers[NAMES[tag["kind"]]].add(int(tag["number"]))
             elif tag["kind"]:
                 counts[NAMES[tag["kind"]]] += 1
-    for kind, shown in numbers.items():
-        if shown and (counts[kind] or shown != set(range(1, len(shown) + 1))):
+    for kind, tag_numbers in numbers.items():
+        if tag_numbers and (counts[kind] or tag_numbers != set(range(1, len(tag_numbers) + 1))):
             raise DataError(
-                f"the <{kind}> tags must either all have numbers, from 1 on, or none; got {sorted(shown)}"
+                f"the <{kind}> tags must either all have numbers, from 1 on, or none; got {sorted(tag_numbers)}"
                 + " (a part's index is one less)" * any("index" in part for part in iter_empty(messages))
             )
-        counts[kind] += len(shown)
+        counts[kind] += len(tag_numbers)
     return counts
 
 
@@ -175,7 +175,7 @@ def read_index(part: Mapping[str, Any]) -> int:
     index = part["index"]
     if type(index) is not int or index < 0:
         raise DataError(
-            f"the index of a part of type {part['type']!r} must be a number from 0 on, but is {index!r:.100}"
+            f"the index of a part of type {part['type']!r} must be a number, 0 or greater; got {index!r:.100}"
         )
     return index
 

@@ -70,14 +70,14 @@ def read_clip(values: Mapping[str, Any], noun: str) -> list[tuple[str, str, floa
     pair = parse_list(values.get(PAIR))
     if isinstance(pair, list | dict) and pair:
         if not is_pair(pair):
-            raise DataError(f"the {noun} 'clip' must be a list of the first and the last second, but is {pair!r:.100}")
+            raise DataError(f"the {noun} 'clip' must be a list [start, end] in seconds; got {pair!r:.100}")
         limits += zip((PAIR, PAIR), LIMITS, pair, strict=True)
     seconds: dict[str, float] = {}
     for name, setting, raw in limits:
         second = to_number(raw)
         if not is_number(second):
             raise DataError(
-                f"the {noun} {name!r} must be a number of seconds from the start of the video, but is {raw!r:.100}"
+                f"the {noun} {name!r} must be a number of seconds from the start of the video; got {raw!r:.100}"
             )
         if seconds.setdefault(setting, second) != second:
             raise DataError(

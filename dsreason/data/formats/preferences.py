@@ -135,10 +135,10 @@ def merge_prompt(messages: list[Message], column: str, prompt: list[Message]) ->
     """
     if prompt and prompt[0]["role"] == "system" and messages[0]["role"] != "system":
         messages = [prompt[0], *messages]
-    present = [get_role_and_text(message) for message in messages]
+    existing_messages = [get_role_and_text(message) for message in messages]
     required = prompt[:-1] if prompt and prompt[-1]["role"] == "assistant" else prompt
     for role, text in map(get_role_and_text, required):
-        if text and (role, text) not in present:
+        if text and (role, text) not in existing_messages:
             raise DataError(
                 f"field {column!r} is a complete conversation, but lacks the {role} message of the row's other columns, "
                 f"{text!r:.200}; remove one of the two, or make them the same"

@@ -1,4 +1,4 @@
-"""Conversion of rows to `Sample`, after detecting their format from their columns."""
+"""Functions that detect the format of rows from their columns and convert the rows to `Sample`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
         DataError: the row has no known format, is contradictory, or is incomplete.
     """
     if not isinstance(row, dict):
-        raise DataError(f"a row must be an object with fields, but is {row!r:.100}")
+        raise DataError(f"each row must be an object with fields; got {row!r:.100}")
     row = preferences.flatten_openai_preference(row)
     refused.check_columns(row)
     media_columns.check_rejected(row)
@@ -93,17 +93,17 @@ def read_row(row: Any, name: str | None = None) -> Sample:
     answer = accepted[0] if accepted else get_last_reply(messages)
     if form.name in ("question", "instruction", "prompt"):
         columns |= add_reasoning(messages, row)
-    used = (
+    used_columns = (
         conversation.columns
         | columns
         | {"id", "tools", "functions"}
         | ({answer_column} if answer_column == "answer" else set())
     )
-    unused = {column: value for column, value in row.items() if column not in used}
-    meta = {column: value for column, value in unused.items() if value or column not in CONVERSATION_COLUMNS}
+    unused_fields = {column: value for column, value in row.items() if column not in used_columns}
+    meta = {column: value for column, value in unused_fields.items() if value or column not in CONVERSATION_COLUMNS}
     if name is None:
         check_unused(meta, conversation)
-        media_columns.check_shown(meta, messages)
+        media_columns.check_no_unused_media(meta, messages)
     return Sample(
         id="" if row.get("id") is None else str(row["id"]),
         messages=messages,

@@ -1,4 +1,4 @@
-"""Columns and message keys that change a row's meaning in other tools but that no format reads, and why they are refused."""
+"""Columns and message keys that are refused, because they change a row's meaning in other tools but no format reads them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MESSAGE_KEYS = {
 VIDEO_SETTINGS = ("video_start", "video_end", "fps", "nframes", "min_frames", "max_frames", "timestamps")
 """Refused keys of messages that contain a video in addition to their text."""
 LOSS_WORDS = ("loss", "train", "mask", "weight", "learn")
-"""Words in the names of keys that say how a reply, or a part of it, is trained."""
+"""Words in the names of keys that control training on a reply or on a part of it."""
 SWITCHES = (
     *("mask", "masked", "is_masked", "mask_history", "ignore", "skip", "prefix", "rejected"),
     *("train_on_input", "train_on_inputs"),
@@ -89,7 +89,7 @@ def check_message_keys(turn: Mapping[str, Any], location: str) -> None:
 
 
 def check_loss_keys(items: Mapping[str, Any], location: str, known: Collection[str] = ()) -> None:
-    """Raise DataError if a reply or a part has a key that says how it is trained and is not one of the `known` keys."""
+    """Raise DataError if a reply or a part has a training-related key other than the `known` ones."""
     for key in items:
         name = str(key).lower()
         if key not in known and any(word in name for word in LOSS_WORDS) and has_effect(items, key):

@@ -67,9 +67,9 @@ def list_present(row: Row, columns: Sequence[str]) -> list[str]:
 
 def read_conversation(row: Row) -> Conversation:
     """Read `messages` or `conversations`, with an optional column `rejected_response` or `rejected_messages`."""
-    present = list_present(row, LISTS)
-    column = present[0]
-    for other in present[1:]:
+    columns = list_present(row, LISTS)
+    column = columns[0]
+    for other in columns[1:]:
         if row[other] != row[column]:
             raise DataError(
                 f"the columns {column!r} and {other!r} both hold a conversation; remove one of them, or choose one with "
@@ -78,7 +78,7 @@ def read_conversation(row: Row) -> Conversation:
     messages = read_messages(row[column], column)
     if not messages:
         raise DataError(f"field {column!r} has no messages; add some, or remove the row")
-    return Conversation(messages, set(present))
+    return Conversation(messages, set(columns))
 
 
 def read_question(row: Row) -> Conversation:
@@ -120,14 +120,17 @@ def read_history(history: Any) -> list[Message]:
     for turn in answers.parse_json_text(history) or []:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise DataError(
-                f"field 'history' must be a list of pairs of a question and its reply, but has {turn!r:.200}"
+                f"field 'history' must be a list of pairs of a question and its reply; got {turn!r:.200} as a pair"
             )
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return messages
 
 
 def read_prompt(row: Row) -> Conversation:
-    """Read TRL's `prompt` and `completion` (or `response`), or verl's prompt without a reply. Only the completion is trained."""
+    """Read TRL's `prompt` and `completion` (or `response`), or verl's prompt without a reply.
+
+    Only the completion is trained on.
+    """
     messages = [mark_untrained(message) for message in preferences.to_messages(row["prompt"], "prompt", "user")]
     columns = {"prompt"}
     if messages and messages[-1]["role"] not in ("user", "tool") and not find_preference_columns(row):
@@ -156,7 +159,7 @@ def read_preference(row: Row) -> Conversation:
         base.messages += [{"role": "assistant", "content": text} for text in accepted]
     preferred, rejected, columns = preferences.read_pair(row, base.messages)
     if not preferred[-1].get("trained", True) or not rejected[-1].get("trained", True):
-        raise DataError('the last reply of a preference is always trained; remove "loss": false')
+        raise DataError('the last reply of a preference is always trained on; remove "loss": false')
     columns |= base.columns | ({answer_column} if answer_column else set())
     return Conversation(preferred, columns, rejected, base.options, base.labels)
 

@@ -38,7 +38,7 @@ def load_intact_table(name: str, load: Callable[[str | None], datasets.Dataset])
             raise
         damage = str(error)
     if damage is not None:
-        log.warning("%s: the cache of `datasets` is damaged (%s), so the data are converted again", name, damage)
+        log.warning("%s: the cache of `datasets` is damaged (%s); converting the data again", name, damage)
         table = load("reuse_cache_if_exists")
         write_table_record(table)
     return table

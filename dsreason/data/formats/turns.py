@@ -47,7 +47,7 @@ PAIR_KEYS = {
 CALL_ROLES = ("function_call", "tool_call")
 """Roles whose text is the JSON of a tool call."""
 TRAINED_KEYS = ("loss", "train", "trained", "is_trained", "training", "trainable", "loss_mask", "weight")
-"""Keys that say whether a reply is trained."""
+"""Keys that say whether to train on a reply."""
 TAGGED_REASONING = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
 PART_KINDS = {
     "image": "image",
@@ -77,19 +77,21 @@ def parse_json(value: Any, column: str) -> Any:
 def read_messages(value: Any, column: str) -> list[Message]:
     """Read a list of messages, a single message, or the JSON text of either.
 
-    A message that is not trained gets `"trained": False`. Consecutive tool calls are merged into one message.
+    A message that must not be trained on gets `"trained": False`. Consecutive tool calls are merged into one message.
     """
     value = parse_json(value, column)
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f"field {column!r} must be a list of messages with role and content, but is {value!r:.200}")
+        raise DataError(f"field {column!r} must be a list of messages with role and content; got {value!r:.200}")
     messages: list[Message] = []
     for number, turn in split_pairs(turns):
         message = read_message(turn, f"{column}[{number}]")
         previous = messages[-1] if messages else None
         if previous is not None and is_call_only(message) and is_call_only(previous):
             if message.get("trained") != previous.get("trained"):
-                raise DataError(f"{column}[{number}]: consecutive tool calls must all be trained, or none of them")
+                raise DataError(
+                    f"{column}[{number}]: either all or none of the consecutive tool calls must be trained on"
+                )
             previous["tool_calls"] += message["tool_calls"]
         elif message["role"] != "system" or message["content"] != "":
             messages.append(message)
@@ -142,7 +144,7 @@ def read_role(raw_role: Any, location: str) -> str:
     if role is None:
         nearest = find_nearest(str(raw_role).lower(), ROLES)
         hint = f"; did you mean {nearest!r}?" if nearest else ""
-        raise DataError(f"{location}: the role must be one of {', '.join(ROLES)}, but is {raw_role!r:.100}{hint}")
+        raise DataError(f"{location}: the role must be one of {', '.join(ROLES)}; got {raw_role!r:.100}{hint}")
     return role
 
 
@@ -159,7 +161,7 @@ def add_reasoning(
 def put_reasoning(reasoning: Any, reply: str, location: str) -> str:
     """Return the reply preceded by its reasoning in `<think>` tags, which the reasoning may already contain."""
     if not isinstance(reasoning, str):
-        raise DataError(f"{location}: the reasoning must be a text, but is {reasoning!r:.100}")
+        raise DataError(f"{location}: the reasoning must be text; got {reasoning!r:.100}")
     if "<think>" in reply:
         raise DataError(f"{location} has reasoning both in its content and in a separate key; remove one of them")
     tagged = TAGGED_REASONING.fullmatch(reasoning)
@@ -172,7 +174,7 @@ def get_first_value(turn: Mapping[str, Any], *keys: str) -> Any:
 
 
 def read_media(turn: Mapping[str, Any], column: str, location: str) -> list[dict[str, Any]]:
-    """Return the media in separate keys of a message, as in Ollama's format, as parts."""
+    """Convert media that a message has in separate keys (Ollama's format) to parts."""
     value = turn.get(column)
     kind = column.removesuffix("s")
     items = value if isinstance(value, list) else [value] if value else []
@@ -180,14 +182,14 @@ def read_media(turn: Mapping[str, Any], column: str, location: str) -> list[dict
 
 
 def read_trained(turn: Mapping[str, Any], location: str) -> bool:
-    """Return whether the reply is trained. Raise DataError for a weight between 0 and 1, and for masks within the reply."""
+    """Return whether to train on the reply. Raise DataError for a weight between 0 and 1, and for masks within the reply."""
     check_loss_keys(turn, location, TRAINED_KEYS)
     for key in TRAINED_KEYS:
         value = turn.get(key)
         if value is None:
             continue
         if value not in (0, 1):  # False == 0, True == 1
-            raise DataError(f"{location}: {key!r} must be true, false, 0 or 1, but is {value!r:.100}")
+            raise DataError(f"{location}: {key!r} must be true, false, 0 or 1; got {value!r:.100}")
         if not value:
             return False
     return True
@@ -202,7 +204,7 @@ def read_content(content: Any, location: str) -> str | list[dict[str, Any]] | No
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):
-        raise DataError(f"{location}: the content must be a string or a list of parts, but is {content!r:.200}")
+        raise DataError(f"{location}: the content must be a string or a list of parts; got {content!r:.200}")
     return [read_part(part, location) for part in content]
 
 
@@ -211,21 +213,21 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
-        raise DataError(f"{location}: a part must be an object with a type, but is {part!r:.200}")
+        raise DataError(f"{location}: each part must be an object with a type; got {part!r:.200}")
     part = {key: value for key, value in part.items() if value is not None}  # Arrow gives all parts the same keys
     raw_kind = part.pop("type", next((key for key in ("text", *PART_KINDS) if key in part), None))
     if "text" in part and part.keys() & PART_KINDS.keys():
         raise DataError(
-            f"{location}: a part must have either a text or a media item, but has {', '.join(part)}; split it"
+            f"{location}: each part must have either a text or a media item; got one with {', '.join(part)}; split it"
         )
     if raw_kind in ("text", "input_text", "output_text"):
         if not isinstance(part.get("text"), str):
-            raise DataError(f"{location}: a text part must have a text, but has {part!r:.200}")
+            raise DataError(f"{location}: each text part must have a text; got {part!r:.200}")
         check_loss_keys(part, location)
         return {"type": "text", "text": part["text"]}
     kind = PART_KINDS.get(raw_kind) if isinstance(raw_kind, str) else None
     if kind is None:
-        raise DataError(f"{location}: a part must have the type text, image or video, but has {raw_kind!r:.100}")
+        raise DataError(f"{location}: the type of a part must be text, image or video; got {raw_kind!r:.100}")
     file = part.pop(raw_kind, part.pop(f"{kind}_url", None))
     if isinstance(file, dict) and "url" in file:
         part |= {key: value for key, value in file.items() if key != "url" and value is not None}
@@ -257,7 +259,7 @@ def read_call(call: Any, location: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
-        raise DataError(f"{location}: a tool call must have a name and arguments, but is {call!r:.200}")
+        raise DataError(f"{location}: each tool call must have a name and arguments; got {call!r:.200}")
     arguments = function.get("arguments", function.get("parameters"))
     arguments = drop_nulls(parse_json(arguments, f"{location}: arguments of {name}")) if arguments else {}
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -270,7 +272,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     tools = parse_json(value, "tools")
     tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"field 'tools' must be a list of functions, but is {value!r:.200}")
+        raise DataError(f"field 'tools' must be a list of functions; got {value!r:.200}")
     return [
         tool if "function" in tool else {"type": "function", "function": tool} for tool in drop_nulls(tools)
     ] or None

@@ -76,7 +76,7 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
         own_folder = Path(tempfile.mkdtemp(prefix=MAKING, dir=parent))
     except OSError as error:
         raise CheckpointError(
-            f"{parent}: cannot hold the export of {checkpoint} ({error.strerror}); make it writable, free space, or "
+            f"{parent}: cannot hold the export of {checkpoint} ({error.strerror}); make it writable, free up space, or "
             "choose another folder"
         ) from None
     for left_folder in parent.glob(f"{EXPORT}*"):

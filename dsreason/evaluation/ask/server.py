@@ -56,7 +56,8 @@ class Message(BaseModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
 
-    def whole(self) -> str:
+    def join_text(self) -> str:
+        """Return the answer with the thoughts, if any, in a `<think>` block."""
         thoughts, content = self.reasoning or self.reasoning_content, self.content or ""
         return f"<think>{thoughts}</think>\n{content}" if thoughts else content
 
@@ -152,7 +153,7 @@ class ServerAnswerer:
             return Reply(error=self._mask_key(f"the server does not respond: {describe_no_answer(error)}"))
         choice = answer.choices[0]
         tokens = answer.usage.completion_tokens if answer.usage else 0
-        return Reply(choice.message.whole(), choice.finish_reason or "", tokens, time.perf_counter() - started)
+        return Reply(choice.message.join_text(), choice.finish_reason or "", tokens, time.perf_counter() - started)
 
     def _explain_refusal(self, answer: http.HttpResponse, fields: Mapping[str, Any]) -> Reply:
         """Return a reply with the server's error, or raise it if it would affect all questions."""

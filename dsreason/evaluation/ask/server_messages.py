@@ -121,7 +121,7 @@ def to_video(medium: PlannedMedium) -> tuple[Part, dict[str, Any]]:
     if medium.size == (info.height, info.width) and medium.indices == choose_like_loader(info, count):
         path = find_local_file(medium.path)
         kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
-        # fps = -1 disables sampling at a rate, so that the bounds determine the number of frames.
+        # fps = -1 disables rate-based sampling, so the bounds determine the number of frames.
         reading = {"video_backend": LOADER, "num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
         return make_url_part("video", kind, base64.b64encode(path.read_bytes())), reading
     facts = medium.metadata

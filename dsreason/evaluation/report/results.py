@@ -90,7 +90,7 @@ def write_text(file: Path, text: str) -> None:
         write_file(file, text.encode(errors="replace"))
     except OSError as error:
         raise DataError(
-            f"{file}: cannot be written ({error.strerror}); make it writable, free space, or choose another folder"
+            f"{file}: cannot be written ({error.strerror}); make it writable, free up space, or choose another folder"
         ) from error
 
 

@@ -81,10 +81,10 @@ def read_points(text: str, form: PointForm = PLAIN_POINT) -> Shapes:
 
 
 def read_shapes(
-    text: str, in_json: Callable[[Any], Iterator[PlaneShape]], in_text: Callable[[str], list[PlaneShape]]
+    text: str, parse_json: Callable[[Any], Iterator[PlaneShape]], parse_text: Callable[[str], list[PlaneShape]]
 ) -> Shapes:
     values = find_json_values(text)
-    shapes = [shape for value in values for shape in in_json(value)] or in_text(text.lower())
+    shapes = [shape for value in values for shape in parse_json(value)] or parse_text(text.lower())
     shapes = [shape for shape in shapes if all(abs(value) < LARGEST for value in shape.numbers)]
     if not shapes and (is_none_answer(text) or (values and all(value in ([], {}) for value in map(unwrap, values)))):
         return []

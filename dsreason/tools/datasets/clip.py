@@ -1,4 +1,4 @@
-"""Cutting of clips that are not on the Hub from the raw videos, by the rules for their names (`clip_rules`)."""
+"""Functions that cut the clips that are not on the Hub from the raw videos; `clip_rules` derives the cuts from their names."""
 
 from __future__ import annotations
 

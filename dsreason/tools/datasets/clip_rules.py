@@ -1,7 +1,7 @@
 """Rules for the names of Cosmos-Reason1 clips: the raw video that a clip was cut from, and the range in it.
 
 The rules are those of cosmos-reason1's `process_raw_data.py`. All ranges are half-open: the start frame is included and the end
-frame is not, so that `end - start` frames are cut.
+frame is not, so `end - start` frames are cut.
 
 - agibot, `574-809829-head_center_fisheye_color-440-699-1.mp4`: frames 440 to 698 of the view `head_center_fisheye_color` of
   episode 809829 of task 574; an optional sixth part does not affect the cut.
@@ -110,7 +110,7 @@ def check_name(name: str, dataset: str) -> re.Match[str]:
     """Return the parts of a clip's name.
 
     Raises:
-        DataError: the name does not follow the rule, or could lead out of the folder.
+        DataError: the name does not follow the naming convention, or could lead out of the folder.
     """
     pattern = {"agibot": AGIBOT, "holoassist": HOLOASSIST, "bridgev2": BRIDGE}[dataset]
     match = pattern.fullmatch(name)

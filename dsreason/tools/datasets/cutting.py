@@ -1,4 +1,7 @@
-"""Frame-accurate cutting of videos. Frames are decoded and re-encoded because a copied stream can only begin at a key frame."""
+"""Functions that cut videos at exact frames.
+
+Frames are decoded and re-encoded because a copied stream can only begin at a key frame.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
 """Encoder options for visually lossless quality."""
 ENCODING = 10
-"""Factor by which the time limit for cutting a clip exceeds the one for decoding its raw video."""
+"""Ratio of the time limit for cutting a clip to the one for decoding its raw video."""
 IMAGE_FPS = Fraction(30)
 """Frame rate at which cosmos-reason1 writes the clips of BridgeData V2, although they were recorded at 5 frames per second.
 
@@ -113,7 +116,7 @@ def list_frames_of_cut(cut: Cut, video: Timing) -> range:
 
 
 def find_frames_between(times: list[int], time_base: Fraction, start: float, end: float) -> tuple[int, int]:
-    """Return the first frame displayed at or after `start` seconds, and the first one at or after `end`.
+    """Return the indices of the first frame displayed at or after `start` seconds, and of the first one at or after `end`.
 
     `times` must be ascending. An end up to one frame after the last frame is the end of the video; for a later one, the second
     number is larger than the number of frames. Example: times 0, 100, 200 of 1/1000 s, 0.1 s to 0.2 s → (1, 2).

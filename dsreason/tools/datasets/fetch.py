@@ -1,4 +1,4 @@
-"""Download of data sets from the Hugging Face Hub, in the layout that `dsreason eval --data` and the adapters read.
+"""Functions that download data sets from the Hugging Face Hub, in the layout that `dsreason eval --data` and the adapters read.
 
 A file `<path>` of the repository is written to `<data_dir>/<task>/<path>`. An archive of clips (`<ds>/clips.tar.gz`,
 `<ds>/clips/part0.tar.gz`) is unpacked to `<data_dir>/<task>/<ds>/clips/` and removed. An interrupted download is resumed, even by
@@ -59,7 +59,7 @@ class FetchPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that remain to be downloaded; bytes in partial downloads do not count."""
+        """Number of bytes that remain to be downloaded, not counting the bytes in partial downloads."""
         begun = (min(get_size(locate_partial(self.folder, file)), file.size) for file in self.missing)
         return sum(file.size for file in self.missing) - sum(begun)
 

@@ -33,7 +33,7 @@ LIST_LIMIT = 600.0
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """File of a repository; `content` identifies its bytes: the SHA-256 of an LFS file, or git's hash of any other file."""
+    """A file in a repository; `content` identifies its bytes: the SHA-256 of an LFS file, or git's hash of any other file."""
 
     path: str
     size: int
@@ -48,7 +48,7 @@ class RemoteFile:
 
     @property
     def clips(self) -> PurePosixPath:
-        """Folder that an archive's clips are unpacked to: `robovqa/clips.tar.gz` → `robovqa/clips`."""
+        """Folder to which an archive's clips are unpacked: `robovqa/clips.tar.gz` → `robovqa/clips`."""
         parent = PurePosixPath(self.path).parent
         return parent if parent.name == "clips" else parent / "clips"
 

@@ -1,6 +1,6 @@
-"""Inspection of data: counts, lengths, media, labels and duplicates.
+"""Statistics of data sets: counts, lengths, media, labels and duplicates.
 
-Two rows are duplicates if the user's messages are the same, ignoring case, punctuation and spaces, and the media are the same, in
+Two rows are duplicates if their user messages are the same, ignoring case, punctuation and spaces, and the media are the same, in
 the same order and with the same displayed seconds.
 Two media items are the same if their files have the same bytes: files of equal size are compared by SHA-256. This finds a clip
 under two names, but not a re-encoded clip.
@@ -83,7 +83,7 @@ class PreferenceReport:
 
 @dataclass(frozen=True)
 class PixelReport:
-    """Number of media items, among the measured rows, that cosmos-rl would show with other frames or in another size."""
+    """Number of media items in the measured rows that cosmos-rl would show with different frames or in a different size."""
 
     compared: int
     differing: int

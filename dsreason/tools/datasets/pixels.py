@@ -18,7 +18,7 @@ from dsreason.media.videos import probe_video
 
 
 def list_pixel_differences(encoder: Encoder, sample: Sample) -> list[str]:
-    """Describe each media item of the sample that qwen-vl-utils would show differently.
+    """Describe each media item of the sample for which qwen-vl-utils chooses other frames or another size.
 
     Raises:
         DataError: a media item cannot be used.

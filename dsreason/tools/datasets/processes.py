@@ -1,4 +1,4 @@
-"""Worker processes for tasks on many rows or files; if a worker dies, the task that it was working on is reported."""
+"""Worker processes for tasks on many rows or files; if a worker dies, the task it was working on is reported."""
 
 from __future__ import annotations
 

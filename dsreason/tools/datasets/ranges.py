@@ -24,7 +24,7 @@ SMALL = 64 * 2**20
 SKIPPED = 4 * 1024**2
 """Largest gap in bytes that is read and discarded; a new request skips larger gaps."""
 PAUSE_S = 1.0
-"""Seconds between two attempts of a request."""
+"""Seconds between two attempts at a request."""
 
 
 class Version(NamedTuple):

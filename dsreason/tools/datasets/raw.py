@@ -1,4 +1,4 @@
-"""Download of the raw videos from which clips are cut. Only the needed parts are fetched from the publishers.
+"""Functions that download the raw videos from which clips are cut; only the needed parts are fetched from the publishers.
 
 - agibot: tars on the Hub, `observations/<task>/<first episode>-<last episode>.tar` of AgiBotWorld-Beta, each with
   `<episode>/videos/<view>.mp4`. Users must accept the terms of the data set on the Hub.
@@ -86,7 +86,7 @@ class RawPlan:
 
     @property
     def place(self) -> str:
-        """The origin for display, without a password that it may contain."""
+        """The origin for display, without any password in it."""
         return hide_secrets(self.origin)
 
     @property
@@ -243,7 +243,7 @@ def fetch_members(plan: RawPlan, source: ServedFile, wanted: dict[str, str], fol
     """Download members of a tar to `folder`; return the keys of those that were found.
 
     Args:
-        wanted: end of a member's path, which is also its path in `folder` → key of the video.
+        wanted: suffix of a member's path, which is also its path in `folder` → key of the video.
     """
     if not wanted:
         return set()

@@ -1,4 +1,4 @@
-"""Search for single videos in a tar on a server, without downloading the complete tar.
+"""Functions that find single videos in a tar on a server, without downloading the entire tar.
 
 A tar has no table of contents, so its headers are read one after another. The result is kept in an index file, and a later
 call continues where the previous one stopped.
@@ -37,10 +37,10 @@ class Index:
 
 
 def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
-    """Find for each key the member, the offset of its content, and its size; keys without a member are omitted.
+    """For each key, return its member, and the offset and size of the content; keys without a member are omitted.
 
     Args:
-        wanted: possible end of a member's path → key; one member per key is enough.
+        wanted: suffix of a member's path → key; one member per key is enough.
         indices: folder of the index files.
 
     Raises:
@@ -62,7 +62,7 @@ def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -
 
 
 def scan_further(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: set[str]) -> None:
-    """Read headers from the end of the index on, until no key is missing or the tar ends."""
+    """Read headers, starting after the indexed part, until no key is missing or the tar ends."""
     name = file.source.url.rpartition("/")[2]
     with track(f"searching {name}", file.length - index.offset, "bytes") as advance:
         buffered = io.BufferedReader(file)
@@ -81,7 +81,7 @@ def scan_further(file: RangedFile, index: Index, wanted: Mapping[str, str], miss
 
 
 def find_key(member: str, wanted: Mapping[str, str]) -> str | None:
-    """Return the key of a member: for `a/b/c.mp4`, `wanted` may have `a/b/c.mp4`, `b/c.mp4` or `c.mp4`; None if it has none."""
+    """Return the key of a member, such as `a/b/c.mp4`, for which `wanted` may have `a/b/c.mp4`, `b/c.mp4` or `c.mp4`, or None."""
     parts = member.split("/")
     endings = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((wanted[ending] for ending in endings if ending in wanted), None)

@@ -1,4 +1,4 @@
-"""Rendering of every row exactly as training does, but without a training step, for `dsreason data validate`."""
+"""Functions that render every row exactly as training does, but without a training step, for `dsreason data validate`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def render_rows(
 ) -> tuple[int, list[str]]:
     """Render all rows, or `limit` evenly spaced rows.
 
-    A row whose media crash a decoder is reported, too; the crash ends only a worker process.
+    A row whose media crash a decoder is also reported; the crash ends only a worker process.
 
     Returns:
         The number of rendered rows, and a message with file, row and field for each unusable row, in order.

@@ -46,9 +46,9 @@ class RowFacts:
     tokens: int | None
     media: tuple[MediumUse, ...]
     seconds: tuple[str, ...]
-    """Displayed seconds of each media item; see `format_shown_seconds`."""
+    """Part of each media item that is displayed, in seconds; see `format_shown_seconds`."""
     answer: str | None
-    """Letter if the question has options, or else the short answer; None if there is neither."""
+    """The correct letter if the question has options, otherwise the short answer; None if the row has neither."""
     letters: tuple[str, ...]
     """Letters of the options."""
     is_unlisted: bool

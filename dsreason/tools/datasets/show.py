@@ -44,16 +44,16 @@ def split_for(sample: Sample, purpose: Purpose) -> Split:
         start = len(prompt.messages)
         for name, reply in (("chosen", better), ("rejected", worse)):
             check_replies(reply.messages[start:], name)
-        shown = [{**message, "trained": False} for message in prompt.messages]
-        return shown, better.messages[start:], worse.messages[start:]
+        untrained_prompt = [{**message, "trained": False} for message in prompt.messages]
+        return untrained_prompt, better.messages[start:], worse.messages[start:]
     check_replies(sample.messages, "messages")
     if not any(is_trained(message) for message in sample.messages):
-        raise DataError(f"no reply is trained: {describe_untrained(sample)}")
+        raise DataError(f"the sample has no reply to train on: {describe_untrained(sample)}")
     return sample.messages, [], []
 
 
 def describe_untrained(sample: Sample) -> str:
-    """Say why a sample has no trained reply."""
+    """Return the reason why a sample has no reply to train on."""
     if any(message["role"] == "assistant" for message in sample.messages):
         return 'every reply is in the prompt or has "loss": false'
     unread = f"; the row's other columns are {', '.join(sample.meta)}" if sample.meta else ""
@@ -70,7 +70,7 @@ def check_replies(messages: list[Message], name: str) -> None:
 
 
 def check_conversation(messages: list[Message]) -> None:
-    """Raise DataError for what no trainer accepts: a conversation that starts with a reply, or media in a reply."""
+    """Raise DataError if no trainer accepts the conversation: it starts with a reply, or a reply has media."""
     if messages and messages[0]["role"] == "assistant":
         raise DataError("the first message must be from the user or the system")
     for number, message in enumerate(messages):
@@ -154,9 +154,9 @@ def read_id(source: DataSource, index: int) -> str | None:
 
 
 def to_json(message: Message, source: DataSource) -> dict[str, Any]:
-    shown = [to_json_part(part, source) for part in list_parts(message) if part.get("text") != ""]
+    parts = [to_json_part(part, source) for part in list_parts(message) if part.get("text") != ""]
     known: dict[str, Any] = {key: message[key] for key in ("name", "tool_calls", "tool_call_id") if key in message}
-    return {"role": message["role"], "trained": is_trained(message), "parts": shown, **known}
+    return {"role": message["role"], "trained": is_trained(message), "parts": parts, **known}
 
 
 def format_calls(message: Message) -> list[str]:
@@ -185,7 +185,7 @@ def to_relative(path: str, source: DataSource) -> str:
 
 
 def shorten_bytes(value: Any) -> Any:
-    """Replace what JSON cannot represent, byte strings by their length and NaN by None, and leave out the content of URIs."""
+    """Replace what JSON cannot represent (byte strings by their length, NaN by None), and leave out the content of URIs."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, float) and not math.isfinite(value):
@@ -203,7 +203,10 @@ def shorten_bytes(value: Any) -> Any:
 def render_row(
     sample: Sample, split: Split, tokens: Mapping[str, int], title: str, describe: Callable[[dict[str, Any]], str]
 ) -> Panel:
-    """Render a row for a terminal; trained text is bold and green. `describe` returns the line of a media item."""
+    """Render a row for a terminal, with the text to train on in bold and green.
+
+    `describe` returns the line to show for a media item.
+    """
     lines: list[Text] = []
     for name, messages in zip(("", "chosen", "rejected"), split, strict=True):
         for message in messages:

@@ -99,7 +99,7 @@ def iter_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
 
 
 def read_varint(message: bytes, position: int) -> tuple[int, int]:
-    """Return the number that begins at `position`, and the position after it."""
+    """Return the number encoded at `position`, and the position after it."""
     number = shift = 0
     while True:
         byte = message[position]

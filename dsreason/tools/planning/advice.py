@@ -61,7 +61,7 @@ class Suggestion:
 
 
 def to_toml(value: Any) -> str:
-    """Format a value as TOML. All values that are suggested look the same in TOML and JSON."""
+    """Format a value as TOML. All suggested values look the same in TOML and JSON."""
     return json.dumps(value)
 
 
@@ -89,7 +89,7 @@ def list_suggestions(plan: Plan) -> list[Suggestion]:
 
 
 def try_change(request: PlanRequest, change: Change) -> Suggestion | None:
-    """Plan the changed run, and return it as a suggestion; None if it does not fit either, or would refuse to start."""
+    """Plan the changed run, and return it as a suggestion; None if this run does not fit either, or would refuse to start."""
     try:
         plan = plan_run(apply_change(request, change))
     except (ConfigError, ValidationError):

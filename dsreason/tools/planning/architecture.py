@@ -1,4 +1,4 @@
-"""Lookup of a model's architecture in its folder, in config.json on the Hub, or in the built-in table of published models."""
+"""Functions that find a model's architecture: in its folder, in config.json on the Hub, or in the table of published models."""
 
 from __future__ import annotations
 

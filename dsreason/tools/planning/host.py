@@ -49,7 +49,7 @@ def plan_host(
 
 
 def compute_checkpoint_copy(request: PlanRequest) -> int:
-    """Return the bytes that each host needs for the copy from which a checkpoint is written in the background.
+    """Return the number of bytes that each host needs for the copy from which a checkpoint is written in the background.
 
     If less memory is free, training waits until the checkpoint is written.
     """

@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Bytes of a GPU that are free in the fullest phase; negative if the phase does not fit."""
+        """Bytes of GPU memory that are free in the fullest phase; negative if the phase does not fit."""
         return self.limit - self.fullest.total
 
     @cached_property

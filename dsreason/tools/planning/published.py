@@ -103,7 +103,7 @@ def make_qwen3_vl_moe(size: str) -> dict[str, Any]:
     return config
 
 
-def make_text_only(model_type: str, sizes: Sizes) -> dict[str, Any]:
+def make_text_only_config(model_type: str, sizes: Sizes) -> dict[str, Any]:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     head = {"head_dim": QWEN3_HEAD} if model_type == "qwen3" else {}
     return {"model_type": model_type, "tie_word_embeddings": sizes[-1], **make_text_config(sizes), **rope, **head}
@@ -130,7 +130,9 @@ def list_architectures() -> dict[str, dict[str, Any]]:
         }
     published_models |= {"nvidia/Cosmos-Reason2-2B": qwen3_vl_2b, "nvidia/Cosmos-Reason2-8B": qwen3_vl_8b}
     for size, sizes in QWEN2.items():
-        published_models |= {f"Qwen/Qwen2.5-{size}{kind}": make_text_only("qwen2", sizes) for kind in ("", "-Instruct")}
+        published_models |= {
+            f"Qwen/Qwen2.5-{size}{kind}": make_text_only_config("qwen2", sizes) for kind in ("", "-Instruct")
+        }
     for size, sizes in QWEN3.items():
-        published_models[f"Qwen/Qwen3-{size}"] = make_text_only("qwen3", sizes)
+        published_models[f"Qwen/Qwen3-{size}"] = make_text_only_config("qwen3", sizes)
     return {name.lower(): config for name, config in published_models.items()}

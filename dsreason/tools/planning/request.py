@@ -41,7 +41,7 @@ class Machine:
     """Nominal memory of one GPU in GB."""
     gpus_per_host: int = GPUS_PER_HOST
     device: Literal["cuda", "cpu"] = "cuda"
-    """Device that the plan is for; plans for `cpu` can be compared with measurements on a CPU."""
+    """Device for which the run is planned; plans for `cpu` can be compared with measurements on a CPU."""
 
     @property
     def gpu_bytes(self) -> int:

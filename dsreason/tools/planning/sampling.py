@@ -122,7 +122,7 @@ class VLLM:
 
 
 def compute_sync_bucket(vllm: VLLM) -> int:
-    """Return the bytes of unsharded weights that a weight sync gathers at a time."""
+    """Return how many bytes of unsharded weights a weight sync gathers at a time."""
     largest = max(parameter.numel for parameter in vllm.request.parameters.all) * vllm.request.width
     return max(int(vllm.config.rollout.sync_bucket_mb * 2**20), largest)
 

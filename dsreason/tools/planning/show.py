@@ -1,4 +1,4 @@
-"""Display of a plan as text and as JSON."""
+"""Functions that format a plan as text or JSON."""
 
 from __future__ import annotations
 

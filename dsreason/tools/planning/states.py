@@ -95,7 +95,7 @@ def round_pinned_size(nbytes: int) -> int:
 
 
 def compute_gathered(request: PlanRequest) -> tuple[int, int]:
-    """Return the bytes of weights that ZeRO-3 gathers at a time: those in use, and those that are prefetched.
+    """Return how many bytes of weights ZeRO-3 gathers at a time: those in use, and those that are prefetched.
 
     The weights in use are one block, such as a decoder layer, or one parameter outside the blocks. Between forward and backward,
     ZeRO-3 also keeps the weights of the last layers if `stage3_max_reuse_distance` covers their use in both passes; if these

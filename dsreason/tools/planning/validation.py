@@ -1,4 +1,7 @@
-"""Memory for the loss of held-out rows: nothing is kept for a backward pass, but a pass may have more tokens than in training."""
+"""Memory for computing the loss on held-out rows.
+
+Nothing is kept for a backward pass, but a forward pass may have more tokens than in training.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from dsreason.tools.planning.training import compute_logits_chunk, count_sampled
 
 
 def plan_held_out(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
-    """Plan the loss of held-out rows. A pass has `validation.micro_batch_size` rows; the limits in `[train]` do not apply."""
+    """Plan the memory for computing the loss on held-out rows.
+
+    Each pass processes `validation.micro_batch_size` rows; the limits in `[train]` do not apply.
+    """
     shape, pieces, width = request.shape, request.pieces, request.width
     samples = request.config.validation.micro_batch_size
     tokens = samples * request.config.model.max_length

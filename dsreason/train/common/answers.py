@@ -24,7 +24,7 @@ from dsreason.rollout.protocol import Completion, Sampling
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """A generated answer and the reference answer that it is compared with.
+    """A generated answer and the reference answer with which it is compared.
 
     Example: `GeneratedAnswer(row=3, id="7", modality="video", kind="direction", prompt="<|im_start|>user…", completion="left",
     reference="left", correct=True, finish_reason="stop", media=["/d/clips/7.mp4"])`.

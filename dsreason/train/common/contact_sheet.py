@@ -1,4 +1,4 @@
-"""Contact sheets: images that show, side by side, the media that the model saw, and below them the text."""
+"""Contact sheets: images that show the media that the model saw side by side, with the text below them."""
 
 from __future__ import annotations
 

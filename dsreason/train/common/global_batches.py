@@ -92,10 +92,10 @@ def check_steps(order: StepOrder, config: SFTConfig | DPOConfig) -> None:
 def list_step_warnings(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
     """Return warnings about the number of steps; none of them stops the run."""
     notes = []
-    unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
-    if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
+    unused_rows = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
+    if unused_rows and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
         notes.append(
-            f"the last {unused} of {config.train.epochs} x {order.rows_per_epoch} rows are not used, because they do not "
+            f"the last {unused_rows} of {config.train.epochs} x {order.rows_per_epoch} rows are not used, because they do not "
             f"fill a step of train.global_batch_size ({order.batch_size}) rows"
         )
     if note := describe_long_warmup(order.num_steps, config.optim):

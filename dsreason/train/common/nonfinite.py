@@ -1,4 +1,4 @@
-"""Handling of NaN or infinite losses and gradients: either save the batch and stop, or skip the step and count it."""
+"""A check for NaN or infinite losses and gradients: it saves the batch and stops, or skips the step and counts it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ must be at fault."""
 
 
 def build_finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
-    """Build the check for a run, which continues the counts saved in the run's state."""
+    """Build the check for a run, starting from the counts saved in the run's state."""
     return FiniteCheck(
         config.train.on_nonfinite,
         output_dir / "nonfinite",

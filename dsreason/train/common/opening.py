@@ -22,6 +22,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import describe_forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
+from dsreason.engine.learning_rates import describe_learning_rates
 from dsreason.families import get_family
 from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero, share_errors
 from dsreason.models.folder import compute_fingerprint
@@ -39,7 +40,8 @@ from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.digest import compute_samples_digest
 from dsreason.train.common.job import TrainingJob, open_curves, open_job
-from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
+from dsreason.train.common.page import RunPage
+from dsreason.train.common.preflight import DTYPES, build_encoder, find_model, has_different_rates
 from dsreason.train.common.run import TrainingRun, start_run
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
@@ -100,8 +102,7 @@ def build_policy_engine(
         trust_remote_code=config.model.trust_remote_code,
     )
     log.info("a forward pass takes %s", describe_forward_size(config))
-    if frozen := freeze(model, config.model.freeze):
-        log.info("%d parameters are frozen by model.freeze", frozen)
+    freeze(model, config.model.freeze)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
     policy = Policy(
@@ -111,6 +112,8 @@ def build_policy_engine(
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)
         log.info("%s", describe_trained_share(model))
+    if has_different_rates(config):
+        log.info("learning rates by module:\n%s", describe_learning_rates(model, config.optim))
     blocks = get_family(model.config.model_type).modules.blocks
     return build_engine(policy, config.optim, deepspeed_config, blocks)
 
@@ -201,6 +204,7 @@ def start_policy_run(
         total_steps=total_steps,
         write_export=write_export,
         with_frozen=config.lora.rank == 0,
+        page=RunPage(job.output_dir) if world.is_main else None,
     )
     return run, sampler
 

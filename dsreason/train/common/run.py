@@ -17,7 +17,7 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, wait_for_all_ranks
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.schedule import compute_lr_factor
-from dsreason.errors import DsReasonError, NothingLearned, SaveError
+from dsreason.errors import DsReasonError, MismatchError, NothingLearned, SaveError
 from dsreason.job.logs import set_step
 from dsreason.job.ranks import World
 from dsreason.monitor.memory import MemoryLedger
@@ -27,6 +27,7 @@ from dsreason.monitor.profile import StepProfiler
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.train.common.job import J, TrainingJob
 from dsreason.train.common.nonfinite import FiniteCheck, build_finite_check
+from dsreason.train.common.page import RunPage
 from dsreason.train.common.saving import Checkpoints, WriteExport
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class TrainingRun(Generic[J]):
     finite: FiniteCheck
     total_steps: int
     state: TrainerState
+    page: RunPage | None = None
+    """None on ranks other than 0, and for world models, whose validation writes their page."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Message that names a skipped row → number of times that the row was skipped since this process started."""
     is_in_step: bool = False
@@ -100,13 +103,16 @@ class TrainingRun(Generic[J]):
     def save_before_error(self) -> Iterator[None]:
         """If the block ends with an error between two steps, save the last finished step first and say so in the message.
 
+        A MismatchError counts as an error between two steps, because no rank has updated its weights yet.
+
         Saving is collective, so nothing is saved unless all ranks end with such an error within seconds. Functions that wait
         for data, rewards or a teacher therefore raise a rank's error on all ranks (`share_errors`), and so end stop requests.
         """
         try:
             yield
         except DsReasonError as error:
-            is_between_steps = not self.is_in_step and self.engine.global_steps == self.state.step
+            is_before_update = not self.is_in_step or isinstance(error, MismatchError)
+            is_between_steps = is_before_update and self.engine.global_steps == self.state.step
             is_sound = is_between_steps and not isinstance(error, SaveError)
             if is_sound and wait_for_all_ranks(self.job.world, "save before an error"):
                 self.checkpoints.save_before_error(error, self.state)
@@ -209,6 +215,8 @@ class TrainingRun(Generic[J]):
         self.metrics.log_scalars(step, result.metrics)
         self.progress.print_line(result.summary(step))
         result.write(job.output_dir, step, self.metrics, job.world)
+        if self.page:
+            self.page.update()
         value, best = result.metrics.get(config.best_metric), self.state.best_metric
         if value is None:  # rows without answers have no loss
             return False
@@ -237,6 +245,10 @@ class TrainingRun(Generic[J]):
         for line in lines:
             self.progress.print_line(f"warning: {line}")
         self.progress.print_line(self.memory.report())
+        if self.page:
+            self.page.write()
+            for line in self.page.describe_run():
+                self.progress.print_line(line)
         self.progress.print_line(f"finished at step {step}; all output is in {self.job.output_dir}")
         if not has_learned and step > TRIAL_STEPS:
             raise NothingLearned("\n  ".join(lines))
@@ -255,6 +267,7 @@ def start_run(
     export_file: str = "config.json",
     averages: Mapping[str, WeightAverage] | None = None,
     with_frozen: bool = True,
+    page: RunPage | None = None,
 ) -> TrainingRun[J]:
     """Open the run with its progress bar, profiler and checkpoints until `stack` closes. Every rank must call this.
 
@@ -262,6 +275,7 @@ def start_run(
         export_file: see `Checkpoints`.
         averages: averages of the weights that checkpoints also contain, by name.
         with_frozen: whether checkpoints contain the weights that are not trained.
+        page: page of the run; see `TrainingRun`.
     """
     config, world = job.config, job.world
     folder, background = job.output_dir / "checkpoints", config.checkpoint.background
@@ -291,6 +305,7 @@ def start_run(
         finite=build_finite_check(config, job.output_dir, world, state),
         total_steps=total_steps,
         state=state,
+        page=page,
     )
 
 

@@ -196,6 +196,6 @@ def describe_base(adapter: SavedAdapter) -> str:
 
 
 def set_aside_newer_checkpoints(folder: Path, checkpoint: Path) -> None:
-    """Rename the checkpoints in `folder` that are later than the resumed one, because their steps are trained again."""
+    """Rename the checkpoints in `folder` that are later than the resumed one, because their steps will be repeated."""
     for path in set_aside_newer(folder, checkpoint):
         log.warning("training continues from %s; a later checkpoint was renamed to %s", checkpoint, path)

@@ -1,4 +1,4 @@
-"""Saving of checkpoints and exports during a run, after a signal or an error, and at the end of the run."""
+"""Functions that save checkpoints and exports during a run, after a signal or an error, and at the end of the run."""
 
 from __future__ import annotations
 

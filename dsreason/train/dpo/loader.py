@@ -1,4 +1,4 @@
-"""Loading of preference pairs: row indices of a step → its micro-batches."""
+"""A loader of preference pairs: row indices of a step → its micro-batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PairMicroBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Number of trained tokens of each chosen and rejected answer, `[P, 2]` int64."""
+        """Number of trained tokens in each chosen and rejected answer, `[P, 2]` int64."""
         return torch.tensor([pair.lengths for pair in self.pairs], dtype=torch.int64).view(-1, 2)
 
 
@@ -103,8 +103,8 @@ class PairLoader(StepLoader):
     def _step_batches(self, step: int, share: RankShare, waited: float) -> StepPairs:
         assert isinstance(share, PairShare)
         step_batches = super()._step_batches(step, share, waited)
-        missing = len(step_batches.micro_batches) - len(share.pairs)
-        return StepPairs(**vars(step_batches), pairs=[*share.pairs, *[()] * missing])
+        num_dummies = len(step_batches.micro_batches) - len(share.pairs)
+        return StepPairs(**vars(step_batches), pairs=[*share.pairs, *[()] * num_dummies])
 
 
 def build_pair_loader(

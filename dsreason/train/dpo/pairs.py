@@ -1,4 +1,4 @@
-"""Encoding of preference pairs, a better and a worse answer to the same prompt, and their division into micro-batches."""
+"""Functions that encode preference pairs (a better and a worse answer to the same prompt) and divide them into micro-batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Number of trained tokens of each answer: chosen, rejected."""
+        """Number of tokens trained on in each answer: chosen, rejected."""
         return int(self.chosen.loss_mask.sum()), int(self.rejected.loss_mask.sum())
 
     def samples(self, *, share_prompt: bool) -> list[EncodedSample]:

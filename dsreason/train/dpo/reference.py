@@ -255,7 +255,7 @@ def append(file: Path, rows: Iterable[ReferenceRecord]) -> None:
 
 
 def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
-    """Read a file of JSON objects, one per line; return each with its location for error messages.
+    """Read a file with one JSON object per line; return each object with its location for error messages.
 
     If the file was written by a run, an incomplete last line, left by a killed process, is skipped.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsreason.config.schema_grpo import RolloutConfig
-from dsreason.errors import DsReasonError
+from dsreason.errors import MismatchError
 from dsreason.files.step_names import format_step
 from dsreason.losses.kl import k3
 from dsreason.train.common.answers import get_modality, write_rows
@@ -21,10 +21,6 @@ from dsreason.train.grpo.rollouts import Rollout
 log = logging.getLogger(__name__)
 
 NUM_WORST = 8
-
-
-class MismatchError(DsReasonError):
-    """Error that is raised if the rollout engine does not sample from the policy being trained."""
 
 
 @dataclass(frozen=True)

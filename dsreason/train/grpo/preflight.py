@@ -23,6 +23,7 @@ from dsreason.losses.objective import build_objective
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.train.common.preflight import check_dataset, check_model, find_model, order_coarse_to_fine
+from dsreason.train.common.preflight import describe_modules as describe_modules  # for the command
 from dsreason.train.grpo.check_rewards import (
     build_held_out_check,
     build_row_check,

@@ -50,7 +50,7 @@ class ScoreCounts:
 class RolloutCounts:
     """Counts over all ranks that show whether the policy can learn from the rewards of one or more rollouts.
 
-    Example: two completions of one prompt that scored 0 and 1 and were trained are `RolloutCounts(rollouts=1,
+    Example: two completions of one prompt that scored 0 and 1 and were trained on are `RolloutCounts(rollouts=1,
     groups=1, groups_without_signal=0, truncated=0, learned=2, total=ScoreCounts(2, 0, 1), by_function={"format":
     ScoreCounts(2, 0, 1)})`.
     """
@@ -62,7 +62,7 @@ class RolloutCounts:
     truncated: int
     """Number of completions that were cut off at the maximum length."""
     learned: int
-    """Number of completions that are trained with an advantage other than 0."""
+    """Number of completions that are trained on with an advantage other than 0."""
     total: ScoreCounts
     """Counts of the completions' total rewards, which are weighted sums of the scores."""
     by_function: dict[str, ScoreCounts]

@@ -120,7 +120,7 @@ def add_advantages(
 ) -> list[Rollout]:
     """Return this rank's rollouts with their group indices and advantages. Collective.
 
-    The first usable groups of all ranks, at most `num_trained`, are trained. They are numbered in the order of their
+    The first usable groups of all ranks, at most `num_trained`, are trained on. They are numbered in the order of their
     prompts, and `compute_advantages` (`[P, G]` → `[P, G]`) gets the rewards of all of them at once, with NaN for each
     rollout without a reward. Rollouts of the other groups have the group index None and an advantage of 0.
     """
@@ -174,7 +174,7 @@ def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: in
 
 
 def build_training_sample(rollout: Rollout) -> RolloutSample:
-    """Build the training sample of a rollout: the completion, with its prompt as parent; only sampled tokens are trained."""
+    """Build the training sample of a rollout: the completion, with its prompt as parent. Only sampled tokens are trained on."""
     prompt, segments = rollout.prompt.encoded, list(map(encode_segment, rollout.completion.segments))
     positions, start = [], prompt.position_ids.max() + 1  # a segment starts after the largest position on any axis
     for segment in segments:

@@ -1,4 +1,4 @@
-"""Sampling of rollouts: reads prompts, generates completions with the current policy, and adds rewards and advantages."""
+"""A sampler of rollouts: it reads prompts, generates completions with the current policy, and adds rewards and advantages."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def build_teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
 
 
 def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, saved: Mapping[str, Any]) -> Teacher | None:
-    """Open the configured teacher; return None without distillation. Collective.
+    """Open the configured teacher; return None if distillation is off. Collective.
 
     Args:
         saved: GRPO-specific state of the checkpoint to resume from; it may contain the teacher's fingerprint.

@@ -128,7 +128,7 @@ def accumulate_gradients(
     terms |= {"policy/kl": []} if micro_batches[0].ref_logprobs is not None else {}
     terms |= {"distill/kl": []} if micro_batches[0].teacher_logprobs is not None else {}
     trainer_logprobs: list[Tensor] = []
-    # All ranks have the same number, because the forward pass is collective.
+    # All ranks have the same number of micro-batches, because the forward pass is collective.
     for i, micro_batch in enumerate(micro_batches):
         with record_phase("forward"):
             logprobs, entropy = engine(

@@ -1,4 +1,4 @@
-"""Reading of clips from videos: selection of frames, resizing and cropping."""
+"""Functions that read clips from videos: they select, resize and crop frames."""
 
 from __future__ import annotations
 

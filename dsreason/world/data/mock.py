@@ -13,7 +13,7 @@ NUM_ROWS = 1024
 SUBJECTS = ("a robot arm", "a delivery van", "a ship", "a hand with a cup", "a walking person", "a falling leaf")
 PLACES = ("in a kitchen", "in a warehouse", "on a rainy street", "at the sea", "in a forest", "under a bright lamp")
 COARSE = 8
-"""Side in pixels of a block, in which all pixels have the same random value."""
+"""Side length, in pixels, of a block whose pixels all have the same random value."""
 
 
 def make_rows() -> CheckedRows:

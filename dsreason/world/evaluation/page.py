@@ -131,7 +131,7 @@ def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
             num_bytes += file.stat().st_size
             uris[file] = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
         except OSError as error:
-            log.warning("%s: cannot be read (%s), so the page omits it", file, error.strerror)
+            log.warning("the page omits %s, because it cannot be read (%s)", file, error.strerror)
             left_out += 1
     return uris, left_out
 

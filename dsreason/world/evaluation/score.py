@@ -60,7 +60,9 @@ def summarise(clips: Sequence[ClipResult]) -> ClipSummary:
     return ClipSummary(
         clips=len(clips),
         prompts=len(set(prompts)),
-        values={name: estimate([of(clip) for clip in clips], prompts) for name, of in list_measures(clips).items()},
+        values={
+            name: estimate([measure(clip) for clip in clips], prompts) for name, measure in list_measures(clips).items()
+        },
         diversity=float(pictures.std(axis=0).mean()),
     )
 
@@ -84,16 +86,16 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> ClipC
     prompts = [a.prompt for a, _ in pairs]
     common = list_measures([b for _, b in pairs])
     values = {}
-    for name, of in list_measures([a for a, _ in pairs]).items():
+    for name, measure in list_measures([a for a, _ in pairs]).items():
         if name in common:
-            differences = [of(a) - of(b) for a, b in pairs]
+            differences = [measure(a) - measure(b) for a, b in pairs]
             signs = np.sign(differences)
             values[name] = Difference(estimate(differences, prompts), int((signs > 0).sum()), int((signs < 0).sum()))
     return ClipComparison(len(pairs), values, len(this) + len(baseline) - 2 * len(pairs))
 
 
 def list_measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
-    """Return functions that read a value of a clip, by the value's name; omit rewards that some clips lack."""
+    """Return, by name, a function for each value of a clip that reads this value; omit rewards that some clips lack."""
     names = [name for name in clips[0].rewards if all(name in clip.rewards for clip in clips)]
 
     def reward(name: str) -> Callable[[ClipResult], float]:

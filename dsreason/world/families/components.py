@@ -1,4 +1,4 @@
-"""Loading of components from a folder in diffusers' format, shared by all families. Nothing is unpickled."""
+"""Functions that load components from a folder in diffusers' format, for all families. Nothing is unpickled."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class CosmosSharedAttention:
 def share_tokens(transformer: nn.Module, group: Group) -> None:
     """Shard tokens over the ranks of `group`: hidden states before the first block, other per-token values before every block.
 
-    The latter are needed in every block because the transformer passes it the noise levels and positions of all tokens.
+    The latter are needed in every block because the transformer passes each block the noise levels and positions of all tokens.
     """
     model: Any = transformer
 

@@ -58,12 +58,12 @@ class Velocity(Protocol):
 
 class BuildTiny(Protocol):
     def __call__(self, folder: Path, seed: int = 0, num_layers: int = 2) -> None:
-        """Write the complete folder of a small random model. It uses the real classes, and the pipeline can load it."""
+        """Write a complete folder of a small random model. The model uses the real classes, so the pipeline can load it."""
 
 
 @dataclass(frozen=True)
 class WorldFamily:
-    """Models whose pipelines use the same classes. In all families, latents, noise levels and velocities mean the same."""
+    """Models whose pipelines use the same classes. Latents, noise levels and velocities mean the same thing in all families."""
 
     name: str
     pipelines: tuple[str, ...]

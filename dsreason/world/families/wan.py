@@ -117,7 +117,7 @@ def rotate(tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 def share_tokens(transformer: nn.Module, group: Group) -> None:
     """Shard tokens over the ranks of `group`: hidden states before the first block, positions before every block.
 
-    The latter are needed in every block because the transformer passes it the positions of all tokens.
+    The latter are needed in every block because the transformer passes each block the positions of all tokens.
     """
     model: Any = transformer
 

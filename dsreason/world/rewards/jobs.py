@@ -76,10 +76,10 @@ class Jobs:
     def reserve(self, num_bytes: int) -> bool:
         """Reserve memory for part of a body; return whether enough was available."""
         with self._changed:
-            free = self._bytes + num_bytes <= self.most_bytes
-            if free:
+            has_space = self._bytes + num_bytes <= self.most_bytes
+            if has_space:
                 self._bytes += num_bytes
-            return free
+            return has_space
 
     def release(self, num_bytes: int) -> None:
         with self._changed:

@@ -19,7 +19,7 @@ COLOURS = ("red", "green", "blue")
 GREY = 0.15
 """A pixel counts as grey if its largest and its smallest channel differ by less than this."""
 SOLID_SHARE = 45 / 1024
-"""Mean saturation above `GREY`, per pixel, from which `solid` is 1: half of what a square of the built-in task gives."""
+"""Mean saturation per pixel (above `GREY`) at which `solid` reaches 1: half that of a square in the built-in task."""
 
 
 def brightness(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:

@@ -215,7 +215,10 @@ class LimitedConnection(H11Protocol):
 
 
 def get_network(host: str) -> bytes:
-    """Return the part of an address that identifies a client: of an IPv6 address the first half, the rest of which is free."""
+    """Return the part of an address that identifies a client.
+
+    For IPv6, this is the first half of the address, because a client can choose the second half freely.
+    """
     address = ip_address(host.partition("%")[0])
     if isinstance(address, IPv4Address):
         return address.packed
@@ -329,7 +332,7 @@ async def iter_body(request: Request, most_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def read_form(request: Request, most_bytes: int) -> dict[str, str]:
-    """Return the fields of a form; of a repeated field, the last value. Raise ValueError if there are too many fields."""
+    """Return the fields of a form; for a repeated field, the last value. Raise ValueError if there are too many fields."""
     content = b"".join([piece async for piece in iter_body(request, most_bytes)])
     fields = parse_qs(content.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MOST_FIELDS)
     return {name: values[-1] for name, values in fields.items()}

@@ -131,7 +131,7 @@ class RewardService:
             uuid = replica = None
         if not (isinstance(uuid, str) and 0 < len(uuid) <= LONGEST_NAME):
             raise self._make_error(self.enqueue, subject, f'the response must be {{"uuid": …}}; got {quoted_answer}')
-        if replica is not None and not is_header(replica):
+        if replica is not None and not is_valid_header_value(replica):
             raise self._make_error(
                 self.enqueue, subject, f"the response has a replica_id that is not valid in a header: {quoted_answer}"
             )
@@ -193,7 +193,7 @@ class RewardService:
         return RewardError(f"reward service {server.place}, {subject}: {text}")
 
 
-def is_header(value: object) -> bool:
+def is_valid_header_value(value: object) -> bool:
     return isinstance(value, str) and value.isascii() and value.isprintable() and len(value) <= LONGEST_NAME
 
 

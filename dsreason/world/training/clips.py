@@ -43,7 +43,7 @@ class ClipMicroBatch:
     """Whether the clips count towards the loss; false for a stand-in, which only keeps the ranks in step."""
     rows: tuple[WorldRow, ...]
     start: Tensor
-    """Initial noise of sampling: `[B, C, T, h, w]`."""
+    """Initial noise for sampling: `[B, C, T, h, w]`."""
     text: Tensor
     """Embeddings of the prompts: `[B, L, D]`."""
     conditioning: Conditioning | None = None
@@ -116,7 +116,7 @@ def list_local_places(count: int, share: ClipShare) -> list[ClipIndex]:
 
 
 def draw_start_noise(places: Sequence[ClipIndex], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
-    """Draw the initial noise of sampling, `[B, C, T, h, w]`; with `world.same_noise`, it is equal for all clips of a group."""
+    """Draw the initial noise for sampling, `[B, C, T, h, w]`; with `world.same_noise`, all clips of a group get the same."""
     clips = [ClipIndex(place.prompt, 0) for place in places] if config.world.same_noise else places
     return draw_clip_noise(clips, shape, config.train.seed, step, "start")
 

@@ -52,8 +52,8 @@ class EpsilonCheck:
 
 def count_clips(batches: Sequence[ClipMicroBatch], share: ClipShare) -> int:
     """Count the clips of an optimizer step over all ranks. Collective."""
-    local = sum(len(batch) for batch in batches if batch.counted and share.leads)
-    return sum(gather_objects(local))
+    local_count = sum(len(batch) for batch in batches if batch.counted and share.leads)
+    return sum(gather_objects(local_count))
 
 
 def add_values(sums: dict[str, float], values: Mapping[str, float]) -> None:

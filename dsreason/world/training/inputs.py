@@ -115,7 +115,7 @@ class Inputs:
                 counted=counted,
                 rows=rows,
                 start=draw_start_noise(places, self.shape, self.config, step),
-                # Clips of one prompt share its embedding, which takes 98 MB for Cosmos unless it is projected.
+                # Clips with the same prompt share its embedding, which takes 98 MB for Cosmos unless it is projected.
                 text=texts[0].expand(len(rows), -1, -1) if len(prompts) == 1 else torch.cat(texts),
                 conditioning=build_conditioning(places, clean_of, self.config, step),
                 clean=torch.stack([clean_of(place) for place in places]) if with_clean else None,

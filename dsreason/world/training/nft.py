@@ -21,11 +21,11 @@ from dsreason.world.training.gradients import add_values, count_clips, sum_over_
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MOST = 0.99
-"""Share of the sampler's noise levels at which clips are trained if `nft_times` is unset."""
+"""Share of the sampler's noise levels at which clips are trained on if `nft_times` is unset."""
 
 
 def count_times(config: WorldConfigSection) -> int:
-    """Return the number of noise levels at which each clip is trained."""
+    """Return the number of noise levels at which each clip is trained on."""
     steps = config.sampling_steps
     return min(steps, config.nft_times or max(1, int(steps * MOST)))
 

@@ -52,7 +52,7 @@ class PendingBatch:
 
 @dataclass(frozen=True)
 class ScoredClip:
-    """The reward and the look of a clip; small enough to be gathered on every rank for all clips."""
+    """The reward and the visual metrics of a clip; small enough for every rank to gather those of all clips."""
 
     place: ClipIndex
     total: float

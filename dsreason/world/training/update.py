@@ -97,7 +97,7 @@ def accumulate_gradients(
 def compute_loss(
     maker: ClipMaker, sample: SampledClips, number: int, step: Step
 ) -> tuple[Tensor, dict[str, Tensor], float]:
-    """Return each clip's loss at a trained step, `[B]`, its metrics, `[B]` each, and how far any ratio is from 1 at most."""
+    """Return each clip's loss at a trained step, `[B]`, its metrics, `[B]` each, and the largest distance of a ratio from 1."""
     config, device = maker.config.world, maker.device
     batch, kept_step = sample.batch.to(device), sample.trajectory[number]
     x, x_next = kept_step.x.to(device), kept_step.x_next.to(device)

@@ -147,15 +147,15 @@ def sample_clips(
     for batch in batches:
         latents = solve_ode(maker, batch.to(maker.device))
         if batch.counted and share.leads:
-            sampled.append(look_and_score(maker, batch, latents))
+            sampled.append(measure_and_score(maker, batch, latents))
         advance(len(batch) * share.count if batch.counted else 0)
     with share_errors():
-        local = [clip for item in sampled for clip in build_clips(maker, item)]
-    return sorted((clip for part in gather_objects(local) for clip in part), key=lambda clip: clip.number)
+        local_clips = [clip for item in sampled for clip in build_clips(maker, item)]
+    return sorted((clip for part in gather_objects(local_clips) for clip in part), key=lambda clip: clip.number)
 
 
 def solve_ode(maker: ClipMaker, batch: ClipMicroBatch) -> Tensor:
-    """Sample a micro-batch's latents: with the model's solver on the family's schedule, with Euler steps on the linear one."""
+    """Sample a micro-batch's latents, using the model's solver for the family's schedule, or Euler steps for the linear one."""
     config = maker.config
     steps = config.validation.sampling_steps or config.world.sampling_steps
     scale = config.validation.guidance_scale or config.world.guidance_scale
@@ -174,8 +174,8 @@ def refuse_noise(number: int) -> Tensor:
     raise ValueError(f"step {number} follows the ODE, so it must not draw noise")
 
 
-def look_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> SampledBatch:
-    """Measure how the clips look, and start scoring them if the run has rewards."""
+def measure_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> SampledBatch:
+    """Compute the clips' visual metrics, and start scoring the clips if the run has rewards."""
     if maker.scorer is None:
         return SampledBatch(batch, latents.cpu(), None, look_at(decode_pixels(maker.codec, latents)))
     pending = start_scoring(maker, batch, latents)

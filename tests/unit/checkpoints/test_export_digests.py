@@ -36,7 +36,7 @@ def flip_bit(file: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped": (flip_bit, "is damaged or was changed"),
+    "flipped": (flip_bit, f"does not match its digest in {DIGESTS_FILE}: it is damaged or was changed"),
     "cut": (lambda file: file.write_bytes(file.read_bytes()[:-1]), f"bytes, but {DIGESTS_FILE} lists"),
     "empty": (lambda file: file.write_bytes(b""), f"has 0 bytes, but {DIGESTS_FILE} lists"),
     "longer": (lambda file: file.write_bytes(file.read_bytes() + b" "), f"bytes, but {DIGESTS_FILE} lists"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from dsreason.checkpoints import selection
+from dsreason.checkpoints import digests, selection
 from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, finish, finish_interrupted
 from dsreason.checkpoints.digests import ALGORITHM, compute_digest
 from dsreason.checkpoints.export_digests import write_digests
@@ -120,6 +120,25 @@ def test_damaged_partial_checkpoint_is_not_recovered(tmp_path: Path) -> None:
     write_marker(partial)
     flip_bit(partial / WEIGHTS)
     assert finish_interrupted(tmp_path) == []
+
+
+@pytest.mark.parametrize("has_marker", [True, False])
+def test_recovery_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_marker: bool) -> None:
+    partial = save(tmp_path, 4).rename(tmp_path / ".saving_step_4")
+    (partial / "rng_rank_0.safetensors").write_bytes(b"numbers")
+    write_marker(partial)
+    if not has_marker:
+        (partial / MARKER).unlink()
+    files, hash_piece = list[str](), digests._hash_piece
+
+    def note(descriptor: int, start: int) -> bytes:
+        files.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        return hash_piece(descriptor, start)
+
+    monkeypatch.setattr(digests, "_hash_piece", note)
+    assert finish_interrupted(tmp_path) == [tmp_path / "step_4"]
+    assert sorted(files) == sorted([WEIGHTS, STATE, "rng_rank_0.safetensors"])
+    check_content(tmp_path / "step_4")
 
 
 def test_files_and_folders_are_flushed_before_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +267,7 @@ def test_verify_names_damage_and_fails(tmp_path: Path) -> None:
     assert "step_6: damaged" in six
     assert "COMPLETE is missing" in six
     assert "step_2: damaged" in export
-    assert "model.safetensors: is damaged or was changed" in export
+    assert "model.safetensors: does not match its digest" in export
 
 
 def test_verify_rejects_folder_without_checkpoints(tmp_path: Path) -> None:

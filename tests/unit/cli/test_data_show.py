@@ -45,7 +45,7 @@ def test_data_show_json_has_object_per_row(rows: Path) -> None:
         {"role": "assistant", "trained": True, "parts": [{"type": "text", "text": "Yes."}]},
     ]
     assert (first["answer"], first["meta"], first["chosen"]) == ("Yes.", {"site": "north"}, None)
-    assert "no reply is trained" in second["error"] and "row 2" in second["error"]
+    assert "the sample has no reply to train on" in second["error"] and "row 2" in second["error"]
     assert result.exit_code == 1
 
 
@@ -147,7 +147,7 @@ def test_nan_in_meta_is_null(rows: Path) -> None:
 def test_missing_reply_names_other_columns(rows: Path) -> None:
     rows.write_text('{"prompt": "Up?", "text": "Yes.", "completion": null}')
     result = call(rows, "--row", 1)
-    assert f"{rows}, row 1: no reply is trained: the row has no reply" in result.stdout
+    assert f"{rows}, row 1: the sample has no reply to train on: the row has no reply" in result.stdout
     assert "the row's other columns are text" in result.stdout
 
 

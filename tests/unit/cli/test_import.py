@@ -67,7 +67,7 @@ def test_import_prints_config_without_output_name(
             [],
             "cosmos.toml: train.fp8.enable_fp8: 8-bit training is not supported",
         ),
-        ("[model]\npath = 'x'", [], "cosmos.toml: is not a cosmos-rl configuration"),
+        ("[model]\npath = 'x'", [], "cosmos.toml: this is not a cosmos-rl configuration"),
         ("datasets = []\n[evaluation]\nfps = 4", [], "dsreason eval --config cosmos.toml"),
         (SFT, ["--accept", "train.x"], "--accept train.x: the file has no such key"),
         (SFT, ["-o", "rows.json"], "rows.json: already exists"),

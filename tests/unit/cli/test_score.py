@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from dsreason.cli.score import score
+from dsreason.cli.results.score import score
 from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.report.results import write_results
 from tests.unit.evaluation.made_results import made
@@ -112,7 +112,7 @@ def test_compat_rejects_other_options(root: Path, more: list[Any]) -> None:
 
 def test_scoring_without_pictures_needs_no_torch(root: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from dsreason.cli.score import score; "
+        "import sys; from pathlib import Path; from dsreason.cli.results.score import score; "
         f"score(Path({str(root)!r}), no_html=True); score(Path({str(root)!r}), compat=True); "
         "assert 'torch' not in sys.modules"
     )

@@ -130,7 +130,7 @@ def test_number_in_override_key_indexes_list() -> None:
         (
             '[model]\npath="x"',
             "model.path.y=1",
-            "--set model.path.y=1: model.path is not a section, but has the value 'x'; set the key itself",
+            "--set model.path.y=1: model.path is a value ('x'), not a section; set model.path itself",
         ),
         (
             "",
@@ -198,6 +198,10 @@ def test_misspelt_world_key_is_rejected(key: str, near: str) -> None:
             "monitor.phase_time_limits.exprt: must be one of preflight, open_data, load_model, start_engine, "
             "self_test, data, rollout, weight_sync, reward, prepare, step, validation, checkpoint, export, other; "
             "got 'exprt'; did you mean export?",
+        ),
+        (
+            "[optim]\nlr_multipliers = {visual = 0}",
+            "optim.lr_multipliers.visual: must be greater than 0; got 0; to keep parameters unchanged, use model.freeze instead",
         ),
         ("[optim]\nlr = 0", "optim.lr: must be greater than 0; got 0"),
         ("[optim]\nlr = nan", "optim.lr: must be a finite number; got nan (the default is 1e-05)"),

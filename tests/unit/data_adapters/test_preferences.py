@@ -158,7 +158,7 @@ def test_system_text_and_reference_values_have_own_columns() -> None:
         ),
         (
             {"prompt": "Which?", "chosen": "left", "rejected": [says("assistant", [{"type": "sound"}])]},
-            r"must have the type text, image or video, but has 'sound'",
+            r"the type of a part must be text, image or video; got 'sound'",
         ),
         (
             {"prompt": "Which?", "chosen": "left", "rejected": [says("tool", "x")]},

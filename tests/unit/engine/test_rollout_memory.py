@@ -39,7 +39,7 @@ def test_needed_memory_is_share_training_and_margin() -> None:
         (40, True, 24),  # 36 are missing, but only 24 can be moved
     ],
 )
-def test_offload_auto_moves_only_missing_memory(total: float, drop_gradients: bool, moved: float) -> None:
+def test_offload_auto_moves_only_as_much_as_needed(total: float, drop_gradients: bool, moved: float) -> None:
     amount = choose_amount("auto", replace(TWO_BILLION, total=int(total * GIB)))
     assert amount.drop_gradients is drop_gradients
     assert amount.move_bytes == pytest.approx(moved * GIB, abs=2)

@@ -26,6 +26,7 @@ from dsreason.evaluation.infer import (
     save_frames,
     stream,
 )
+from dsreason.files.lock import hold_folder
 from dsreason.models.load import read_model_config
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.protocol import Sampling
@@ -235,6 +236,8 @@ def test_media_are_described_and_saved_as_processed(media, tiny, tmp_path) -> No
     assert len(names) == 9
     with Image.open(tmp_path / "new" / "folder" / names[1]) as saved:
         assert saved.tobytes() == frames[0].tobytes()
+    with hold_folder(tmp_path / "new"), pytest.raises(ConfigError, match="new: is in use by process"):
+        save_frames(prompt, tmp_path / "new")
 
 
 def test_unwritable_frame_folder_is_reported(media, tiny, tmp_path) -> None:

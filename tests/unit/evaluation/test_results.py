@@ -133,7 +133,7 @@ def test_different_texts_have_different_names() -> None:
 # ---------------------------------------------------------------- reading
 
 
-def test_files_of_cosmos_reason1_are_read(tmp_path: Path) -> None:
+def test_cosmos_reason1_result_files_are_read(tmp_path: Path) -> None:
     put(tmp_path / "robovqa" / "0123.json", [COSMOS, COSMOS | {"correct_answer": "B", "is_correct": True}])
     first, second = read_run(find_run(tmp_path))
     key = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n0123").hexdigest()[:16]

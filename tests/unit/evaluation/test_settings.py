@@ -59,7 +59,7 @@ def test_more_questions_and_batch_sizes_may_continue(tmp_path: Path, changes: di
     open_run_folder(with_results(tmp_path), config(**changes), MODEL)
 
 
-def test_vision_of_shared_sources_is_compared(tmp_path: Path) -> None:
+def test_vision_settings_of_shared_sources_are_compared(tmp_path: Path) -> None:
     def rows(name: str, fps: float) -> dict[str, Any]:
         return {"datasets": [], "sources": [{"path": f"{name}.jsonl", "vision": {"fps": fps}}]}
 

@@ -76,7 +76,7 @@ def test_damaged_copy_is_built_again(damage: Damage, caches: Path, caplog: pytes
     assert build_copy(folder, build) == folder and not caplog.records
     damage(folder / "inner" / "a.bin")
     assert (build_copy(folder, build) / "inner" / "a.bin").read_bytes() == ROWS
-    assert_one_warning(caplog, str(folder), "a.bin", "made again")
+    assert_one_warning(caplog, str(folder), "a.bin", "rebuilding this copy")
     caplog.clear()
     build_copy(folder, lambda partial: pytest.fail("built"))
     assert not caplog.records
@@ -350,7 +350,7 @@ def test_damaged_hub_file_stays_when_offline(
     damaged = file.read_bytes()
     monkeypatch.setattr(hub, "snapshot_download", lambda repo, **options: str(file.parent))  # as it does when offline
     for _ in range(2):
-        with pytest.raises(StorageError, match=f"{name}: was damaged in the cache and could not be downloaded again"):
+        with pytest.raises(StorageError, match=f"{name} is damaged and cannot be downloaded again"):
             hub.fetch_snapshot("user/name")
     assert file.read_bytes() == damaged
 

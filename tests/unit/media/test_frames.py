@@ -97,7 +97,7 @@ def test_pattern_on_s3_is_refused():
         ({"fps": True}, "fps is True"),
         ({"fps": float("nan")}, "fps is nan"),
         ({"timestamps": 2.0}, "timestamps is 2.0; it must be a list"),
-        ({"timestamps": [0, "one", 2]}, "it must be a list of the seconds"),
+        ({"timestamps": [0, "one", 2]}, "it must be a list of the time of each frame"),
         ({"timestamps": [0, 1]}, "2 timestamps for 3 frames"),
         ({"timestamps": [0, 1, 1]}, r"timestamps\[2\] \(1\) is not after timestamps\[1\] \(1\)"),
         ({"timestamps": [0, 2, 1]}, r"timestamps\[2\] \(1\) is not after"),

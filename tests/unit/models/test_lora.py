@@ -146,7 +146,7 @@ W, DELTA = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), Delta(torch.tensor([[1.0, 2.0
 
 
 def test_delta_is_scaled_product_of_factors() -> None:
-    assert DELTA.add_to(W, torch.float32).tolist() == [[3.5, 1.0], [-1.0, 2.0]]
+    assert DELTA.merge_with(W, torch.float32).tolist() == [[3.5, 1.0], [-1.0, 2.0]]
     assert W.tolist() == [[3.0, 0.0], [0.0, 4.0]]
     assert DELTA.relative_to(W) == pytest.approx(0.5)
 
@@ -156,11 +156,11 @@ def test_merged_weight_is_rounded_once() -> None:
     step = 2.0**-9
     weight = torch.tensor([[1.0]], dtype=torch.bfloat16)
     delta = Delta(*(torch.tensor([[1.0]], dtype=torch.bfloat16) for _ in "ab"), scale=2 * step + 1e-6)
-    assert delta.add_to(weight, torch.bfloat16).item() == 1 + 2.0**-7
-    assert delta.add_to(weight, torch.float32).item() == pytest.approx(1 + 2 * step + 1e-6, abs=1e-7)
+    assert delta.merge_with(weight, torch.bfloat16).item() == 1 + 2.0**-7
+    assert delta.merge_with(weight, torch.float32).item() == pytest.approx(1 + 2 * step + 1e-6, abs=1e-7)
 
 
 def test_zero_adapter_leaves_weight_bits_unchanged() -> None:
     weight = torch.tensor([[-0.0, 1.0], [math.pi, -1e-30]], dtype=torch.bfloat16)
-    merged = Delta(torch.randn(3, 2), torch.zeros(2, 3), 2.0).add_to(weight, torch.bfloat16)
+    merged = Delta(torch.randn(3, 2), torch.zeros(2, 3), 2.0).merge_with(weight, torch.bfloat16)
     assert torch.equal(merged.view(torch.int16), weight.view(torch.int16))

@@ -90,7 +90,7 @@ def test_loss_mask_of_message_is_respected(qwen3_vl: Encoder, value: object) -> 
 
 @reported("LoongForge#89")
 def test_token_level_loss_mask_is_rejected() -> None:
-    with pytest.raises(DataError, match=r"messages\[1\]: 'loss_mask' must be true, false, 0 or 1, but is \[0, 1\]"):
+    with pytest.raises(DataError, match=r"messages\[1\]: 'loss_mask' must be true, false, 0 or 1; got \[0, 1\]"):
         read_row({"messages": [ask("a"), reply("no", loss_mask=[0, 1])]})
 
 

@@ -44,7 +44,7 @@ REAL = made_round(1.0, -0.5, -1.0)
         (completion(-0.5, math.nan), math.inf),
     ],
 )
-def test_difference_is_infinite_for_different_tokens(second: Completion, expected: float) -> None:
+def test_difference_is_infinite_for_different_tokens_or_nan(second: Completion, expected: float) -> None:
     assert compute_largest_difference([completion(-0.5, -1.0)], [second]) == expected
 
 

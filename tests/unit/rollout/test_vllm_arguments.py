@@ -32,7 +32,7 @@ def arguments(device: str = "cuda", *, sleep_mode: bool = True, **changes: Any) 
     return build_engine_arguments(world(device), settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=False)
 
 
-def test_gpu_budgets_follow_rollout_settings() -> None:
+def test_gpu_engine_arguments_follow_rollout_settings() -> None:
     result = arguments()
     assert (result["max_num_seqs"], result["max_num_batched_tokens"]) == (64, 8192)
     assert "enable_chunked_prefill" not in result

@@ -377,7 +377,7 @@ def test_failed_upload_is_logged_and_retried_later(
     uploader.finish()
     assert storage.sent == [f"{TARGET}/checkpoints/step_2", f"{TARGET}/checkpoints/step_1"]
     assert (
-        "step_1: was not uploaded: s3://bucket: the server responds with 503; the upload will be retried" in caplog.text
+        "step_1 was not uploaded: s3://bucket: the server responds with 503; the upload will be retried" in caplog.text
     )
 
 

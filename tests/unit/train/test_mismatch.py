@@ -12,10 +12,10 @@ import torch
 from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.types import EncodedSample, Sample
+from dsreason.errors import MismatchError
 from dsreason.rollout.protocol import make_single_turn
 from dsreason.train.grpo.mismatch import (
     Mismatch,
-    MismatchError,
     check,
     compute_mismatch_metrics,
     find_worst,

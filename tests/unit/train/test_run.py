@@ -16,7 +16,7 @@ from dsreason.checkpoints.export_digests import DIGESTS_FILE
 from dsreason.checkpoints.export_folder import write_folder_atomically
 from dsreason.checkpoints.marker import MARKER, write_json
 from dsreason.config.schema import SFTConfig
-from dsreason.errors import DataError, DsReasonError, RewardError, SaveError, Stopped
+from dsreason.errors import DataError, DsReasonError, MismatchError, RewardError, SaveError, Stopped
 from dsreason.train.common import run, run_folder, saving
 from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.run import TrainingRun, is_due
@@ -278,6 +278,21 @@ def test_stop_before_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytes
     ):
         raise Stopped("stopped by SIGTERM")
     assert saved.checkpoints == []
+
+
+@pytest.mark.parametrize(("updated", "checkpoints"), [(False, [4]), (True, [])])
+def test_mismatch_saves_step_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updated: bool, checkpoints: list[int]
+) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=0, keep_best=False)
+    with pytest.raises(MismatchError) as caught, saved.run.save_before_error():
+        saved.train_step(4)
+        with saved.run.track_step():
+            saved.run.engine.global_steps += updated
+            raise MismatchError("step 5: differs")
+    outcome = "" if updated else "\nThe last finished step, 4, is saved; continue with --resume auto"
+    assert str(caught.value) == f"step 5: differs{outcome}"
+    assert saved.checkpoints == checkpoints
 
 
 @pytest.mark.parametrize("case", ["in a step", "between backward and count", "other ranks go on", "full disk"])

@@ -52,7 +52,9 @@ def test_initial_adapter_values_depend_only_on_seed(tiny_worlds: dict[str, Path]
 
 
 @pytest.mark.parametrize("alpha", [1.0, 4.0, 16.0])
-def test_diffusers_loads_any_alpha_exactly(tiny_worlds: dict[str, Path], tmp_path: Path, alpha: float) -> None:
+def test_diffusers_loads_adapter_exactly_for_any_alpha(
+    tiny_worlds: dict[str, Path], tmp_path: Path, alpha: float
+) -> None:
     transformer = adapted(tiny_worlds[NAME], alpha)
     for name, parameter in transformer.named_parameters():
         if "lora_B" in name:

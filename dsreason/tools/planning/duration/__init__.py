@@ -1,1 +1,1 @@
-"""Duration of a training step by phase, estimated from its arithmetic, memory traffic and network traffic and the GPU's rates."""
+"""Duration of a training step by phase, estimated from its arithmetic and its memory and network traffic at the GPU's rates."""

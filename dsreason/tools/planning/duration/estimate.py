@@ -121,7 +121,7 @@ def count_steps(request: PlanRequest, load: Load) -> int | None:
 
 
 class FlopsModel:
-    """FLOPs of the planned model if only the configured parameters are trained, and if all of them are trained."""
+    """FLOPs of the planned model, if only the configured parameters are trained and if all parameters are."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request

@@ -67,7 +67,7 @@ to reach 80 % of theirs."""
 
 
 def find_card(device_name: str, gpu_memory: float) -> str:
-    """Return the key in `CARDS` for a local GPU; if its model is unknown, that of a card with a similar amount of memory (GB)."""
+    """Return the key in `CARDS` for a local GPU or, if its model is unknown, for a card with a similar amount of memory (GB)."""
     if (peak := find_peak_flops(device_name)) is not None:
         known_rates = {key: rates for key, rates in CARDS.items() if rates.peak == peak and rates.card in device_name}
         if known_rates:

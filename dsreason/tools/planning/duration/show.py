@@ -1,4 +1,4 @@
-"""Display of the time estimate as text and as JSON."""
+"""Functions that format the time estimate as text or JSON."""
 
 from __future__ import annotations
 

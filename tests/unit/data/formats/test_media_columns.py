@@ -229,9 +229,9 @@ def test_media_appear_where_row_places_them(row, expected):
         ),
         (
             {"messages": ask([{"type": "image", "index": "x"}]), "images": ["a"]},
-            "must be a number from 0 on, but is 'x'",
+            "must be a number, 0 or greater; got 'x'",
         ),
-        ({"question": "Up?", "images": [{"file": "a.png"}]}, "must have the key 'image', but has file"),
+        ({"question": "Up?", "images": [{"file": "a.png"}]}, "must have the key 'image'; got one with file"),
     ],
 )
 def test_mismatched_media_are_rejected(row, reason):

@@ -119,8 +119,8 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
             "'start_time' is 2, but another key sets the same limit to 1",
         ),
         ({"question": "Up?", "video": {"path": "v.mp4", "start": "00:05"}}, "key 'start' must be a number of seconds"),
-        ({**VIDEO, "start": "00:05"}, "column 'start' must be a number of seconds .* but is '00:05'"),
-        ({**VIDEO, "clip": [1]}, "column 'clip' must be a list of the first and the last second"),
+        ({**VIDEO, "start": "00:05"}, "column 'start' must be a number of seconds .*; got '00:05'"),
+        ({**VIDEO, "clip": [1]}, r"column 'clip' must be a list \[start, end\] in seconds; got \[1\]"),
         ({**VIDEO, "start": 1, "video_start": 2}, "column 'start' is 1, but the part has 2"),
         ({**VIDEO, "start_frame": 5}, "column 'start_frame' counts frames; .*'video_start'"),
         ({**VIDEO, "time": [1, 2]}, 'set data.columns = {clip = "time"}.*{reward_time = "time"}'),
@@ -132,7 +132,7 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
         ({**IMAGES, "fps": 2}, "2 images; .*frames of a video, rename their column to 'video'"),
         ({"question": "Up?", "videos": [None, FRAMES], "fps": [1, 2]}, "'fps' has 2 entries, but the row has 1 videos"),
         ({"question": "Up?", "video": [{"path": "0.png", "label": "x"}]}, "frame 0 of a video has the key 'label'"),
-        ({"question": "Up?", "image": {"path": "a.png", "label": 3}}, "must be the name of its camera, but is 3"),
+        ({"question": "Up?", "image": {"path": "a.png", "label": 3}}, "must be the name of its camera; got 3"),
         ({"question": "Up?", "images": {"front": {"path": "a.png", "camera": "rear"}}}, "several names of cameras"),
         ({"question": "Up?", "images": [{"path": "a.png", "camera": "front"}, "b.png"]}, "others have none"),
         ({**IMAGES, "views": ["front"]}, "'views' names the cameras front, but the row has 2 images and videos"),
@@ -145,7 +145,7 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
         ({"question": "Up?", "image_0": "a.png", "image_2": "b.png"}, "image_0, image_2 must be numbered"),
         (
             {"question": "Up?", "image": "a.png", "image_1": "b.png"},
-            "no message shows it; put all files into one column",
+            "no message uses it; put all files into one column",
         ),
         (
             {"messages": [*ask("Up?")], "images": ["a.png"], "rejected_response": "No.", "rejected_images": ["b.png"]},
@@ -178,7 +178,7 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
         ({"question": "Up?", "frames": FRAMES, "fps": 2}, 'data.columns = {video = "frames"}'),
         (
             {"question": "Up?", "info": {"image": "a.png", "author": "x"}},
-            "shows it; put all files into one column 'image'",
+            "uses it; put all files into one column 'image'",
         ),
         ({"question": "Up?", "text64": BASE64}, "'text64' seems to have a media file, 'bytes'"),
     ],

@@ -136,7 +136,7 @@ def test_letter_columns_are_options_only_if_answer_matches():
         ({"options": ["x", "y"], "answer": 0}, "whether a number counts from 0 or 1 is unknown"),
         ({"answer": [12, 15, 3, 4]}, "'answer' is a list of numbers"),
         ({"answer": [12.0, 15.5]}, "'answer' is a list of numbers"),
-        ({"answer": "Yes.", "reasoning": ["First.", "Then."]}, "'reasoning': the reasoning must be a text"),
+        ({"answer": "Yes.", "reasoning": ["First.", "Then."]}, "'reasoning': the reasoning must be text"),
         ({"answer": "<think>a</think>b", "reasoning": "Hm."}, "reasoning both in its content"),
     ],
 )

@@ -156,7 +156,7 @@ def test_reply_marked_untrained_stays_untrained(key, value):
 
 
 def test_fractional_weight_is_rejected():
-    with pytest.raises(DataError, match=r"messages\[1\]: 'weight' must be true, false, 0 or 1, but is 0.5"):
+    with pytest.raises(DataError, match=r"messages\[1\]: 'weight' must be true, false, 0 or 1; got 0.5"):
         read_row({"messages": [ASK, turn("assistant", "No.", weight=0.5)]})
 
 
@@ -248,7 +248,7 @@ def test_other_columns_are_kept_in_meta():
         ({"messages": [ASK, REPLY], "options": ["x", "y"]}, "has the option 'x', but the question does not"),
         (
             {"messages": [ASK, turn("tool_call", '{"name": "a"}', loss=False), turn("tool_call", '{"name": "b"}')]},
-            "consecutive tool calls must all be trained",
+            "either all or none of the consecutive tool calls must be trained on",
         ),
         ({"messages": [ASK, REPLY], "objects": {"bbox": [1]}}, "boxes of objects"),
         ({"prompt": "Up?", "completion": "No.", "label": False}, "unpaired preference"),
@@ -267,7 +267,7 @@ def test_other_columns_are_kept_in_meta():
         ({"messages": [turn("user", None)]}, r"messages\[0\] has no content"),
         ({"text": "a"}, "the columns text match no row format"),
         ({"messages": [ASK, turn("tool_call", "not json")]}, "not valid JSON"),
-        ([1], "a row must be an object"),
+        ([1], "each row must be an object"),
     ],
 )
 def test_contradictory_row_is_rejected(row, reason):

@@ -1,0 +1,53 @@
+"""The page `run.html` of a run, which rank 0 writes during training and at the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dsreason.errors import DsReasonError
+
+log = logging.getLogger(__name__)
+
+REST = 100
+"""Minimum time between two pages, as a multiple of the time that it takes to write one; it limits the cost to 1 %."""
+
+
+@dataclass
+class RunPage:
+    """The page of the run in `folder`. An error while it is written only causes a warning."""
+
+    folder: Path
+    seconds: float = 0.0
+    """Time that the last page took."""
+    written: float = field(default_factory=time.perf_counter)
+
+    def update(self) -> None:
+        """Write the page, unless the last one was written only recently."""
+        if time.perf_counter() - self.written >= REST * self.seconds:
+            self.write()
+
+    def write(self) -> None:
+        from dsreason.report.page import write_run_page  # imports scipy and others, which every rank would wait for
+        from dsreason.report.run_files import open_run
+
+        started = time.perf_counter()
+        try:
+            write_run_page(open_run(self.folder))
+        except (DsReasonError, OSError) as error:
+            log.warning("the page of the run could not be written: %s", error)
+        self.written = time.perf_counter()
+        self.seconds = self.written - started
+
+    def describe_run(self) -> list[str]:
+        """Return the run's results, warnings and next commands as lines for the terminal."""
+        from dsreason.report.run_files import open_run
+        from dsreason.report.summary import describe_run
+
+        try:
+            return describe_run(open_run(self.folder))
+        except (DsReasonError, OSError) as error:
+            log.warning("the result of the run could not be read: %s", error)
+            return []
