@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ class Routing:
 
 
 def compute_routing(
-    logits: Sequence[Tensor], counted: Tensor, num_tokens: Tensor, top_k: int, group: object
+    logits: Sequence[Tensor], counted: Tensor, num_tokens: Tensor, top_k: int, *, group: Any = None
 ) -> Routing:
     """Compute the balance loss, per layer `experts · Σ_i f_i · P_i`, and the loads.
 

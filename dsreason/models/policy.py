@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from dsreason.data.collate import join_pixels
 from dsreason.data.types import Batch
 from dsreason.families import get_family
-from dsreason.losses.router import Routing, compute_routing
 from dsreason.models.attention import build_attention_inputs
 from dsreason.models.logprobs import LogprobHead
 from dsreason.models.media_features import build_batch_inputs, build_token_inputs, encode_media
@@ -56,12 +56,26 @@ def run_decoder_on_part(
     return output
 
 
+@dataclass(frozen=True)
+class RouterOutput:
+    """Output of the routers of a mixture of experts in one forward pass."""
+
+    logits: Sequence[Tensor]
+    """Each layer's logits `[tokens, experts]`."""
+    counted: Tensor
+    """Bool `[tokens]`: whether a token belongs to a sample."""
+    num_tokens: Tensor
+    """Number of the samples' tokens, on all ranks of the group."""
+    group: Group
+    """Ranks that compute the row together, each with a part of the tokens; None for a single rank."""
+
+
 class Policy(nn.Module):
     """Wrapper of a Hugging Face model (`.model`) that returns log-probabilities.
 
     Args:
         group: ranks that compute a row together, if the batch has a `part`.
-        router_loss_weight: weight of the router loss, which the training loop adds; with 0, `routing` has no gradient.
+        router_loss_weight: weight of the router loss, which the training loop adds; with 0, `router_output` has no gradient.
     """
 
     def __init__(self, model: PreTrainedModel, group: Group = None, router_loss_weight: float = 0.0) -> None:
@@ -73,8 +87,8 @@ class Policy(nn.Module):
         self.top_k = model.config.get_text_config().num_experts_per_tok if modules.experts else 0
         """Number of experts to which a token is sent; 0 for a dense model."""
         self.router_loss_weight = router_loss_weight
-        self.routing: Routing | None = None
-        """Routing in the last forward pass with gradients; None for a dense model."""
+        self.router_output: RouterOutput | None = None
+        """Output of the routers in the last forward pass with gradients; None for a dense model."""
         head = model.get_submodule(self.head)
         if type(head) is not nn.Linear or head.bias is not None:
             raise TypeError(f"{self.head} must be an nn.Linear without bias; got {head}")
@@ -100,8 +114,7 @@ class Policy(nn.Module):
             output = run_decoder_on_part(self.model, batch, self.group, options)
             predictors, places = part.predictors, places[part.targets]
         if options:
-            with torch.set_grad_enabled(self.router_loss_weight > 0):
-                self.routing = self._compute_routing(batch, output.router_logits)
+            self.router_output = self._build_router_output(batch, output.router_logits)
         hidden = output.last_hidden_state.flatten(0, 1)  # [B * T, H]
         count = predictors.shape[0]
         selected, targets = hidden[predictors], batch.input_ids.flatten()[places]
@@ -113,12 +126,13 @@ class Policy(nn.Module):
             values = gather_values(values, part.targets, batch.targets.shape[0], self.group)
         return (values[0], values[1]) if with_entropy else values[0]
 
-    def _compute_routing(self, batch: Batch, logits: Sequence[Tensor]) -> Routing:
-        """Compute how the samples' tokens are routed, from each layer's router logits `[tokens, experts]`."""
+    def _build_router_output(self, batch: Batch, logits: Sequence[Tensor]) -> RouterOutput:
+        if not self.router_loss_weight:
+            logits = [layer.detach() for layer in logits]
         mask = batch.mask_samples().flatten()
         counted = mask if batch.part is None else mask[batch.part.start : batch.part.end]
         group = None if batch.part is None else self.group
-        return compute_routing([layer.flatten(0, -2) for layer in logits], counted, mask.sum(), self.top_k, group)
+        return RouterOutput([layer.flatten(0, -2) for layer in logits], counted, mask.sum(), group)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = False) -> None:

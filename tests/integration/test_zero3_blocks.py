@@ -52,11 +52,11 @@ def plain_gradients(config: Any) -> Gradients:
     """Compute the gradients of the first step with autograd only, in one process."""
     import torch
 
+    from dsreason.engine.router import RouterTerm
     from dsreason.models.freeze import freeze
     from dsreason.models.load import load_model
     from dsreason.models.lora import add_adapters
     from dsreason.models.policy import Policy
-    from dsreason.train.common.router import RouterTerm
 
     model = load_model(Path(config.model.path), dtype=torch.float32, quantize=config.model.quantize)
     freeze(model, config.model.freeze)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dsreason.config.schema_dpo import PreferenceConfig
 from dsreason.engine.engine import add_gradient
+from dsreason.engine.router import RouterTerm
 from dsreason.job.ranks import World, gather_objects, share_errors
 from dsreason.losses.preference import Pairs, PairSettings, build_pairs, compute_preference_loss
 from dsreason.phases import record_phase
-from dsreason.train.common.router import RouterTerm
 from dsreason.train.dpo.loader import PairMicroBatch, StepPairs
 from dsreason.train.dpo.reference import PairReference
 

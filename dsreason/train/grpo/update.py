@@ -15,6 +15,7 @@ from dsreason.data.collate import group_by_parent, join_parent
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
 from dsreason.engine.engine import add_gradient
 from dsreason.engine.reference import KLReference
+from dsreason.engine.router import RouterTerm
 from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.distillation import compute_distillation_advantages
@@ -22,7 +23,6 @@ from dsreason.losses.kl import k3
 from dsreason.losses.objective import build_objective
 from dsreason.losses.policy import GlobalCounts, LossInputs
 from dsreason.phases import record_phase
-from dsreason.train.common.router import RouterTerm
 from dsreason.train.grpo.mismatch import Mismatch, compute_mismatch_metrics, drop_most_texts, measure_mismatches
 from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_training_sample, flatten
 from dsreason.train.grpo.teacher import Teacher

@@ -12,11 +12,11 @@ from torch import Tensor
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
 from dsreason.engine.engine import add_gradient, take_optimizer_step
+from dsreason.engine.router import RouterTerm
 from dsreason.job.ranks import World, reduce_sum
 from dsreason.losses.sft import compute_sft_loss
 from dsreason.phases import record_phase
 from dsreason.train.common.global_batches import show_batches, train_on_loader
-from dsreason.train.common.router import RouterTerm
 from dsreason.train.sft.build import SFTTrainer, build_sft
 
 
@@ -63,5 +63,5 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
         add_gradient(engine, total, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
     # All ranks that share a row report the loss of that row.
-    loss = reduce_sum(sum(map(float, losses))) / world.ranks_per_row
-    return {"train/loss": loss} | router.compute_metrics(world)
+    mean = reduce_sum(sum(map(float, losses))) / world.ranks_per_row
+    return {"train/loss": mean} | router.compute_metrics(world)

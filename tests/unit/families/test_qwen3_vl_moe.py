@@ -20,6 +20,7 @@ from dsreason.data.collate import append_dummies, collate, pack
 from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.families import FAMILIES
+from dsreason.losses.router import compute_routing
 from dsreason.models.load import load_model
 from dsreason.models.lora import (
     Delta,
@@ -112,12 +113,14 @@ def test_routing_counts_only_tokens_of_samples(tmp_path: Path, tiny_qwen3_vl_moe
     policy = Policy(load_model(tiny_qwen3_vl_moe, dtype=torch.float32), router_loss_weight=1.0)
     for batch in (packed, padded, append_dummies(packed, dummy, pad_id=0), append_dummies(padded, dummy, pad_id=0)):
         policy(batch)
-        torch.testing.assert_close(policy.routing.balance_loss, expected, rtol=0, atol=2e-6)
-        assert policy.routing.loads.sum(1).tolist() == [2 * sum(map(len, encoded))] * 2
-        assert policy.routing.balance_loss.requires_grad
+        output = policy.router_output
+        routing = compute_routing(output.logits, output.counted, output.num_tokens, top_k=2)
+        torch.testing.assert_close(routing.balance_loss, expected, rtol=0, atol=2e-6)
+        assert routing.loads.sum(1).tolist() == [2 * sum(map(len, encoded))] * 2
+        assert routing.balance_loss.requires_grad
     policy.router_loss_weight = 0.0
     policy(packed)
-    assert not policy.routing.balance_loss.requires_grad
+    assert not any(layer.requires_grad for layer in policy.router_output.logits)
 
 
 def test_adapters_leave_experts_frozen_by_default(model: Any) -> None:

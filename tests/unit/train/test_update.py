@@ -40,7 +40,7 @@ class Engine:
     """An engine that returns the log-probabilities of each micro-batch in turn, and an entropy of 2 per token."""
 
     device = torch.device("cpu")
-    module = SimpleNamespace(routing=None, top_k=0)
+    module = SimpleNamespace(router_output=None, router_loss_weight=0.0, top_k=0)
 
     def __init__(self, *logprobs: list[float]) -> None:
         self.logprobs = [torch.tensor(values, requires_grad=True) for values in logprobs]

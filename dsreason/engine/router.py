@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsreason.data.types import Batch
 from dsreason.job.ranks import World, gather_objects
-from dsreason.losses.router import Routing, compute_max_load
+from dsreason.losses.router import compute_max_load, compute_routing
 from dsreason.models.policy import Policy
 
 
@@ -26,14 +26,18 @@ class RouterTerm:
 
     def add_to(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return the loss of a micro-batch plus its share of the router loss, from the forward pass that has just run."""
-        routing: Routing | None = self.policy.routing
-        if routing is None:
+        output, weight = self.policy.router_output, self.policy.router_loss_weight
+        if output is None:
             return loss
+        with torch.set_grad_enabled(weight > 0):
+            routing = compute_routing(
+                output.logits, output.counted, output.num_tokens, self.policy.top_k, group=output.group
+            )
         # A batch of padding has no share, but must have the same graph as the others, which ZeRO-3 compares between ranks.
         share = routing.balance_loss * (len(batch.targets) / max(self.num_tokens, 1))
         if len(batch.targets):
             self.parts.append((share.detach(), routing.loads))
-        return loss + self.policy.router_loss_weight * share if self.policy.router_loss_weight else loss
+        return loss + weight * share if weight else loss
 
     def compute_metrics(self, world: World) -> dict[str, float]:
         """Return the mean balance loss and the largest load of an expert. Collective, unless the model is dense."""

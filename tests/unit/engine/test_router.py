@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from dsreason.engine import router
+from dsreason.engine.router import RouterTerm
 from dsreason.job.ranks import World
-from dsreason.losses.router import Routing
-from dsreason.train.common import router
-from dsreason.train.common.router import RouterTerm
+from dsreason.models.policy import RouterOutput
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 def policy(weight: float, top_k: int = 2) -> Any:
-    return SimpleNamespace(routing=None, top_k=top_k, router_loss_weight=weight)
+    return SimpleNamespace(router_output=None, top_k=top_k, router_loss_weight=weight)
+
+
+def output(probs: list[list[float]]) -> RouterOutput:
+    logits = torch.tensor(probs, requires_grad=True).log()
+    return RouterOutput([logits], torch.ones(len(probs), dtype=torch.bool), torch.tensor(len(probs)), None)
 
 
 def batch(num_targets: int) -> Any:
@@ -30,23 +35,26 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_micro_batches_count_by_their_trained_tokens() -> None:
-    model = policy(0.5)
+    model = policy(0.5, top_k=1)
     term, totals = RouterTerm(model, num_tokens=8), []
-    for loss, loads, count in ((3.0, [2.0, 0.0], 6), (4.0, [0.0, 6.0], 2), (99.0, [9.0, 9.0], 0)):
-        model.routing = Routing(torch.tensor(loss, requires_grad=True), torch.tensor([loads]))
+    for probs, count in (([[0.9, 0.1], [0.7, 0.3]], 6), ([[0.4, 0.6]], 2), ([[0.9, 0.1]], 0)):
+        model.router_output = output(probs)
         total = term.add_to(torch.tensor(1.0), batch(count))
         assert total.requires_grad  # otherwise, the ranks would run different modules backward
         totals.append(float(total))
-    assert totals == [1 + 0.5 * 3 * 6 / 8, 1 + 0.5 * 4 * 2 / 8, 1]  # the last batch contains only padding
-    assert term.compute_metrics(ALONE) == {"router/balance_loss": 3 * 6 / 8 + 4 * 2 / 8, "router/max_load": 6 / 4}
+    shares = 2 * 0.8 * 6 / 8, 2 * 0.6 * 2 / 8, 0.0  # the last batch contains only padding
+    assert totals == pytest.approx([1 + 0.5 * share for share in shares])
+    metrics = term.compute_metrics(ALONE)
+    assert metrics == pytest.approx({"router/balance_loss": sum(shares), "router/max_load": 2 / 1.5})
 
 
 def test_weight_of_zero_leaves_loss_unchanged() -> None:
-    model = policy(0.0)
-    model.routing = Routing(torch.tensor(3.0), torch.tensor([[1.0, 1.0]]))
+    model = policy(0.0, top_k=1)
+    model.router_output = output([[0.9, 0.1], [0.2, 0.8]])
     loss, term = torch.tensor(1.0), RouterTerm(model, num_tokens=2)
     assert term.add_to(loss, batch(2)) is loss
-    assert term.compute_metrics(ALONE) == {"router/balance_loss": 3.0, "router/max_load": 1.0}
+    metrics = term.compute_metrics(ALONE)
+    assert metrics == pytest.approx({"router/balance_loss": 2 * (0.55 / 2 + 0.45 / 2), "router/max_load": 1.0})
 
 
 def test_dense_model_has_no_router_metrics() -> None:
