@@ -162,7 +162,7 @@ def run_memory_side(task: dict[str, Any]) -> None:
 
     accumulate, results = loop.accumulate_gradients, {"tower": 0, "added": 0, "tokens": 0}
 
-    def measure_gradients(engine: Any, batches: Any, *arguments: Any) -> float:
+    def measure_gradients(engine: Any, batches: Any, *arguments: Any) -> dict[str, float]:
         tower = engine.module.model.model.visual
         before: list[int] = []
         hooks = [
@@ -170,11 +170,11 @@ def run_memory_side(task: dict[str, Any]) -> None:
             tower.register_forward_hook(lambda *_: results.update(tower=read_status_bytes("VmRSS") - before[-1])),
         ]
         with PeakMemory(torch.device("cpu")) as peak:
-            loss = accumulate(engine, batches, *arguments)
+            metrics = accumulate(engine, batches, *arguments)
         for hook in hooks:
             hook.remove()
         results.update(added=peak.added, tokens=batches.num_input_tokens)
-        return loss
+        return metrics
 
     loop.accumulate_gradients = measure_gradients
     config = {

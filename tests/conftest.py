@@ -114,6 +114,11 @@ def tiny_of_each_architecture(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(f"tiny_{request.param}")
 
 
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("qwen3_vl_moe", tmp_path_factory)
+
+
 @pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
 def tiny(request: pytest.FixtureRequest) -> Path:
     """The folder of either family's tiny model, one after the other."""

@@ -127,6 +127,10 @@ class UpdateConfig(JobTrainConfig):
     activation_offload: bool = False
     """Keep the layer inputs that are saved for the backward pass in host memory, which allows packed rows whose inputs do not fit
     on the GPU. Requires model.gradient_checkpointing."""
+    router_loss_weight: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts (2101.03961, equations 4 to 6), which is added to the loss. It is
+    computed per forward pass. Unlike all other losses, it therefore depends on which samples share a row. 0: no such loss; the
+    metrics `router/balance_loss` and `router/max_load` show the balance."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:

@@ -146,6 +146,7 @@ def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
             [batch.mm_token_type_ids, *[sample.mm_token_type_ids[None] for sample in samples]], dim=1
         ),
         segments=tuple(segments),
+        num_fillers=batch.num_fillers + sum(map(len, samples)),
     )
 
 
@@ -191,6 +192,7 @@ def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: 
         predictors=convert_indices(batch.predictors),
         position_ids=append_values(batch.position_ids, torch.cat(positions[1:], dim=1)),
         mm_token_type_ids=append_values(batch.mm_token_type_ids, types),
+        num_fillers=batch.num_fillers + len(ids),
     )
 
 

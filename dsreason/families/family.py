@@ -162,6 +162,9 @@ class Modules:
     vision tower, the tower's forward does not call it."""
     blocks: tuple[str, ...] = ()
     """Class names of the decoder layer and of the vision tower's block and merger; ZeRO-3 gathers each such module as a unit."""
+    experts: str = ""
+    """Regular expression for the names of the parameters `[experts, out, in]` that hold all experts of a decoder layer; empty for
+    a dense model."""
 
     def is_in_tower(self, name: str) -> bool:
         """Return whether a module or parameter belongs to the vision tower."""
@@ -241,10 +244,22 @@ class Family:
     """Subfolders of a published checkpoint that contain the weights if there are no weights next to config.json."""
     others: tuple[str, ...] = ()
     """Regular expressions for the published names of tensors that belong to another model in the same files."""
+    transposes_experts: bool = False
+    """Whether published files, exports and vLLM have the last two axes of the experts' parameters swapped."""
+    fixed_settings: tuple[tuple[str, Any], ...] = ()
+    """Settings of the language model that transformers does not read, because it supports only these values, but vLLM does."""
 
     def rename(self, name: str) -> str | None:
         """Convert the name of a tensor in a checkpoint to its in-memory name; None if the tensor belongs to another model."""
         return None if any(re.search(pattern, name) for pattern in self.others) else apply_renames(name, self.renames)
+
+    def is_transposed(self, name: str) -> bool:
+        """Return whether files and vLLM have the last two axes of a parameter, given by its in-memory name, swapped."""
+        return self.transposes_experts and re.search(self.modules.experts, name) is not None
+
+    def swap_axes(self, name: str, tensor: Tensor) -> Tensor:
+        """Convert a tensor, given by its in-memory name, from memory's layout to that of files and vLLM, or back."""
+        return tensor.mT if self.is_transposed(name) else tensor
 
     def to_published_name(self, name: str) -> str:
         """Convert a tensor's in-memory name to the name that published checkpoints use."""

@@ -121,6 +121,7 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
             f"{path}: the weights are quantised, so they cannot be trained; use the unquantised model"
         )
     check_sizes(path, config.to_dict())
+    check_fixed_settings(path, config)
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(
             f"{path}: config.json has dtype {config.dtype!r:.100}, which torch does not support; restore the original config.json"
@@ -130,11 +131,22 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
     return config
 
 
+def check_fixed_settings(path: Path, config: Any) -> None:
+    """Raise CheckpointError if config.json has a value that vLLM would use, but transformers would ignore."""
+    text = config.get_text_config().to_dict()
+    for name, value in get_family(config.model_type).fixed_settings:
+        if text.get(name, value) != value:
+            raise CheckpointError(
+                f"{path}: config.json has text_config.{name} = {text[name]}, but transformers supports only {value}, so training "
+                "and vLLM would compute different models; use a model that was trained with that value"
+            )
+
+
 def read_parameter_names(path: Path) -> list[str]:
     """Read the in-memory names of a model folder's parameters from the file headers; a tied `lm_head` is omitted."""
     config = read_model_config(path)
     family = get_family(config.model_type)
-    names = find_weights(path, family.rename, inside=family.weight_folders).places
+    names = find_weights(path, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed).places
     return [name for name in names if not (config.tie_word_embeddings and name == f"{family.modules.head}.weight")]
 
 
@@ -185,7 +197,7 @@ def build_checked_model(
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
     check_attention(family, attention)
-    weights = find_weights(path, family.rename, inside=family.weight_folders)
+    weights = find_weights(path, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed)
     check_depth(config, weights)
     model = build_empty_model(config, dtype, attention, trust_remote_code)
     check_weights(model, weights)
@@ -206,7 +218,7 @@ def load_weights(
         quantize_weight(layer, device)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(device, dtype, copy=True)
+            parameter.data = parameter.data.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def check_depth(config: Any, weights: WeightFiles) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from copy import deepcopy
 from pathlib import Path
 from string import Template
@@ -217,7 +218,10 @@ def _draw(name: str, shape: torch.Size, family: Family, dtype: torch.dtype, gene
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype)
     is_embedding = any(part in name for part in modules.embeddings) or name == f"{modules.head}.weight"
-    std = 0.02 if is_embedding else 1 / math.sqrt(math.prod(shape[1:]))
+    inputs = math.prod(shape[1:])
+    if modules.experts and re.search(modules.experts, name):
+        inputs = shape[-2] if family.transposes_experts else shape[-1]
+    std = 0.02 if is_embedding else 1 / math.sqrt(inputs)
     return torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator).to(dtype).cpu()
 
 
@@ -230,7 +234,9 @@ def _write_weights(
     max_shard_bytes: int,
 ) -> None:
     # named_parameters yields each tied parameter only once, as the files need it.
-    parameters = {family.to_published_name(name): p.to(dtype) for name, p in model.named_parameters()}
+    parameters = {
+        family.to_published_name(name): family.swap_axes(name, p.to(dtype)) for name, p in model.named_parameters()
+    }
     parameters |= {name: torch.empty(2, dtype=dtype, device="meta") for name in family.tiny.others}
     plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)
     for file, names in plan.filename_to_tensors.items():

@@ -141,7 +141,8 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
             reached = tower_trained if modules.is_in_tower(name) else vision_trained
             no_input_gradient = modules.is_vision(name) and (modules.patch_embedding in name or not reached)
             input_flops = 0 if no_input_gradient else 2
-            costs[kind] += count_values(model, name, parameter) * (2 + input_flops + 2 * parameter.requires_grad)
+            values = count_values(model, name, parameter) * get_active_share(name, modules, text)
+            costs[kind] += values * (2 + input_flops + 2 * parameter.requires_grad)
     if not costs["head"]:  # a head that is tied to the embedding has no separate parameter
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
@@ -171,6 +172,8 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
 
 def get_matmul_kind(name: str, modules: Modules) -> str | None:
     """Return the kind of work that uses a parameter; None for norms, embeddings and others that no matrix product uses."""
+    if is_expert(name, modules):
+        return "text"
     if not name.endswith(".weight") or any(part in name for part in modules.norms + modules.embeddings):
         return None
     if name.startswith(f"{modules.head}."):
@@ -178,6 +181,16 @@ def get_matmul_kind(name: str, modules: Modules) -> str | None:
     if not modules.is_vision(name):
         return "text"
     return "merged" if modules.merger in name else "patch"
+
+
+def get_active_share(name: str, modules: Modules, text: Any) -> float:
+    """Return the fraction of a parameter's values that is used for a token, which is below 1 only for experts."""
+    return text.num_experts_per_tok / text.num_experts if is_expert(name, modules) else 1.0
+
+
+def is_expert(name: str, modules: Modules) -> bool:
+    """Return whether a parameter holds the experts of a layer."""
+    return modules.experts != "" and re.search(modules.experts, name) is not None
 
 
 def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:

@@ -46,7 +46,7 @@ from dsreason.rollout.vllm_requests import (
     to_completion,
     to_inputs,
 )
-from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config
+from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config, repack_experts
 from dsreason.rollout.weight_sync import (
     WeightStream,
     check_arrival,
@@ -55,6 +55,7 @@ from dsreason.rollout.weight_sync import (
     find_changed,
     find_complete_layers,
     find_different,
+    find_expert_layers,
     find_slots,
     iter_engine_values,
     move_to_cpu,
@@ -122,6 +123,8 @@ class VLLMEngine(RolloutEngine):
             )
             if world.device.type == "cpu" and has_delta_nets(config.get_text_config()):
                 arguments["enable_prefix_caching"] = False  # vLLM caches their states only with chunked prefill
+            if self.family.fixed_settings:
+                arguments["hf_overrides"] = {"text_config": dict(self.family.fixed_settings)}
             if self.family.vllm_class is not None:
                 arguments["hf_overrides"] = {"architectures": [self.family.vllm_class]}
                 read_weights_beside_config(path)
@@ -183,16 +186,21 @@ class VLLMEngine(RolloutEngine):
         if not self.weights_awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine; wake it first")
         before = {name: self.sent[name] for name in retained if name in self.sent}
+        reloaded_experts = find_expert_layers(self.slots, self.expected.keys() - before.keys())
         self.version, self.sent = None, {}  # a sync that fails halfway leaves no usable weights
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserve_process_state(self.world):
             try:
-                named_tensors = ((self.family.to_exported_name(name), tensor) for name, tensor in sending)
+                named_tensors = (
+                    (self.family.to_exported_name(name), self.family.swap_axes(name, tensor))
+                    for name, tensor in sending
+                )
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             finally:
                 sending.read_remaining()
             sending.finish()
             repair_tied_output(self.model)
+            repack_experts(reloaded_experts)
         check_arrival(self.slots, sending.fingerprints, self._group)
         self._reset_cache()
         self.version, self.sent = version, sending.fingerprints

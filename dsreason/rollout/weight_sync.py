@@ -36,6 +36,9 @@ TOLERANCE = 1e-12
 """Tolerance of a sum, relative to its upper bound. A different order of addition changes a sum by less, and a difference of one
 bfloat16 step changes it by more."""
 
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+"""Names of the parameters that hold all experts of a layer: in the Hugging Face model → in vLLM."""
+
 
 @dataclass(frozen=True)
 class TensorSlot:
@@ -158,6 +161,11 @@ def find_part(
     """Return the engine parameter that holds `name` (None if not found), and its partitions (None if not fused)."""
     if name in parameters:
         return name, None
+    layer, _, parameter = name.rpartition(".")
+    if layer.endswith(".experts") and parameter in EXPERTS:
+        for owner in (f"{layer}.routed_experts", layer):  # vLLM 0.26 has no module `routed_experts`
+            if f"{owner}.{EXPERTS[parameter]}" in parameters:
+                return f"{owner}.{EXPERTS[parameter]}", None
     for fused, parts in model.packed_modules_mapping.items():
         first = 0
         for part in parts:
@@ -201,6 +209,11 @@ def find_complete_layers(slots: list[TensorSlot], names: Collection[str]) -> set
     while incomplete := {slot.name for slot in slots if slot.name in names and names_by_layer[slot.layer] - names}:
         names -= incomplete
     return names
+
+
+def find_expert_layers(slots: list[TensorSlot], names: Collection[str]) -> set[VLLMModule]:
+    """Return the layers that hold the experts among the tensors in `names`."""
+    return {slot.layer for slot in slots if slot.name in names and slot.parameter in EXPERTS.values()}
 
 
 def check_arrival(slots: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:

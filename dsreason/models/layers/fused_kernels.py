@@ -103,7 +103,8 @@ def use_fused_kernels(model: PreTrainedModel) -> None:
         )
     elif model.config.get_text_config().hidden_act == "silu":
         for layer in model.get_decoder().layers:
-            layer.mlp.__class__ = FusedSwiGLU
+            if hasattr(layer.mlp, "gate_proj"):  # not a mixture of experts
+                layer.mlp.__class__ = FusedSwiGLU
             if plain and has_segment_attention(model):
                 layer.self_attn.__class__ = FusedAttention
         names += ["SwiGLU"] + ["rotary positions"] * (plain and has_segment_attention(model))

@@ -175,7 +175,8 @@ def quantize_meta_layers(model: nn.Module, pattern: str, dtype: torch.dtype) -> 
 
 def add_matching_adapters(model: PreTrainedModel, config: RunConfig, targets: set[str], dtype: torch.dtype) -> None:
     """Add adapters to the remaining layers that have one in the full model."""
-    names = [name for name, _ in model.named_modules() if drop_layer_number(name) in targets]
+    members = [*model.named_modules(), *model.named_parameters()]
+    names = [name for name, _ in members if drop_layer_number(name) in targets]
     exact = tuple(f"^{re.escape(name)}$" for name in names)
     model.requires_grad_(False)
     lora = config.lora.model_copy(update={"targets": exact, "vision": False, "rank_pattern": {}, "alpha_pattern": {}})

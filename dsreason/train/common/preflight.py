@@ -39,6 +39,7 @@ from dsreason.models.attention import check_attention
 from dsreason.models.freeze import check_freeze, freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import add_adapters, find_adapted_layers
+from dsreason.models.nf4.layers import check_experts
 from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.metrics import check_sinks
 from dsreason.problems import build_config_error, find_nearest, summarise_problems
@@ -70,6 +71,7 @@ def check_model(config: RunConfig) -> Encoder:
     if config.optim.lr_multipliers:
         get_multipliers(dict(build_trained_model(config, model_path).named_parameters()), config.optim)
     check_heads_and_attention(config, model_path)
+    check_mixture(config, model_path)
     encoder = build_encoder(config, model_path)
     arguments, recorded = config.data.template_arguments, read_template_arguments(model_path)
     if recorded not in ({}, arguments):
@@ -78,6 +80,19 @@ def check_model(config: RunConfig) -> Encoder:
             *(config.model.path, format_arguments(recorded), format_arguments(arguments)),
         )
     return encoder
+
+
+def check_mixture(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if a dense model has a router loss, or if the weights of experts should be quantised."""
+    model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    family = get_family(model.model_type)
+    if config.train.router_loss_weight and not family.modules.experts:
+        raise ConfigError(
+            f"train.router_loss_weight is {config.train.router_loss_weight}, but {family.name} is not a mixture of experts; "
+            "set it to 0"
+        )
+    if config.model.quantize:
+        check_experts(family)
 
 
 def build_trained_model(config: RunConfig, model_path: Path) -> nn.Module:

@@ -13,6 +13,8 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from dsreason.monitor.flops import Work, compute_model_flops, find_peak_flops
@@ -63,6 +65,11 @@ def tiny(family: str, *, tied: bool) -> Any:
         return Cosmos3EdgeForConditionalGeneration(sizes)
     vision = {**VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     text = {**TEXT, "head_dim": 8, "tie_word_embeddings": tied}
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **common)
+        config.text_config._experts_implementation = "eager"  # torch does not count the FLOPs of its grouped products
+        return Qwen3VLMoeForConditionalGeneration(config)
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **common))
 
 
@@ -87,7 +94,7 @@ def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", ["", "visual", "language_model.layers.0."])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "cosmos3_edge"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "cosmos3_edge", "qwen3_vl_moe"])
 def test_step_flops_match_torch_counter(family: str, frozen: str, tied: bool) -> None:
     model = tiny(family, tied=tied)
     for name, parameter in model.named_parameters():
