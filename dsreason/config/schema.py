@@ -26,8 +26,9 @@ class JobModelConfig(Section):
 
 class ModelConfig(JobModelConfig):
     path: str = "tiny:qwen2_5_vl"
-    """Hugging Face model: a folder, a name on the Hub, or `s3://…`. `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni`
-    are small models with random weights for trials; `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) are text-only."""
+    """Hugging Face model: a folder, a name on the Hub, or `s3://…`. `tiny:<model_type>` is a small model with random weights for
+    trials: `qwen2_5_vl`, `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5`, `cosmos3_omni` or `cosmos3_edge`, or `qwen2` or `qwen3`
+    (Qwen2.5, Qwen3), which read only text."""
     revision: str | None = None
     """Revision of the model on the Hub: a branch, tag or commit. Unset: the default branch."""
     max_length: int = Field(4096, ge=8)
@@ -131,6 +132,10 @@ class UpdateConfig(JobTrainConfig):
     activation_offload: bool = False
     """Keep the layer inputs that are saved for the backward pass in host memory, which allows packed rows whose inputs do not fit
     on the GPU. Requires model.gradient_checkpointing."""
+    router_loss_weight: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts (2101.03961, equations 4 to 6), which is added to the loss. It is
+    computed per forward pass. Unlike all other losses, it therefore depends on which samples share a row. 0: no such loss; the
+    metrics `router/balance_loss` and `router/max_load` show the balance."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:

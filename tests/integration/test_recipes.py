@@ -16,17 +16,12 @@ from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_data import SourceConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.shipped import list_shipped
-from dsreason.families import FAMILIES
 from tests.integration.command import dsreason, metrics
 from tests.integration.recipe_data import write_media, write_source
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-UNSUPPORTED = () if "cosmos3_edge" in FAMILIES else ("physical_plausibility_cosmos3_edge_",)
-"""Recipes of families that are not supported yet."""
-RECIPES = [
-    name for name in list_shipped("launch/recipes") if not name.startswith(("builtin_", "world_", "eval", *UNSUPPORTED))
-]
+RECIPES = [name for name in list_shipped("launch/recipes") if not name.startswith(("builtin_", "world_", "eval"))]
 
 
 def command(recipe: str) -> str:
@@ -42,7 +37,14 @@ Swap = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path, tiny_cosmos3_omni: Path) -> Swap:
+def swap(
+    media: Path,
+    tmp_path: Path,
+    tiny_qwen2_5_vl: Path,
+    tiny_qwen3_vl: Path,
+    tiny_cosmos3_omni: Path,
+    tiny_cosmos3_edge: Path,
+) -> Swap:
     """Build the `--set` options that replace a recipe's model and data with tiny ones of the same family and format."""
 
     def make_options(recipe: str) -> list[str]:
@@ -54,7 +56,8 @@ def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
             "nvidia/Cosmos3": tiny_cosmos3_omni,
             "Qwen/Qwen3-VL-8B": tiny_qwen3_vl,
         }
-        changes = {"model.path": model[config.model.path.rpartition("-")[0]]}
+        path = config.model.path
+        changes = {"model.path": tiny_cosmos3_edge if path.endswith("-Edge") else model[path.rpartition("-")[0]]}
         for number, source in enumerate(config.data.list_sources()):
             section = f"data.sources.{number}" if config.data.sources else "data"
             written = write_source(source, media, tmp_path / "data" / str(number))

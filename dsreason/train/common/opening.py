@@ -105,7 +105,9 @@ def build_policy_engine(
     freeze(model, config.model.freeze)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
-    policy = Policy(model, group)  # must precede the adapters, because it needs the plain output layer
+    policy = Policy(
+        model, group, config.train.router_loss_weight
+    )  # must precede the adapters, because it needs the plain output layer
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)

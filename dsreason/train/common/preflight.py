@@ -31,11 +31,15 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.engine.learning_rates import describe_learning_rates, get_multipliers
 from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.families import get_family
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
+from dsreason.models.attention import check_attention
 from dsreason.models.freeze import check_freeze, freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import add_adapters, find_adapted_layers
+from dsreason.models.nf4.layers import check_experts
 from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.metrics import check_sinks
 from dsreason.problems import build_config_error, find_nearest, summarise_problems
@@ -66,7 +70,8 @@ def check_model(config: RunConfig) -> Encoder:
         check_adapters(config, model_path)
     if config.optim.lr_multipliers:
         get_multipliers(dict(build_trained_model(config, model_path).named_parameters()), config.optim)
-    check_heads(config, model_path)
+    check_heads_and_attention(config, model_path)
+    check_mixture(config, model_path)
     encoder = build_encoder(config, model_path)
     arguments, recorded = config.data.template_arguments, read_template_arguments(model_path)
     if recorded not in ({}, arguments):
@@ -75,6 +80,19 @@ def check_model(config: RunConfig) -> Encoder:
             *(config.model.path, format_arguments(recorded), format_arguments(arguments)),
         )
     return encoder
+
+
+def check_mixture(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if a dense model has a router loss, or if the weights of experts should be quantised."""
+    model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    family = get_family(model.model_type)
+    if config.train.router_loss_weight and not family.modules.experts:
+        raise ConfigError(
+            f"train.router_loss_weight is {config.train.router_loss_weight}, but {family.name} is not a mixture of experts; "
+            "set it to 0"
+        )
+    if config.model.quantize:
+        check_experts(family)
 
 
 def build_trained_model(config: RunConfig, model_path: Path) -> nn.Module:
@@ -100,11 +118,19 @@ def describe_modules(config: RunConfig) -> str:
     return describe_learning_rates(build_trained_model(config, find_model(config)), config.optim)
 
 
-def check_heads(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if the ranks that compute a row together cannot share the attention heads."""
+def check_heads_and_attention(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if the model cannot use `model.attention`, or if ranks cannot compute a row together, because of its
+    delta nets or its number of attention heads."""
     size = config.ranks_per_row
     model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
-    heads = model.get_text_config().num_attention_heads
+    check_attention(get_family(model.model_type), config.model.attention, packing=config.train.packing)
+    text = model.get_text_config()
+    if size > 1 and has_delta_nets(text):
+        raise ConfigError(
+            f"train.sequence_parallel_size ({size}) is not supported for model_type {model.model_type} ({config.model.path}), "
+            "because the state of its linear-attention layers runs along the entire row; set train.sequence_parallel_size = 1"
+        )
+    heads = text.num_attention_heads
     if heads % size:
         raise ConfigError(
             f"train.sequence_parallel_size ({size}) does not divide the {heads} attention heads of {config.model.path}; set it "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsreason.config.schema_dpo import PreferenceConfig
 from dsreason.engine.engine import add_gradient
+from dsreason.engine.router import RouterTerm
 from dsreason.job.ranks import World, gather_objects, share_errors
 from dsreason.losses.preference import Pairs, PairSettings, build_pairs, compute_preference_loss
 from dsreason.phases import record_phase
@@ -67,14 +68,15 @@ def accumulate_gradients(
     config: PreferenceConfig,
     world: World,
     baseline: Baseline,
-) -> Pairs:
+) -> tuple[Pairs, dict[str, float]]:
     """Run the forward and backward passes of all micro-batches. Collective.
 
     The gradient does not depend on how the global batch is divided.
 
     Returns:
-        The pairs of all ranks, on the CPU.
+        The pairs of all ranks, on the CPU, and, for a mixture of experts, metrics of the routing.
     """
+    router = RouterTerm(engine.module, batches.num_tokens)
     micro_batches, settings = batches.parts, build_settings(config, baseline)
     all_pairs = []
     for i, (micro_batch, ref) in enumerate(
@@ -85,9 +87,10 @@ def accumulate_gradients(
             loss = compute_preference_loss(
                 pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples)
             )
-        add_gradient(engine, loss.float(), world.size, last=i == len(micro_batches) - 1)
+        total = router.add_to(loss.float(), micro_batch.batch)
+        add_gradient(engine, total, world.size, last=i == len(micro_batches) - 1)
         all_pairs.append(pairs)
-    return gather_pairs(all_pairs, world)
+    return gather_pairs(all_pairs, world), router.compute_metrics(world)
 
 
 def gather_pairs(local_pairs: Sequence[Pairs], world: World) -> Pairs:

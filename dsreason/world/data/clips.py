@@ -15,7 +15,7 @@ from dsreason.media.vision import VideoInfo
 from dsreason.world.types import ClipSize, WorldRow
 
 SLOWER = 0.01
-"""Fraction by which a video's frame rate may be below the requested one: 29.97 frames per second count as 30."""
+"""Fraction by which a video's frame rate may fall below the requested rate: 29.97 frames per second count as 30."""
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
@@ -31,7 +31,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
 
 
 def load_clip(path: str | Path, size: ClipSize, *, start: float = 0.0, window: range | None = None) -> Tensor:
-    """Read the frames of a video that are displayed at seconds `start` + k / `size.fps`, resized and centre-cropped.
+    """Read the video frames that are displayed at seconds `start` + k / `size.fps`, resized and centre-cropped.
 
     Args:
         window: numbers of the frames that belong to the clip, which replace `start`.

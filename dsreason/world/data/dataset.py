@@ -47,7 +47,7 @@ class WorldDataset:
 
 
 def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, WorldDataset]:
-    """Return the data sets of the training rows and of the held-out rows; the latter may be empty.
+    """Return a data set with the training rows and one with the held-out rows; the latter may be empty.
 
     Args:
         seed: seed for generating rows and for choosing the held-out rows.
@@ -73,7 +73,7 @@ def select_rows(dataset: WorldDataset, numbers: Sequence[int] | np.ndarray) -> W
 
 
 def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> WorldDataset:
-    """Read the rows of the file or folder `data.path`, up to `data.limit`; error messages refer to the setting as `key`."""
+    """Read the rows from the file or folder `data.path`, up to `data.limit`; error messages refer to the setting as `key`."""
     check_location(key, data.path)
     try:
         rows, read = FORMATS[data.format](data, seed)
