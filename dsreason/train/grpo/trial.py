@@ -1,4 +1,4 @@
-"""Completions of some rows by the initial policy of a run, for `dsreason reward try`."""
+"""Completions from a run's initial policy for a few rows, for `dsreason reward try`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 0
 
 
 def sample_completions(config: GRPOConfig, samples: Sequence[Sample], count: int) -> list[list[Completion]]:
-    """Sample `count` completions per sample with `config.rollout`'s settings, in this process and with transformers.
+    """Sample `count` completions per sample with the settings in `config.rollout`, using transformers in this process.
 
     Raises:
         DsReasonError: the model cannot be loaded, or a prompt is too long for it.

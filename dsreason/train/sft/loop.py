@@ -32,7 +32,7 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
         metrics = run_sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
     if not batches.num_tokens:
-        metrics.pop("train/loss")  # without trained tokens, there is no mean loss
+        metrics.pop("train/loss")  # without tokens to train on, there is no mean loss
     seconds = time.perf_counter() - started
     run.count_step(epoch=engine.global_steps / sft.steps_per_epoch, learned=batches.num_tokens > 0)
     progress_values = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
@@ -46,7 +46,7 @@ def run_sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, wo
 
 
 def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: World) -> float:
-    """Run the forward and backward passes of all micro-batches; return the mean loss per trained token of the global batch."""
+    """Run the forward and backward passes of all micro-batches; return the global batch's mean loss per token with a loss."""
     losses: list[Tensor] = []  # read after the loop, because reading waits for the GPU
     # All ranks have the same number of micro-batches, because the forward pass is collective.
     for i, batch in enumerate(batches.micro_batches):
@@ -55,5 +55,5 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
             loss = compute_sft_loss(logprobs, num_tokens=batches.num_tokens)
         add_gradient(engine, loss, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
-    # All ranks that share a row report the loss of that row.
+    # Each of the ranks that share a row reports that row's loss.
     return reduce_sum(sum(map(float, losses))) / world.ranks_per_row
