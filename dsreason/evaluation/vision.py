@@ -1,4 +1,4 @@
-"""The choice of vision settings: those that the user sets, then those with which dsreason trained the model, then defaults."""
+"""Choice of vision settings: first those that the user sets, then those that the model was trained with, then defaults."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class VisionChoice:
 
     settings: VisionConfig
     user: VisionConfig
-    """Settings that the user has set."""
+    """Settings that the user sets."""
     trained: TrainedVision | None
-    """Settings of the model's training; None if they are unknown."""
+    """Settings that the model was trained with; None if they are unknown."""
     origin: str
     """Path of the model, for messages."""
 
@@ -49,7 +49,7 @@ class VisionChoice:
         return f"vision settings: {'; '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the choice as JSON values, which are recorded with the results."""
+        """Return the choice as JSON values, to be recorded with the results."""
         return {
             "used": self.settings.model_dump(exclude_none=True),
             "set": self.user.model_dump(exclude_none=True),
@@ -61,13 +61,13 @@ class VisionChoice:
 def choose_vision(
     user: VisionConfig, trained: TrainedVision | None, origin: str, defaults: VisionConfig
 ) -> VisionChoice:
-    """Fill the user's settings with those of training or, if these are unknown, with `defaults`."""
+    """Complete the user's settings with those used in training or, if these are unknown, with `defaults`."""
     base = defaults if trained is None else trained.to_config()
     return VisionChoice(user.fill(base), user, trained, origin)
 
 
 def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
-    """Choose the vision settings for all data sets; this downloads the model if it is not on this machine.
+    """Choose the vision settings for all data sets. This downloads the model if it is not on this machine.
 
     Raises:
         DsReasonError: the model or the server does not exist.
@@ -87,17 +87,17 @@ def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
 
 
 def find_checkpoint_vision(checkpoint: Path) -> TrainedVision | None:
-    """Return the settings in a checkpoint or, for older ones, in the record of its run; None if they are unknown."""
+    """Return the training's vision settings from a checkpoint or, if it is older, from its run's record; None if unknown."""
     trained = read_checkpoint(checkpoint).state.vision
     return read_run_vision(checkpoint.absolute().parent.parent) if trained is None else trained
 
 
 def apply_choice(config: EvalConfig, choice: VisionChoice) -> EvalConfig:
-    """Return the configuration with the vision settings of training; if these are unknown, its own defaults apply."""
+    """Return the configuration with the chosen vision settings; if those used in training are unknown, return it unchanged."""
     if choice.trained is None:
         return config
     changes: dict[str, Any] = {"vision": choice.settings}
-    # If no rate is set, training has its own default.
+    # If neither a rate nor a number of frames is set, the default rate of training applies.
     if choice.settings.fps is None and choice.settings.nframes is None:
         changes["evaluation"] = config.evaluation.model_copy(update={"fps": None})
     return config.model_copy(update=changes)

@@ -77,7 +77,7 @@ def trajectory(
 
 
 def compute_mean_score(right: Path, answer: Path, error: str, limit: float, score: Literal["linear", "exp"]) -> float:
-    """Return the mean score over all waypoints, the last waypoint's score, or the mean of the two; unmatched waypoints score 0."""
+    """Return the mean score over all waypoints, the score of the last, or the mean of the two; unmatched waypoints score 0."""
     scores = [compute_nearness(far, limit, score) for far in compute_distances(right, answer)]
     mean = sum(scores) / max(len(right), len(answer))
     last = scores[len(right) - 1] if len(answer) >= len(right) else 0.0

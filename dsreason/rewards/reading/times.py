@@ -107,7 +107,7 @@ def reduce_key(key: Any) -> str:
 
 
 def parse_json_time(value: Any) -> float | None:
-    """Convert a JSON value to seconds: a number of seconds, or a string that consists of a single time. Otherwise, return None."""
+    """Convert a number of seconds, or a string that consists of a single time, to seconds; return None for anything else."""
     if not isinstance(value, str):
         return to_finite_float(value)
     match = TIME.search(value[:WINDOW].lower())
