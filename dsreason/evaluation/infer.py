@@ -74,7 +74,7 @@ class InferSettings:
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)
-    """Keys from `[data.vision]` for every media item. Unset keys take the values from the model's training, or else `DEFAULTS`."""
+    """Keys from `[data.vision]` for every media item. Unset keys default to those used in training or, if unknown, `DEFAULTS`."""
     system: str = ""
     """System message; "" uses the chat template's default."""
     reasoning: bool = False
@@ -118,7 +118,7 @@ class StreamedAnswer:
         return "stop" if self.ids and self.ids[-1] in self.stop_ids else "length"
 
     def result(self) -> dict[str, Any]:
-        """Return the answer as JSON values. `prompt` is the question's text, and `size` the (width, height) that the model sees."""
+        """Return the answer as JSON values. `prompt` is the question's text; `size` is (width, height) as the model sees it."""
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         parsed = parse(text, "reasoning", kind="open")
         return {
@@ -210,7 +210,7 @@ def open_engine(
     num_prompts: int,
     stack: ExitStack,
 ) -> Draw:
-    """Start an engine with the weights loaded; it runs until `stack` closes. `max_length` is the sequence length limit for vLLM."""
+    """Start an engine with the weights loaded; it runs until `stack` closes. `max_length` limits the sequence length for vLLM."""
     installed = importlib.util.find_spec("vllm") is not None
     if settings.engine == "vllm" and not installed:
         raise ConfigError("--engine vllm: vLLM is not installed; install it, or use --engine transformers")

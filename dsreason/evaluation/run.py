@@ -46,7 +46,7 @@ VISIBILITY_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Throughput:
-    """The number of new answers that this job has received over all ranks, not counting errors, and the time that they took."""
+    """The new answers that this job has received over all ranks, not counting errors: their number, tokens and total time."""
 
     questions: int
     completion_tokens: int
@@ -87,7 +87,9 @@ def evaluate(config: EvalConfig, vision: Mapping[str, Any] = MappingProxyType({}
             *(absent[0].id, absent[0].problem),
         )
     with (
-        Grader(config.evaluation) as grader,  # comes first, so that its errors are raised before the slow engine startup
+        Grader(
+            config.evaluation
+        ) as grader,  # comes first, so that its errors are raised before the slow engine startup
         FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock, vision)) as answering,
     ):
@@ -165,7 +167,7 @@ def read_stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def select_for_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
-    """Select a rank's questions. All questions about a clip go to the same rank, so that only that rank writes the clip's file."""
+    """Select a rank's questions. All questions about a clip go to the same rank, so that only one rank writes the clip's file."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     own_clips = set(list(clips)[rank::size])
     return [question for question in questions if (question.dataset, question.video_id) in own_clips]

@@ -168,7 +168,7 @@ def find_damaged_files(snapshot: Path, earlier: Mapping[Path, FileRecord] | None
 
 
 def locate_blob(link: Path) -> str:
-    """Return the path of a file's blob. It is not resolved further: it may itself be a link, to a store that repositories share."""
+    """Return the path of a file's blob, without resolving it: it may be a link to a store that several repositories share."""
     return os.path.normpath(os.path.join(os.path.realpath(link.parent), os.readlink(link)))
 
 

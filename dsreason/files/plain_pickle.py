@@ -104,7 +104,8 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         return {"npy": arrays[-1][0].name}
 
     try:
-        for opcode, argument, _ in pickletools.genops(pickled):  # genops raises if a length goes beyond the end of the file
+        # `genops` raises an error if a length goes beyond the end of the file.
+        for opcode, argument, _ in pickletools.genops(pickled):
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(pickled):
                 raise ValueError(f"numbers its objects up to {argument}, but has only {len(pickled)} bytes")
         plain = PlainUnpickler(io.BytesIO(pickled)).load()

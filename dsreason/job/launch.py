@@ -101,7 +101,9 @@ def prepare_environment() -> None:
     path = os.environ.get("PATH", os.defpath)
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + path
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning about a lost peer prints 30 lines of native stack frames
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # a warning about a lost peer has 30 lines of native stack frames
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise, tokenizers warns in every forked data worker
     if "DS_ACCELERATOR" not in os.environ and find_cuda_fault() is None and count_gpus() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -319,10 +321,8 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint=str(Path(error_dir) / "rendezvous"),
-            rdzv_configs={
-                "store_type": "file",
-                "keep_alive_interval": NEVER,
-            },  # a heartbeat would make the file longer each time
+            # Every heartbeat would make the store's file longer.
+            rdzv_configs={"store_type": "file", "keep_alive_interval": NEVER},
             local_addr="127.0.0.1",  # the host's name may not resolve
             max_restarts=0,  # start_ranks restarts ranks itself, because it knows when a restart may help
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),

@@ -212,7 +212,7 @@ class Watchdog:
             main += f"rank {self.world.rank}{step}: {situation}\n"
             record_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time.time()))
             with suppress(dist.DistError):
-                self._store.compare_set(ASKED, "", str(self.world.rank))  # has no effect if another rank has done so first
+                self._store.compare_set(ASKED, "", str(self.world.rank))  # has no effect if another rank was faster
             self._write("".join([*other_stacks, main]))
             with suppress(dist.DistError):
                 self._wait_for_others()

@@ -125,7 +125,7 @@ class RunFiles:
             self.notices.append(text)
 
     def read_warnings(self) -> list[LoggedWarning]:
-        """Return dsreason's own warnings and errors, not those of libraries, from rank 0's log, without repetitions."""
+        """Return dsreason's own warnings and errors, not those of libraries, from rank 0's log in order of first occurrence."""
         file = self.folder / "logs" / "rank_0.log"
         try:
             with file.open("rb") as log:

@@ -112,9 +112,8 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
 
     count = -(-size // part_bytes)
     try:
-        with ThreadPool(
-            min(PARALLEL, count)
-        ) as threads:  # these are daemon threads, which do not keep the process from exiting
+        # The threads are daemons, which do not keep the process from exiting.
+        with ThreadPool(min(PARALLEL, count)) as threads:
             sent_parts = list(threads.imap(send, range(1, count + 1)))
         parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in enumerate(sent_parts, start=1)]
         try:

@@ -141,7 +141,7 @@ class Uploads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def missing(self) -> str:
-        """Report, by target, the folders that were not uploaded, each with a reason and an upload command; "" if there are none."""
+        """Report, by target, the folders that were not uploaded, with reasons and upload commands; "" if there are none."""
         return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.list_in_use())
 
 

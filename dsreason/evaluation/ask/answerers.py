@@ -210,7 +210,7 @@ def choose_max_length(config: EvalConfig, path: Path) -> int:
 
 
 def choose_engine(config: EvalConfig, world: World) -> str:
-    """Choose the engine. `auto` uses vLLM only on a GPU or with tensor parallelism, because its startup on a CPU takes too long."""
+    """Choose the engine. `auto` uses vLLM only on a GPU or with tensor parallelism, because it starts too slowly on a CPU."""
     engine, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:

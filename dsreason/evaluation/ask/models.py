@@ -88,9 +88,8 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
         with (own_folder / LOCK).open("w") as lock:
             with suppress(OSError):  # if the file system does not support locks, no other process deletes this folder
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            own_folder = own_folder.rename(
-                parent / own_folder.name.replace(MAKING, EXPORT)
-            )  # other processes look for this name, so the folder must be locked before it gets the name
+            # Other processes look for the final name, so the folder gets it only after it has been locked.
+            own_folder = own_folder.rename(parent / own_folder.name.replace(MAKING, EXPORT))
             yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype, durable=False)
     finally:
         shutil.rmtree(own_folder, ignore_errors=True)

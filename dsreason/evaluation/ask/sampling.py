@@ -33,13 +33,13 @@ def choose_sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) ->
     elif attempt:
         temperature = max(temperature, min(temperature + RETRY_TEMPERATURE * attempt, MAX_RETRY_TEMPERATURE))
     penalties = {} if letter and compat else generation.model_dump(include=set(PENALTIES))
+    # The seed is unique per attempt, because the configuration allows fewer than 1000 attempts.
     return Sampling(
         temperature=temperature,
         top_p=1.0 if letter else generation.top_p,
         top_k=1 if letter else generation.top_k,
         max_completion_length=length + RETRY_TOKENS * attempt,
-        seed=1000 * config.evaluation.seed
-        + attempt,  # unique, because the configuration allows fewer than 1000 attempts
+        seed=1000 * config.evaluation.seed + attempt,
         **penalties,
     )
 

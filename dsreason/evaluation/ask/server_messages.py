@@ -126,15 +126,13 @@ def to_video(medium: PlannedMedium) -> tuple[Part, dict[str, Any]]:
         return make_url_part("video", kind, base64.b64encode(path.read_bytes())), reading
     facts = medium.metadata
     reading = {key: facts[key] for key in ("fps", "frames_indices", "duration", "do_sample_frames")}
-    reading |= {
-        "num_frames": -1,
-        "total_num_frames": max(facts["total_num_frames"], count),
-    }  # `count` is larger if a clip's only frame was repeated
+    # `count` exceeds `total_num_frames` if a clip's only frame was repeated.
+    reading |= {"num_frames": -1, "total_num_frames": max(facts["total_num_frames"], count)}
     return make_url_part("video", "video/jpeg", b",".join(encode_jpegs(medium))), reading
 
 
 def choose_like_loader(info: vision.VideoInfo, count: int) -> tuple[int, ...] | None:
-    """Return the frame indices that vLLM's `LOADER` would choose; None if it cannot be used, as for clips given as image files."""
+    """Return the frames that vLLM's `LOADER` would choose; None if it cannot be used, as for clips given as image files."""
     if info.is_frames or count >= info.num_frames or count > MOST_LOADER_FRAMES:
         return None
     return tuple(np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist())

@@ -49,7 +49,7 @@ def name_medium(part: dict[str, Any]) -> str:
 
 
 def make_question_id(dataset: str, video_id: str, key: str, seen: Counter[str]) -> str:
-    """Build the id `<dataset>/<video_id>/<key>`, and count it in `seen`. If the id is not new, a suffix is added: `-2`, `-3`, …"""
+    """Build the id `<dataset>/<video_id>/<key>`, and count it in `seen`. A repeated id gets a suffix: `-2`, `-3`, …"""
     plain = f"{dataset}/{video_id}/{key}"
     seen[plain] += 1
     return plain if seen[plain] == 1 else f"{plain}-{seen[plain]}"

@@ -92,9 +92,8 @@ def iter_benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question
     for location, video, pair in iter_benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
-            video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix(
-                "clips/"
-            )  # for example, `left/7`
+            # For example, `clips/left/7.mp4` has the id `left/7`.
+            video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")
             sample, kind = make_benchmark_sample(clip, video_id, pair, config)
         except KeyError as error:
             raise DataError(f"{location}: field {error} is missing") from error
@@ -199,9 +198,8 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
         except DataError as error:
             problem = str(error)
         try:
-            answer = split_response(
-                get_reference(sample) or ""
-            ).answer  # the content of `<answer>`, or the full text if there are no tags
+            # The content of `<answer>`, or the full text if there are no tags.
+            answer = split_response(get_reference(sample) or "").answer
             if not answer:
                 raise DataError(
                     "the row has no reference answer; add one, or end the messages with an assistant message"

@@ -46,7 +46,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Letters:
-    """Letters in multiple-choice answers. If a letter is answered far more often than it is correct, the model has a position bias."""
+    """Letters in multiple-choice answers. A letter answered far more often than it is correct indicates a position bias."""
 
     confusion: dict[str, dict[str, int]]
     """Reference letter → answered letter → count; "none" stands for unparsed and missing answers."""

@@ -149,9 +149,7 @@ def pick_token(text: str, tokens: Sequence[NumberToken], dimension: str) -> Numb
 
 def is_range(text: str, first: NumberToken, second: NumberToken) -> bool:
     """Return whether two numbers form a range: `3-4`, `3 to 4`, `between 3 and 4`."""
-    gap = text[first.end : second.start + 1].rstrip(
-        "0123456789."
-    )  # the second number's sign is the dash of the range
+    gap = text[first.end : second.start + 1].rstrip("0123456789.")  # the second number's sign is the dash of the range
     between = re.search(r"\bbetween\s{1,3}\Z", text[max(0, first.start - 12) : first.start]) is not None
     return RANGE.fullmatch(gap) is not None or (between and gap.strip() == "and")
 

@@ -135,7 +135,8 @@ def get_tensors(batch: Batch) -> dict[str, Tensor]:
             for segment in batch.segments
         ]
         tensors["segments"] = torch.tensor(rows)
-    if batch.part is not None:  # the batch holds the pixels of only this rank's frames; `part_grids` has their patch grids
+    # If the batch is a part, it holds the pixels of only this rank's frames, whose patch grids are saved as `part_grids`.
+    if batch.part is not None:
         tensors["part"] = torch.tensor((batch.part.start, batch.part.end))
         if batch.part.media is not None:
             tensors["part_grids"] = batch.part.media.grids

@@ -105,7 +105,8 @@ def build_policy_engine(
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
-    policy = Policy(model, group)  # must be built before the adapters are added, because it needs the plain output layer
+    # The policy must be built before the adapters are added, because it needs the plain output layer.
+    policy = Policy(model, group)
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)

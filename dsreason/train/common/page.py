@@ -30,7 +30,8 @@ class RunPage:
             self.write()
 
     def write(self) -> None:
-        from dsreason.report.page import write_run_page  # a module-level import would load scipy and others on every rank
+        # At module level, these imports would load scipy and other slow packages on every rank.
+        from dsreason.report.page import write_run_page
         from dsreason.report.run_files import open_run
 
         started = time.perf_counter()

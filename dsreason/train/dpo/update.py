@@ -77,9 +77,10 @@ def accumulate_gradients(
     """
     micro_batches, settings = batches.parts, build_settings(config, baseline)
     all_pairs = []
+    # All ranks have the same number of micro-batches, because the forward pass is collective.
     for i, (micro_batch, ref) in enumerate(
         zip(micro_batches, compute_reference_logprobs(engine, reference, micro_batches, "training"), strict=True)
-    ):  # all ranks have the same number of micro-batches, because the forward pass is collective
+    ):
         with record_phase("forward"):
             pairs = build_pairs(engine(micro_batch.batch.to(engine.device)), micro_batch.lengths.to(engine.device), ref)
             loss = compute_preference_loss(

@@ -58,9 +58,8 @@ def check_engine(
     pairs = zip(prompts, test_result.completions, strict=True)
     rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
     micro_batches = split_into_micro_batches(rollouts, config, encoder)
-    logprobs = compute_current_logprobs(
-        sampler.policy, micro_batches, 1.0, banned_ids
-    )  # the temperature is 1, because engines report log-probabilities of greedily chosen tokens at temperature 1
+    # Engines report the log-probabilities of greedily chosen tokens at temperature 1.
+    logprobs = compute_current_logprobs(sampler.policy, micro_batches, 1.0, banned_ids)
     local_differences = [
         difference
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
