@@ -86,10 +86,9 @@ def evaluate(config: EvalConfig, vision: Mapping[str, Any] = MappingProxyType({}
             ),
             *(absent[0].id, absent[0].problem),
         )
+    # The grader comes first, so that its errors are raised before the slow startup of the engine.
     with (
-        Grader(
-            config.evaluation
-        ) as grader,  # comes first, so that its errors are raised before the slow engine startup
+        Grader(config.evaluation) as grader,
         FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock, vision)) as answering,
     ):

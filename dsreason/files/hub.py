@@ -185,6 +185,6 @@ def fits_name(blob: Path, sha256: str) -> bool:
 
 def is_same_download(blob: Path, record: FileRecord, earlier: FileRecord | None) -> bool:
     """Return whether two downloads of a file have the same content, and the blob's name may be a hash unknown to `fits_name`."""
-    if earlier is None or record == earlier:  # not downloaded again
+    if earlier is None or record == earlier:  # there was no second download
         return False
     return record.sha256 == earlier.sha256 and SHA1.fullmatch(blob.name) is not None

@@ -101,9 +101,7 @@ def prepare_environment() -> None:
     path = os.environ.get("PATH", os.defpath)
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + path
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # a warning about a lost peer has 30 lines of native stack frames
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning about a lost peer has 30 lines of native frames
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise, tokenizers warns in every forked data worker
     if "DS_ACCELERATOR" not in os.environ and find_cuda_fault() is None and count_gpus() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -192,7 +190,7 @@ def report(error: Exception) -> int:
 
 
 def report_and_exit(error: Exception) -> None:
-    """Report an error and end the process immediately. Closing its resources might wait for other ranks."""
+    """Report an error and end the process immediately, because closing its resources might wait for other ranks."""
     os._exit(report(error))
 
 

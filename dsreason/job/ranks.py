@@ -150,8 +150,8 @@ def gather_in_group(value: T, world: World) -> list[T]:
 def set_threads(local_size: int) -> None:
     """Divide this host's cores among its ranks, unless OMP_NUM_THREADS is set.
 
-    Under torchrun, OMP_NUM_THREADS is ignored, because torchrun sets it to 1 when it starts several ranks, whether or not the
-    user wants that.
+    Under torchrun, OMP_NUM_THREADS is ignored, because torchrun sets it to 1 when it starts several ranks, regardless of what
+    the user wants.
     """
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not is_started_by_us()
     if "OMP_NUM_THREADS" in os.environ and not under_torchrun:

@@ -64,7 +64,7 @@ def end_at_signals() -> None:
         name = signal.Signals(number).name
         if not request_times:
             request_times.append(time.monotonic())
-            request_stop(name)  # for waits in threads, and in case a library swallows `Interrupted`
+            request_stop(name)  # for waits in threads, and in case a library replaces `Interrupted`
             raise Interrupted(name)
         if should_end_at_once(number, request_times[0]):
             with suppress(OSError):

@@ -74,8 +74,8 @@ class FiniteCheck:
             names: returns the sample names to save with each micro-batch; if None, the ids of each `Batch` are saved.
 
         Raises:
-            DsReasonError: the loss or gradient norm is not finite, and either the rule is "stop" or this is the last of
-                `MAX_SKIPPED` such steps in a row. The message names the folder where every rank has saved its batch.
+            DsReasonError: the loss or gradient norm is not finite, and either the rule is "stop" (the message then names the
+                folder where every rank has saved its batch) or this is the last of `MAX_SKIPPED` such steps in a row.
         """
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         if math.isfinite(loss) and math.isfinite(norm):

@@ -146,7 +146,7 @@ def check_resume(config: JobConfig, resume: str | None) -> Path | None:
 
 
 def check_deepspeed(config: JobConfig) -> None:
-    """Raise ConfigError if DeepSpeed rejects the JSON. The message names the file and the keys; DeepSpeed's rarely does."""
+    """Raise ConfigError if DeepSpeed rejects the JSON. The message names the file and the keys; DeepSpeed's own rarely does."""
     name, settings = config.deepspeed, build_trial_settings(config.deepspeed, config)
     error = find_deepspeed_error(settings)
     if error is None:
