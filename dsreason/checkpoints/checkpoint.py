@@ -143,6 +143,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
         reading = path
         try:
             if saved.world_size == world.size:
+                check_groups(path, saved, engine, world)
                 with load_safely():
                     loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=with_frozen)
                 if loaded is None:
@@ -201,6 +202,20 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
             f"{path}: the parameters differ: {'; '.join(problems)}; set model.path, model.freeze and lora as in the saved run"
         )
     check_stage(path, saved, int(engine.zero_optimization_stage()))
+
+
+def check_groups(path: Path, saved: SavedRun, engine: DeepSpeedEngine, world: World) -> None:
+    """Raise CheckpointError if parameters are in other optimizer groups than in the checkpoint.
+
+    DeepSpeed stores each group as one flat tensor, so it would load weights and moments into the wrong parameters.
+    """
+    before = load_model_file(path, world.rank, saved.zero_stage)["param_shapes"]
+    now = engine._get_zero_param_shapes()
+    if [list(names) for names in before] != [list(names) for names in now]:
+        raise CheckpointError(
+            f"{path}: was saved with {len(before)} optimizer groups of other parameters than the {len(now)} groups of this run; "
+            "set optim.lr_multipliers, and zero_optimization.sub_group_size in the DeepSpeed JSON, as in the saved run"
+        )
 
 
 def check_stage(path: Path, saved: SavedRun, stage: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -63,7 +64,7 @@ C = TypeVar("C", bound=JobConfig)
 class Trainer(Generic[C]):
     """A training command.
 
-    Its package has `preflight.py` with `check(config)` and, if it trains a vision-language model,
+    Its package has `preflight.py` with `check(config)`, `describe_modules(config)` and, if it trains a vision-language model,
     `build_row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. Both modules need torch and are
     imported only when they are used.
     """
@@ -79,6 +80,10 @@ class Trainer(Generic[C]):
     def check(self, config: C) -> None:
         """Check data and model before any rank starts."""
         self._import_module("preflight").check(config)
+
+    def describe_modules(self, config: C) -> str:
+        """Return a table of the modules with their learning rates; "" if the configuration has only one learning rate."""
+        return cast("str", self._import_module("preflight").describe_modules(config))
 
     def build_row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
         """Return the function that encodes a training row; it raises DataError for an unusable row."""
@@ -208,6 +213,8 @@ def run_job(job: TrainingCommand[C], *, ranks_on_cpu: int = 1) -> Path | None:
     print_message("checking data and model …", err=True)
     check_job(job.trainer, config, job.resume)
     if job.dry_run:
+        if table := job.trainer.describe_modules(config):
+            write(table, file=sys.stderr)
         _print_config(config, deepspeed)
         return output_dir
     before = _list_checkpoints(output_dir)

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_data import Count, DataConfig, Share
 from dsreason.config.schema_data import SourceConfig as SourceConfig  # re-exported for data adapters
-from dsreason.config.schema_lora import LoRAConfig
-from dsreason.config.section import Section, check_regex, check_temperature
+from dsreason.config.schema_lora import LoRAConfig, Pattern
+from dsreason.config.section import Section, check_multiplier, check_regex, check_temperature
 from dsreason.errors import ConfigError
 
 
@@ -59,6 +59,10 @@ class ModelConfig(JobModelConfig):
 class OptimConfig(Section):
     lr: float = Field(1e-5, gt=0)
     """Peak learning rate. If this is unset and `lora.rank` is set: 1e-4 in sft, and 2e-5 in grpo and dpo."""
+    lr_multipliers: dict[Pattern, Annotated[float, AfterValidator(check_multiplier)]] = {}
+    """Factors for the learning rate of parts of the model: regular expression for parameter names, as in `model.freeze` → factor
+    (`{'visual' = 0.1, 'visual\\.merger' = 1.0}`). The narrowest matching expression applies; an adapter counts as the weight that
+    it changes. An expression without effect is an error."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates for the first and second moments."""
     eps: float = Field(1e-8, gt=0)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, AliasChoices, Field, ValidationError, field
 
 from dsreason.config.engine_options import EVALUATION, check_owned
 from dsreason.config.keys import list_aliases
-from dsreason.config.schema_data import SourceConfig, VisionConfig
+from dsreason.config.schema_data import SourceConfig, TemplateArguments, VisionConfig
 from dsreason.config.section import Section, check_temperature
 from dsreason.text import QuestionKind
 
@@ -170,6 +170,10 @@ class EvaluationConfig(Section):
     system_prompt: str | None = None
     """System message; `""` sends no system message. Unset: "Answer the questions." for benchmark folders, and the row's own
     system message for rows."""
+    template_arguments: TemplateArguments = {}
+    """Arguments for the chat template, such as `{enable_thinking = false}`. Arguments that are unset have the values with which
+    the model was trained, if its folder records them, or else the template's own defaults. A server gets them as
+    `chat_template_kwargs`."""
     similarity_model: str | None = None
     """Folder of a sentence-embedding model, which scores the semantic similarity of free texts. Unset: no similarity is
     computed."""

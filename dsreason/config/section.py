@@ -55,6 +55,15 @@ def check_regex(pattern: str) -> str:
     return pattern
 
 
+def check_multiplier(value: float) -> float:
+    """Return the multiplier of a learning rate unchanged; raise ValueError if it is not positive."""
+    if value <= 0:
+        raise ValueError(
+            f"must be greater than 0; got {value:g}; to keep parameters unchanged, use model.freeze instead"
+        )
+    return value
+
+
 def choose_pronoun(names: Sized) -> str:
     """Return the pronoun with which a message refers to `names`: "it" or "them"."""
     return "them" if len(names) > 1 else "it"

@@ -12,6 +12,7 @@ from deepspeed.utils import nvtx, safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from dsreason.config.schema import OptimConfig
+from dsreason.engine.learning_rates import get_multipliers
 from dsreason.engine.zero3 import gather_whole_blocks, record_training_only
 from dsreason.errors import ConfigError
 from dsreason.job.launch import set_variables
@@ -32,7 +33,7 @@ def build_engine(
     Args:
         blocks: class names of modules, such as decoder layers, that ZeRO-3 should gather as a unit.
     """
-    groups = build_parameter_groups(model, optim.weight_decay)
+    groups = build_parameter_groups(model, optim)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     if partitioned:
@@ -54,17 +55,25 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def build_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the trainable parameters into matrices, with weight decay, and vectors, without it; omit empty groups."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Group the trainable parameters by learning rate and into matrices, with weight decay, and vectors, without it.
+
+    Empty groups are omitted. `lr_multiplier` is the factor from the run's learning rate to the group's.
+    """
+    parameters = {to_hf_name(name): parameter for name, parameter in model.named_parameters()}
+    multipliers = get_multipliers(parameters, optim)
+    trainable = [(multipliers[name], parameter) for name, parameter in parameters.items() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("model.freeze: all parameters are frozen; remove a pattern")
-    matrices = [parameter for parameter in trainable if len(get_full_shape(parameter)) >= 2]
-    vectors = [parameter for parameter in trainable if len(get_full_shape(parameter)) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = []
+    for multiplier in sorted({multiplier for multiplier, _ in trainable}):
+        members = [parameter for other, parameter in trainable if other == multiplier]
+        matrices = [parameter for parameter in members if len(get_full_shape(parameter)) >= 2]
+        vectors = [parameter for parameter in members if len(get_full_shape(parameter)) < 2]
+        groups += [
+            {"params": matrices, "weight_decay": optim.weight_decay, "lr_multiplier": multiplier},
+            {"params": vectors, "weight_decay": 0.0, "lr_multiplier": multiplier},
+        ]
     return [group for group in groups if group["params"]]
 
 
@@ -96,16 +105,22 @@ def add_gradient(engine: DeepSpeedEngine, loss: Tensor, num_ranks: int, *, last:
 
 
 def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
+    """Set the learning rate of each parameter group to `lr` times its multiplier."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = group["lr_multiplier"] * lr
 
 
 def take_optimizer_step(engine: DeepSpeedEngine, lr: float) -> dict[str, float]:
-    """Run the optimizer step with learning rate `lr`; return the learning rate and the gradient norm as metrics."""
+    """Run the optimizer step with learning rate `lr`; return the learning rates and the gradient norm as metrics."""
     set_learning_rate(engine, lr)
     with record_phase("optimizer"):
         engine.step()
-    return {"train/learning_rate": lr, "train/grad_norm": get_grad_norm(engine)}
+    scaled = {
+        f"train/learning_rate_x{group['lr_multiplier']:g}": float(group["lr"])
+        for group in engine.optimizer.param_groups
+        if group["lr_multiplier"] != 1
+    }
+    return {"train/learning_rate": lr, **scaled, "train/grad_norm": get_grad_norm(engine)}
 
 
 def get_grad_norm(engine: DeepSpeedEngine) -> float:

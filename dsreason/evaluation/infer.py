@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from dsreason.answers.parsing import parse
 from dsreason.checkpoints.export_digests import check_digests
 from dsreason.checkpoints.shards import DTYPES
+from dsreason.checkpoints.trained_template import read_template_arguments
 from dsreason.checkpoints.trained_vision import read_trained_vision
 from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_data import VisionConfig
@@ -75,6 +76,8 @@ class InferSettings:
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)
     """Keys of `[data.vision]` for every media item; unset keys take the values of the model's training, or else of `DEFAULTS`."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template; unset ones take the values of the model's training, if its folder records them."""
     system: str = ""
     """System message; empty: the default of the chat template."""
     reasoning: bool = False
@@ -152,9 +155,14 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
     with ExitStack() as stack:
         folder = find_model(settings, stack, say)
         user = VisionConfig.model_validate(settings.vision)
-        vision = choose_vision(user, read_trained_vision(folder), settings.model, DEFAULTS)
+        trained_arguments = read_template_arguments(folder)
+        vision = choose_vision(user, read_trained_vision(folder), settings.model, DEFAULTS, trained_arguments)
         say(vision.describe())
-        settings = replace(settings, vision=vision.settings.model_dump(exclude_none=True))
+        settings = replace(
+            settings,
+            vision=vision.settings.model_dump(exclude_none=True),
+            template_arguments=trained_arguments | settings.template_arguments,
+        )
         dtype = DTYPES.get(settings.dtype) or read_model_config(folder).dtype or torch.float32
         encoder, longest = build_prompt_encoder(settings, folder, dtype)
         samples = [build_sample(settings, number, prompt) for number, prompt in enumerate(prompts)]
@@ -194,9 +202,16 @@ def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], N
 def build_prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
     """Return the trainer's encoder, and the maximum number of tokens in prompt and answer together."""
     longest = int(read_model_config(folder).get_text_config().max_position_embeddings)
-    encoder = open_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
+    encoder = open_encoder(
+        folder,
+        dtype=dtype,
+        max_length=longest,
+        max_length_key="max_position_embeddings",
+        template_arguments=settings.template_arguments,
+        template_key="--template-argument",
+    )
     kind = TimestampEncoder if settings.timestamps else PromptEncoder
-    return kind(encoder.processor, encoder.family, encoder.position_ids, longest), longest
+    return kind(**vars(encoder)), longest
 
 
 def open_engine(

@@ -274,7 +274,7 @@ class Evaluation:
 
     def grade(self, question: Question, reply: Reply, attempts: int) -> Result:
         unread = Graded(Parsed("", "", "none"), False, {})
-        grade = self.grader.grade(question, reply.text) if reply.error is None else unread
+        grade = self.grader.grade(question, reply.text, reply.opening) if reply.error is None else unread
         return Result(
             datasource=question.dataset,
             video_id=question.video_id,

@@ -24,7 +24,7 @@ from dsreason.files.disk import remove
 from dsreason.job.record import read_git_state, read_versions
 
 COMPARED = ("evaluation", "generation", "vision")
-OPTIONS = ("engine_options", "scorer_options")
+OPTIONS = ("engine_options", "scorer_options", "template_arguments")
 NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", *OPTIONS}
 """Settings that are not compared because they do not affect an answer, and the options, which are compared only if they are set.
 Data sets are not compared, either, so more may be added: each stored answer is compared with its question."""

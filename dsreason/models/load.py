@@ -25,6 +25,7 @@ from dsreason.models.folder import (
     explain_custom_code,
     fetch_model_folder,
     find_folder,
+    find_weight_folders,
 )
 from dsreason.models.fused_kernels import use_fused_kernels
 from dsreason.models.generation import read_generation_config
@@ -54,7 +55,7 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
         config.path,
         tiny=lambda name: build_tiny_model(name, cache),
         fetch=lambda: fetch_model(config),
-        download=lambda: download_folder(config.path, config.revision, list_file_patterns(config)),
+        download=lambda: download_model(config),
     )
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -70,13 +71,27 @@ def build_tiny_model(family: str, cache: Path) -> Path:
 
 
 def fetch_model(config: ModelConfig) -> Path:
-    """Copy a model folder from S3, except for pickled weights and subfolders, and return the local copy."""
+    """Copy a model folder from S3 and return the local copy; of subfolders, copy only the weights that the model needs."""
     patterns = list_file_patterns(config)
-    return fetch_model_folder(
-        config.path,
-        lambda name: "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns),
-        "a Hugging Face model folder",
-    )
+
+    def is_beside_config(name: str) -> bool:
+        return "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+    def is_needed(name: str) -> bool:
+        return is_beside_config(name) or (name.rpartition("/")[0] in subfolders and name.endswith(".safetensors"))
+
+    folder = fetch_model_folder(config.path, is_beside_config, "a Hugging Face model folder")
+    if not (subfolders := find_weight_folders(folder)):
+        return folder
+    return fetch_model_folder(config.path, is_needed, "a Hugging Face model folder")
+
+
+def download_model(config: ModelConfig) -> Path:
+    """Download a model from the Hub and return its local folder; of the weights in subfolders, only those that it needs."""
+    folder = download_folder(config.path, config.revision, list_file_patterns(config), ignored=["*/*.safetensors"])
+    if weights := [f"{name}/*.safetensors" for name in find_weight_folders(folder)]:
+        download_folder(config.path, folder.name, weights)  # the snapshot's folder is named after its commit
+    return folder
 
 
 def list_file_patterns(config: ModelConfig) -> list[str]:
@@ -253,6 +268,9 @@ def check_weights(model: nn.Module, weights: WeightFiles) -> None:
     lines = [
         f"  {len(names)} {kind}: {join_first(names, 8, separator=', ')}" for kind, names in problems.items() if names
     ]
+    if problems["missing"] and weights.unlisted:
+        names = join_first([str(file.relative_to(weights.folder)) for file in weights.unlisted], 8, separator=", ")
+        lines.append(f"  model.safetensors.index.json does not list {names}")
     if lines:
         raise CheckpointError("\n".join([f"{weights.folder}: the weights do not match config.json", *lines]))
     check_tied(weights, {name: first for name, first in tied.items() if name in shapes})

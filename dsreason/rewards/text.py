@@ -13,6 +13,8 @@ FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
 """Pattern of reasoning followed by an answer, with any white space around the two blocks and nothing else."""
 COSMOS_FORMAT = r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*</answer>\n?"
 """Pattern of cosmos-rl, with an empty line between reasoning and answer, although its own prompt shows a space."""
+OPENING = "reply_opening"
+"""Key in a sample's `meta` of the tag in the prompt that opens the reply's thoughts."""
 REQUEST = (
     "Answer the question in the following format: "
     "<think>\nyour reasoning\n</think>\n\n<answer>\nyour answer\n</answer>."
@@ -24,9 +26,10 @@ def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
     """Return 1 if the regular expression matches the entire completion (`.` matches any character), else 0.
 
     A second `<answer>` block is part of the answer's text, as in cosmos-rl. cosmos-rl's rewards use the first block; the rewards
-    of this package use the last one.
+    of this package use the last one. If the prompt already opens the reply's thoughts (see `add_opening`), the tag in the prompt
+    is part of the text that must match.
     """
-    return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+    return float(re.fullmatch(pattern, sample.meta.get(OPENING, "") + completion, re.DOTALL) is not None)
 
 
 def describe_format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
@@ -81,6 +84,11 @@ def overlong(completion: str, sample: Sample, *, buffer: int | None = None, fact
     return compute_soft_overlong(
         sample.meta["completion_length"], longest, max(longest // 5, 1) if buffer is None else buffer, factor=factor
     )
+
+
+def add_opening(sample: Sample, opening: str) -> Sample:
+    """Add to the sample's `meta` the tag with which the prompt already opens the reply's thoughts, unless it opens none."""
+    return dataclasses.replace(sample, meta={**sample.meta, OPENING: opening}) if opening else sample
 
 
 def compute_soft_overlong(length: int, max_length: int, buffer: int, *, factor: float = 1.0) -> float:

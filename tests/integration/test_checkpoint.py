@@ -22,10 +22,18 @@ from tests.integration.test_engine import (
 
 pytestmark = pytest.mark.integration
 
-STAGES = ("zero2", "zero3", "zero3_offload")
+STAGES = ("zero2", "zero3", "zero3_offload", "zero3_multipliers")
+MULTIPLIERS = {"up": 0.1, "norm": 4.0}
 
 
-def build(stage: str, *, bf16: bool = False, freeze: str = "frozen", **settings: Any) -> tuple[Any, Any]:
+def build(
+    stage: str,
+    *,
+    bf16: bool = False,
+    freeze: str = "frozen",
+    multipliers: dict[str, float] | None = None,
+    **settings: Any,
+) -> tuple[Any, Any]:
     from dsreason.config.schema import OptimConfig
     from dsreason.engine.engine import build_engine
     from dsreason.job.ranks import init_world, seed_everything
@@ -35,7 +43,9 @@ def build(stage: str, *, bf16: bool = False, freeze: str = "frozen", **settings:
     model = TinyLM()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(freeze))
-    optim = OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    if multipliers is None:
+        multipliers = MULTIPLIERS if stage == "zero3_multipliers" else {}
+    optim = OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, lr_multipliers=multipliers)
     return build_engine(model, optim, ds_config(stage, bf16=bf16, clip=0.5) | settings), world
 
 
@@ -67,6 +77,7 @@ def everything(engine: Any) -> dict[str, Any]:
             result[f"local.{i}.{key}"] = state[key].cpu().numpy().copy()
     result["steps"] = [float(state["step"]) for state in engine.optimizer.optimizer.state.values()]
     result["decay"] = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    result["rates"] = [group["lr"] for group in engine.optimizer.param_groups]
     return result
 
 
@@ -135,7 +146,9 @@ def test_resume_on_different_rank_count_gives_equal_losses(saved: tuple[Path, bo
         assert b["losses"] == pytest.approx(a["losses"], rel=1e-5)
         assert b["losses"][0] == pytest.approx(a["losses"][0], rel=1e-6)
         assert set(b["steps"]) == {6.0}
-        assert b["decay"] == a["decay"] == [0.1, 0.0]
+        assert (b["decay"], b["rates"]) == (a["decay"], a["rates"])
+        assert set(a["decay"]) == {0.1, 0.0}
+        assert len(a["rates"]) == (5 if stage == "zero3_multipliers" else 2)
         for name in (name for name in a if name.endswith(("weight", "bias"))):
             assert b[name] == pytest.approx(a[name], rel=1e-5, abs=1e-7), (stage, name)
 
@@ -183,6 +196,7 @@ def damage_run(folder: str) -> dict[str, str]:
     texts = {name: failure(damaged(name)) for name in ("missing", "truncated", "garbled", "unmarked", "pickle")}
     texts["freeze"] = failure(base, freeze="up")
     texts["stage"] = failure(base, stage="zero2")
+    texts["multipliers"] = failure(base, multipliers={"up": 0.1})
     texts["absent"] = failure(Path(folder) / "step_7")
     assert not Path("planted").exists()
     return texts
@@ -213,4 +227,7 @@ def test_unusable_checkpoint_error_states_reason(tmp_path: Path, monkeypatch: py
     assert "frozen in the checkpoint, trained now: frozen.bias, frozen.weight" in texts["freeze"]
     assert "trained in the checkpoint, frozen now: up.bias, up.weight" in texts["freeze"]
     assert "ZeRO stage 3, but this run uses stage 2" in texts["stage"]
+    assert (
+        "2 optimizer groups of other parameters than the 4 groups of this run; set optim.lr_m" in texts["multipliers"]
+    )
     assert "step_7: the checkpoint folder does not exist" in texts["absent"]

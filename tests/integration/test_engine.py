@@ -93,6 +93,54 @@ def run_step(engine: Any, world: Any, data: list[Tensor], micro_batch: int, naiv
             engine.step()
 
 
+def train_two_steps(multipliers: dict[str, float]) -> dict[str, np.ndarray]:
+    """Train with a warmup of two steps under ZeRO-3, and return the weights."""
+    from dsreason.config.schema import OptimConfig
+    from dsreason.engine.engine import build_engine, iter_full_parameters, take_optimizer_step
+    from dsreason.job.ranks import init_world
+
+    world = init_world()
+    optim = OptimConfig(lr_multipliers=multipliers, weight_decay=0.1)
+    engine = build_engine(TinyLM(), optim, ds_config("zero3"))
+    for lr in RATES:
+        run_step(engine, world, samples(), 1)
+        take_optimizer_step(engine, lr)
+    return {name: tensor.numpy().copy() for name, tensor in iter_full_parameters(engine)}
+
+
+RATES = (5e-3, 1e-2)
+
+
+def train_with_plain_adamw() -> dict[str, np.ndarray]:
+    """Train like `train_two_steps` with torch alone, with hand-written groups: `up` at 0.1, and the norm at 4 times the rate."""
+    model = TinyLM()
+    groups = [
+        ([model.embed.weight, model.down.weight], 1.0, 0.1),
+        ([model.down.bias], 1.0, 0.0),
+        ([model.up.weight], 0.1, 0.1),
+        ([model.up.bias], 0.1, 0.0),
+        ([model.norm.weight, model.norm.bias], 4.0, 0.0),
+    ]
+    optimizer = torch.optim.AdamW([{"params": members, "weight_decay": decay} for members, _, decay in groups])
+    for lr in RATES:
+        for sample in samples():
+            (summed_loss(model, [sample]) / sum(length - 1 for length in LENGTHS)).backward()
+        for group, (_, multiplier, _) in zip(optimizer.param_groups, groups, strict=True):
+            group["lr"] = multiplier * lr
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("ranks", "tolerance"), [(1, 1e-7), (2, 1e-6)])  # two ranks add gradients in a different order
+def test_multipliers_match_groups_of_plain_adamw(ranks: int, tolerance: float) -> None:
+    result = run_on_ranks(train_two_steps, ranks, {"up": 0.1, "norm": 4.0})[0]
+    expected = train_with_plain_adamw()
+    assert result.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.abs(result[name] - values).max() <= tolerance, name
+
+
 Gradients = dict[str, np.ndarray]
 
 

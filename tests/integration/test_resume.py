@@ -24,6 +24,7 @@ workers = 1
 vision.fps = 4.0
 [optim]
 lr = 1e-3
+lr_multipliers = {{'layers\.0' = 0.5}}
 [train]
 epochs = 3
 global_batch_size = 4
@@ -77,6 +78,13 @@ def test_resumed_run_matches_full_run_exactly(folder):
     expected, result = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
     assert expected.keys() == result.keys()
     assert all(expected[name].equal(result[name]) for name in expected)
+
+
+def test_learning_rates_are_logged(folder):
+    lines = metrics(folder / "whole")
+    assert [line["train/learning_rate_x0.5"] for line in lines] == [0.5 * line["train/learning_rate"] for line in lines]
+    table = (folder / "whole" / "logs" / "rank_0.log").read_text().split("learning rates by module:")[1]
+    assert "model.language_model.layers.0 " in table
 
 
 @pytest.mark.nightly

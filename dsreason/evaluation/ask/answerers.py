@@ -86,7 +86,7 @@ def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]
     `on_model` is called once, before the weights are loaded, with the model's name and the values that identify it.
     """
     if config.server.url is not None:
-        with closing(ServerAnswerer(config.server)) as answerer:
+        with closing(ServerAnswerer(config.server, config.evaluation.template_arguments)) as answerer:
             name, url = name_model(answerer.model), str(hide_in_json(config.server.url))
             model = {"name": name, "path": answerer.model, "server": url}
             on_model(model)
@@ -120,6 +120,8 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         dtype=dtype,
         max_length=compute_max_prompt_length(config, length),
         max_length_key=f"model.max_length ({length}) minus the longest answer",
+        template_arguments=config.evaluation.template_arguments,
+        template_key="evaluation.template_arguments",
         trust_remote_code=config.model.trust_remote_code,
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)

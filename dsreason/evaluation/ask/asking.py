@@ -37,6 +37,8 @@ class Reply:
     error: str | None = None
     sent: bool = True
     """Whether the request was sent; False if an error occurred before, such as an unreadable clip."""
+    opening: str = ""
+    """The tag with which the prompt already opens the thoughts, as in `EncodedPrompt`; servers do not report it."""
 
 
 class Answerer(Protocol):

@@ -80,8 +80,9 @@ class EngineAnswerer:
             streams=[compute_random_stream(request.question.id) for request, _ in prompts],
         ):
             seconds = time.perf_counter() - started
-            request, _ = prompts[number]
-            yield request, Reply(completion.text, completion.finish_reason, completion.num_tokens, seconds)
+            request, prompt = prompts[number]
+            reply = Reply(completion.text, completion.finish_reason, completion.num_tokens, seconds)
+            yield request, replace(reply, opening=prompt.opening)
 
     def _limit_length(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:
         room = self.max_length - len(prompt.encoded)

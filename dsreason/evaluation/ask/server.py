@@ -22,6 +22,7 @@ from pydantic import BaseModel, FailFast, Field, ValidationError
 from dsreason import stopping
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.render import NO_ARGUMENTS
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
 from dsreason.evaluation.ask.asking import QuestionRequest, Reply
 from dsreason.evaluation.ask.server_messages import build_request
@@ -86,10 +87,11 @@ class ServerAnswerer:
         DsReasonError: the server went down during the evaluation.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, template_arguments: Mapping[str, Any] = NO_ARGUMENTS) -> None:
         if config.url is None:
             raise ValueError("server.url is not set")
         self.config, self.url, self.key = config, complete_url(config.url), read_key(config.api_key_env)
+        self.template_fields = {"chat_template_kwargs": dict(template_arguments)} if template_arguments else {}
         self.folders = self._list_models()
         self.listed = list(self.folders)
         self.model = config.model or self._get_only_model()
@@ -137,6 +139,7 @@ class ServerAnswerer:
         try:
             messages, fields = build_request(request.question.sample, self.config.video, self.encoder)
             body = {"model": self.model, "messages": messages, **build_sampling_fields(request), **fields}
+            body |= self.template_fields
             response = self._request("POST", "/chat/completions", json.dumps(body).encode())
             if not response.is_success:
                 return self._explain_refusal(response, fields)

@@ -16,6 +16,7 @@ from dsreason.evaluation.types import KIND, Question
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.functions import check_references, check_reward
 from dsreason.rewards.scoring import Scorer, to_optional
+from dsreason.rewards.text import add_opening
 from dsreason.text import split_response
 
 
@@ -92,7 +93,8 @@ class Grader:
         if self._scorer is not None:
             self._scorer.__exit__(*exc)
 
-    def grade(self, question: Question, text: str) -> Graded:
+    def grade(self, question: Question, text: str, opening: str = "") -> Graded:
+        """Grade a response; `opening` is the tag with which its prompt already opens the thoughts."""
         kind, options, compat = question.kind, question.options, self.parser == "compat"
         parsed = parse(text, self.answer_type, self.parser, kind=kind, options=options)
         if compat:
@@ -106,7 +108,7 @@ class Grader:
             if self._similarity is not None:
                 scores["similarity"] = self._similarity.compute_cosine(parsed.answer, reference)
         if self._scorer is not None:
-            sample = replace(question.sample, answer=question.answer, options=options)
+            sample = add_opening(replace(question.sample, answer=question.answer, options=options), opening)
             value = to_optional(self._scorer.score([text], [sample]).total[0])
             if value is not None:
                 scores[self._scorer.labels[0]] = value

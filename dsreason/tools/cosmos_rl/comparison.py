@@ -81,7 +81,9 @@ def compare_learning_rate(draft: Draft) -> list[Meaning]:
     last = f" over the last {share:g} of all steps" if share else ""
     least = draft.get("optim.min_lr_share")
     end = f" to {least * peak:g}" if schedule != "constant" and least else ""
-    text = f"0 to {peak:g} in {rise}, then {schedule}{last}{end}"
+    scaled = (draft.get("optim.lr_multipliers") or {}).items()
+    parts = "".join(f"; {multiplier * peak:g} for {pattern}" for pattern, multiplier in scaled)
+    text = f"0 to {peak:g} in {rise}, then {schedule}{last}{end}{parts}"
     return [Meaning("learning rate", text, text)]
 
 

@@ -18,7 +18,7 @@ from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import Metrics
 from dsreason.rewards.scoring import CompletionScores, Scorer
-from dsreason.rewards.text import add_length
+from dsreason.rewards.text import add_length, add_opening
 from dsreason.rollout.protocol import Completion, Sampling
 
 
@@ -144,14 +144,18 @@ def summarise_rewards(
     return metrics
 
 
+def add_facts(prompt: EncodedPrompt, completion: Completion, sampling: Sampling) -> Sample:
+    """Return the prompt's sample with what `overlong` and `format` need: the lengths, and the tag that opens the thoughts."""
+    sample = add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
+    return add_opening(sample, prompt.opening)
+
+
 def score_completions(
     scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling
 ) -> CompletionScores:
-    """Score one completion per prompt. Completion lengths are added to the samples, because the reward `overlong` needs them."""
-    samples = [
-        add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    """Score one completion per prompt."""
+    pairs = zip(prompts, completions, strict=True)
+    samples = [add_facts(prompt, completion, sampling) for prompt, completion in pairs]
     texts, ids = [completion.text for completion in completions], [completion.ids for completion in completions]
     return scorer.score(texts, samples, ids)
 

@@ -22,6 +22,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import describe_forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
+from dsreason.engine.learning_rates import describe_learning_rates
 from dsreason.families import get_family
 from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero, share_errors
 from dsreason.models.folder import compute_fingerprint
@@ -40,7 +41,7 @@ from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.digest import compute_samples_digest
 from dsreason.train.common.job import TrainingJob, open_curves, open_job
 from dsreason.train.common.page import RunPage
-from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
+from dsreason.train.common.preflight import DTYPES, build_encoder, find_model, has_different_rates
 from dsreason.train.common.run import TrainingRun, start_run
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
@@ -101,8 +102,7 @@ def build_policy_engine(
         trust_remote_code=config.model.trust_remote_code,
     )
     log.info("a forward pass takes %s", describe_forward_size(config))
-    if frozen := freeze(model, config.model.freeze):
-        log.info("%d parameters are frozen by model.freeze", frozen)
+    freeze(model, config.model.freeze)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
     policy = Policy(model, group)  # must precede the adapters, because it needs the plain output layer
@@ -110,6 +110,8 @@ def build_policy_engine(
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)
         log.info("%s", describe_trained_share(model))
+    if has_different_rates(config):
+        log.info("learning rates by module:\n%s", describe_learning_rates(model, config.optim))
     blocks = get_family(model.config.model_type).modules.blocks
     return build_engine(policy, config.optim, deepspeed_config, blocks)
 
@@ -121,6 +123,7 @@ def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
     state = start_state(
         engine, job.checkpoint, config, model_path, job.world, with_frozen=adapter is None, adapter=adapter
     )
+    state = replace(state, template_arguments=config.data.template_arguments)
     if get_family(engine.module.model.config.model_type).vision is None:
         return state
     sources = [(source.path or source.adapter, source.vision) for source in config.data.list_sources()]
@@ -187,6 +190,7 @@ def start_policy_run(
             step=current.step,
             adapter=current.adapter,
             vision=current.vision,
+            template_arguments=current.template_arguments,
             trust_remote_code=config.model.trust_remote_code,
         )
 

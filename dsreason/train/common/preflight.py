@@ -12,12 +12,14 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
+from torch import nn
 
 from dsreason.checkpoints.checkpoint import check_stage
 from dsreason.checkpoints.checkpoint_folder import choose_checkpoint, find_complete_checkpoints, read_checkpoint
 from dsreason.checkpoints.export_digests import check_digests
 from dsreason.checkpoints.export_folder import check_base_links
 from dsreason.checkpoints.marker import check_sizes
+from dsreason.checkpoints.trained_template import format_arguments, read_template_arguments
 from dsreason.config.deepspeed import build_trial_settings, format_json, read_zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
@@ -27,14 +29,15 @@ from dsreason.data.loader import find_fatal_error, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
+from dsreason.engine.learning_rates import describe_learning_rates, get_multipliers
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.families import get_family
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
 from dsreason.models.attention import check_attention
-from dsreason.models.freeze import check_freeze
+from dsreason.models.freeze import check_freeze, freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
-from dsreason.models.lora import find_adapted_layers
+from dsreason.models.lora import add_adapters, find_adapted_layers
 from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.metrics import check_sinks
 from dsreason.problems import build_config_error, find_nearest, summarise_problems
@@ -51,7 +54,7 @@ used."""
 
 
 def check_model(config: RunConfig) -> Encoder:
-    """Check the model folder, freeze patterns, adapters, and the monitoring and DeepSpeed settings; return the encoder."""
+    """Check the model folder, patterns, adapters, and the monitoring and DeepSpeed settings; return the encoder."""
     check_sinks(config.monitor)
     check_deepspeed(config)
     if config.data.video_decoder == "torchcodec":
@@ -63,8 +66,40 @@ def check_model(config: RunConfig) -> Encoder:
     check_freeze(read_parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
         check_adapters(config, model_path)
+    if config.optim.lr_multipliers:
+        get_multipliers(dict(build_trained_model(config, model_path).named_parameters()), config.optim)
     check_heads_and_attention(config, model_path)
-    return build_encoder(config, model_path)
+    encoder = build_encoder(config, model_path)
+    arguments, recorded = config.data.template_arguments, read_template_arguments(model_path)
+    if recorded not in ({}, arguments):
+        log.warning(
+            "%s was trained with data.template_arguments = {%s}, but they are now {%s}, so its prompts differ",
+            *(config.model.path, format_arguments(recorded), format_arguments(arguments)),
+        )
+    return encoder
+
+
+def build_trained_model(config: RunConfig, model_path: Path) -> nn.Module:
+    """Build the model without weights, with the frozen parameters and adapters that the run will have."""
+    trusted = config.model.trust_remote_code
+    settings = read_model_config(model_path, trust_remote_code=trusted)
+    model: nn.Module = build_empty_model(settings, torch.float32, "sdpa", trusted)
+    freeze(model, config.model.freeze)
+    if config.lora.rank:
+        add_adapters(model, config.lora, seed=config.train.seed)
+    return model
+
+
+def has_different_rates(config: RunConfig) -> bool:
+    """Return whether parts of the model are frozen or have other learning rates than the rest, apart from adapters."""
+    return bool(config.model.freeze or config.optim.lr_multipliers)
+
+
+def describe_modules(config: RunConfig) -> str:
+    """Return the table of learning rates by module; "" if all parameters have the same learning rate."""
+    if not has_different_rates(config):
+        return ""
+    return describe_learning_rates(build_trained_model(config, find_model(config)), config.optim)
 
 
 def check_heads_and_attention(config: RunConfig, model_path: Path) -> None:
@@ -219,6 +254,7 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
         dtype=DTYPES[config.train.precision],
         max_length=longest,
         max_length_key=key,
+        template_arguments=config.data.template_arguments,
         trust_remote_code=config.model.trust_remote_code,
     )
     return replace(encoder, needs_reply=config.rows_need_answers, video_decoder=config.data.video_decoder)

@@ -12,6 +12,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.train.common.global_batches import build_step_order, check_steps
 from dsreason.train.common.preflight import check_dataset, check_model
+from dsreason.train.common.preflight import describe_modules as describe_modules  # for the command
 from dsreason.train.dpo.pairs import PairEncoder, build_pair_encoder, read_reference_logprobs
 from dsreason.train.dpo.reference import NOTHING_GIVEN, FileReference, read_reference_file
 

@@ -23,6 +23,7 @@ from dsreason.losses.objective import build_objective
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.train.common.preflight import check_dataset, check_model, find_model, order_coarse_to_fine
+from dsreason.train.common.preflight import describe_modules as describe_modules  # for the command
 from dsreason.train.grpo.check_rewards import (
     build_held_out_check,
     build_row_check,
@@ -119,7 +120,9 @@ def build_prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
         )
     key = f"{encoder.max_length_key} minus rollout.max_completion_length"
     return PromptEncoder(
-        encoder.processor, encoder.family, encoder.position_ids, room, key, video_decoder=encoder.video_decoder
+        *(encoder.processor, encoder.family, encoder.position_ids, room, key),
+        video_decoder=encoder.video_decoder,
+        template_arguments=encoder.template_arguments,
     )
 
 

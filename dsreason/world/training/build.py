@@ -16,6 +16,7 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState, read_checkpoint
 from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import build_engine
+from dsreason.engine.learning_rates import describe_learning_rates
 from dsreason.engine.reference import ReferencePolicy, allocate_share_buffer
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, run_first_rank_first, share_errors
@@ -29,8 +30,7 @@ from dsreason.train.common.run_folder import start_state
 from dsreason.world.context_parallel import share_tokens
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import find_family
-from dsreason.world.families.cosmos_predict2_5 import PROJECTED
-from dsreason.world.lora import add_lora, build_lora_metadata
+from dsreason.world.lora import build_lora_metadata
 from dsreason.world.models import load_transformer, load_vae
 from dsreason.world.rewards.scorer import ClipScorer, open_scorer
 from dsreason.world.schema import WorldConfig
@@ -42,7 +42,9 @@ from dsreason.world.training.preflight import (
     build_step_order,
     check,
     find_model,
+    has_different_rates,
     open_data,
+    select_trained,
     total_steps,
 )
 from dsreason.world.training.update import RatioCheck
@@ -209,12 +211,11 @@ def build_transformer(job: TrainingJob[WorldConfig]) -> tuple[DeepSpeedEngine, d
     family, metadata = find_family(folder), None
     log.info("loading %s", folder)
     transformer = load_transformer(folder, DTYPES[config.train.precision], job.deepspeed, job.world.device)
-    if config.model.freeze_text_projection:
-        transformer.get_submodule(PROJECTED).requires_grad_(False)
+    select_trained(transformer, config, family)
     if config.lora.rank:
-        targets = config.lora.targets or family.lora_targets
-        add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)
         metadata = build_lora_metadata(transformer)
+    if has_different_rates(config):
+        log.info("learning rates by module:\n%s", describe_learning_rates(transformer, config.optim))
     if config.model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if (group := build_context_group(config, job.world)) is not None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dsreason.checkpoints.export_digests import check_digests
 from dsreason.config.deepspeed import read_zero_section
 from dsreason.data.order import StepOrder, WeightedRows
+from dsreason.engine.learning_rates import describe_learning_rates, get_multipliers
 from dsreason.engine.schedule import describe_long_warmup
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import get_cache_dir
@@ -24,7 +26,13 @@ from dsreason.world.data import WorldDataset, open_world_data
 from dsreason.world.families import WorldFamily, find_family
 from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import SPACE, TIME
-from dsreason.world.models import check_components, check_installed, resolve_world_model
+from dsreason.world.lora import add_lora
+from dsreason.world.models import (
+    build_empty_transformer,
+    check_components,
+    check_installed,
+    resolve_world_model,
+)
 from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import open_scorer
 from dsreason.world.schema import WorldConfig, WorldDataConfig
@@ -54,6 +62,8 @@ def check(config: WorldConfig) -> None:
     check_digests(Path(config.model.path).expanduser())
     family, layers = find_family(folder), check_components(folder)
     check_lora(config, layers)
+    if config.optim.lr_multipliers:
+        get_multipliers(dict(build_trained_transformer(config, folder).named_parameters()), config.optim)
     check_unused(config)
     check_conditioning(config, family)
     check_exchange(config)
@@ -171,6 +181,34 @@ def check_lora(config: WorldConfig, layers: Sequence[str]) -> None:
             near = find_nearest(target, names)
             advice = f"did you mean {near}?" if near else f"choose from {', '.join(names[:12])}"
             raise ConfigError(f"lora.targets: the transformer has no linear layer {target!r}; {advice}")
+
+
+def select_trained(transformer: Any, config: WorldConfig, family: WorldFamily) -> None:
+    """Freeze the parameters that the configuration freezes, and add its adapters."""
+    if config.model.freeze_text_projection:
+        transformer.get_submodule(PROJECTED).requires_grad_(False)
+    if config.lora.rank:
+        targets = config.lora.targets or family.lora_targets
+        add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)
+
+
+def build_trained_transformer(config: WorldConfig, folder: Path) -> Any:
+    """Build the transformer without weights, with the frozen parameters and adapters that the run will have."""
+    transformer = build_empty_transformer(folder)
+    select_trained(transformer, config, find_family(folder))
+    return transformer
+
+
+def has_different_rates(config: WorldConfig) -> bool:
+    """Return whether parts of the transformer are frozen or have other learning rates than the rest, apart from adapters."""
+    return bool(config.model.freeze_text_projection or config.optim.lr_multipliers)
+
+
+def describe_modules(config: WorldConfig) -> str:
+    """Return the table of learning rates by module; "" if all parameters have the same learning rate."""
+    if not has_different_rates(config):
+        return ""
+    return describe_learning_rates(build_trained_transformer(config, find_model(config)), config.optim)
 
 
 OF_SAMPLING = {"sde", "noise_level", "trained_steps", "window", "clip_range", "kl"}

@@ -199,6 +199,10 @@ def test_misspelt_world_key_is_rejected(key: str, near: str) -> None:
             "self_test, data, rollout, weight_sync, reward, prepare, step, validation, checkpoint, export, other; "
             "got 'exprt'; did you mean export?",
         ),
+        (
+            "[optim]\nlr_multipliers = {visual = 0}",
+            "optim.lr_multipliers.visual: must be greater than 0; got 0; to keep parameters unchanged, use model.freeze instead",
+        ),
         ("[optim]\nlr = 0", "optim.lr: must be greater than 0; got 0"),
         ("[optim]\nlr = nan", "optim.lr: must be a finite number; got nan (the default is 1e-05)"),
         ("[optim]\nbetas = [0.9, 1.0]", "optim.betas.1: must be less than 1; got 1.0"),

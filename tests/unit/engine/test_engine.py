@@ -48,16 +48,16 @@ def test_buffers_move_to_device_keeping_types(monkeypatch: pytest.MonkeyPatch) -
 
 def test_matrices_decay_and_biases_do_not() -> None:
     model = Model()
-    matrices, vectors = build_parameter_groups(model, weight_decay=0.1)
+    matrices, vectors = build_parameter_groups(model, OptimConfig(weight_decay=0.1))
     assert (matrices["params"], matrices["weight_decay"]) == ([model.layer.weight], 0.1)
     assert (vectors["params"], vectors["weight_decay"]) == ([model.layer.bias], 0.0)
 
 
 def test_learning_rate_applies_to_all_groups() -> None:
-    groups = [{"lr": 1.0}, {"lr": 1.0}]
+    groups = [{"lr": 1.0, "lr_multiplier": 1.0}, {"lr": 1.0, "lr_multiplier": 0.5}]
     engine: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
     set_learning_rate(engine, 0.25)
-    assert groups == [{"lr": 0.25}, {"lr": 0.25}]
+    assert [group["lr"] for group in groups] == [0.25, 0.125]
 
 
 def test_refused_step_has_infinite_norm() -> None:

@@ -288,6 +288,13 @@ def test_physical_ai_rewards_grade_with_options(scorer, options, text, answer, v
     assert graded.is_correct is (value >= 0.4)
 
 
+def test_format_scorer_sees_the_opened_tag():
+    text = "It turns.</think> <answer>B</answer>"
+    with grader_for("reasoning", scorer="format") as grader:
+        graded = [grader.grade(asks("open", "B"), text, opening) for opening in ("", "<think>\n")]
+    assert [grade.scores for grade in graded] == [{"format": 0.0}, {"format": 1.0}]
+
+
 def test_unparsed_answer_is_never_right_by_scorer(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def always(completion, sample):\n    return 1.0\n")

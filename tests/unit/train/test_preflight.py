@@ -275,3 +275,52 @@ def test_rejection_of_whole_deepspeed_config_is_reported(tmp_path, monkeypatch):
         ConfigError, match="ds.json: DeepSpeed rejects the configuration as a whole .*exclude each other.*; correct it"
     ):
         check_deepspeed(SFTConfig(deepspeed=str(file)))
+
+
+def sft_config(folder: Path, model_path: Path, **sections: Any) -> SFTConfig:
+    settings = config(folder, model_path, ROWS)
+    document = {"train": {"global_batch_size": 2}, "data": settings.data, **sections}
+    return SFTConfig.model_validate(document | {"model": {"path": str(model_path), **sections.get("model", {})}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optim": {"lr_multipliers": {"projector": 0.1}}}, "'projector' matches none of 63 parameters"),
+        (
+            {"optim": {"lr_multipliers": {"visual": 0.1}}, "lora": {"rank": 2}},
+            "'visual' has no effect: none of the parameters that it matches .39. is trained",
+        ),
+        (
+            {
+                "optim": {"lr_multipliers": {r"model\.visual": 0.1, "merger": 1.0}},
+                "model": {"freeze": [r"visual\.(?!.*merger)"]},
+            },
+            r"'model\\.visual' has no effect: .* also matches the narrower 'merger'; remove",
+        ),
+    ],
+)
+def test_multiplier_without_effect_stops_before_training(tmp_path, tiny_qwen3_vl, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sft(sft_config(tmp_path, tiny_qwen3_vl, **sections))
+
+
+def test_dry_run_table_has_trained_modules(tmp_path, tiny_qwen3_vl):
+    sections = {
+        "optim": {"lr": 1e-5, "lr_multipliers": {"merger": 0.1}},
+        "model": {"freeze": [r"visual\.(?!.*merger)"]},
+    }
+    table = preflight.describe_modules(sft_config(tmp_path, tiny_qwen3_vl, **sections))
+    assert [line.split(maxsplit=3) for line in table.splitlines()[1:]] == [
+        ["model.visual.patch_embed", "196,736", "0", "frozen"],
+        ["model.visual.pos_embed", "8,192", "0", "frozen"],
+        ["model.visual.blocks", "264,960", "0", "frozen"],
+        ["model.visual.merger", "328,576", "328,576", "1e-06 (0.1 x 1e-05)"],
+        ["model.visual.deepstack_merger_list", "329,344", "329,344", "1e-06 (0.1 x 1e-05)"],
+        ["model.language_model", "361,216", "361,216", "1e-05"],
+        ["total", "1,489,024", "1,019,136"],
+    ]
+
+
+def test_run_with_one_learning_rate_has_no_table(tmp_path, tiny_qwen3_vl):
+    assert preflight.describe_modules(sft_config(tmp_path, tiny_qwen3_vl)) == ""

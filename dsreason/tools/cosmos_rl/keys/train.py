@@ -20,13 +20,6 @@ def convert_precision(dtype: Any) -> str:
     return precisions[dtype]
 
 
-def convert_rate(rate: Any) -> float:
-    rates = rate if isinstance(rate, list) else [rate]
-    if not rates or any(isinstance(each, dict) or each != rates[0] for each in rates):
-        raise ValueError("all weights share one learning rate; set a single number")
-    return float(rates[0])
-
-
 def convert_interval(steps: Any) -> int:
     if steps < 1:
         raise ValueError("the interval between checkpoints must be at least 1 step; set 1 or more")
@@ -35,7 +28,7 @@ def convert_interval(steps: Any) -> int:
 
 OPTIMIZER: dict[str, Key] = {
     "train.optm_name": make_joint("AdamW", "optim.weight_decay", takes="names"),
-    "train.optm_lr": make_copied(1e-6, "optim.lr", "any", convert=convert_rate),
+    "train.optm_lr": make_joint(1e-6, "optim.lr", "optim.lr_multipliers", takes="any"),
     "train.optm_impl": make_unused("fused", "DeepSpeed has one implementation of AdamW for each device", takes="any"),
     "train.optm_weight_decay": make_joint(0.01, "optim.weight_decay"),
     "train.optm_betas": make_copied([0.9, 0.999], "optim.betas"),

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
-from dsreason.tools.cosmos_rl.keys.key import to_list
+from dsreason.tools.cosmos_rl.keys.key import is_of_kind, to_list
 
 LOSSES = {"sigmoid": "sigmoid", "bco_pair": "bco", "sft": "sft"}
 """Preference loss in cosmos-rl → its name in dsreason."""
@@ -67,7 +67,43 @@ def convert_loading(cosmos: Settings, draft: Draft) -> None:
     draft.set("data.prefetch", cosmos["train.train_policy.dataloader_prefetch_factor"] or None)
 
 
+def convert_learning_rates(cosmos: Settings, draft: Draft) -> None:
+    """Convert the learning rate: a number, a list for language model and vision tower, or a table of modules and `global`."""
+    key = "train.optm_lr"
+    value = cosmos[key]
+    table = dict(value) if isinstance(value, dict) else dict(zip(("global", "visual"), to_list(value), strict=False))
+    if isinstance(value, list) and not 1 <= len(value) <= 2:
+        draft.reject_value(key, f"must list the rates of language model and vision tower; got {len(value)} values")
+    elif wrong := [rate for rate in table.values() if not is_of_kind(rate, "number") or rate <= 0]:
+        draft.reject_value(
+            key, f"must be greater than 0; got {wrong[0]!r:.60}; to freeze weights, use policy.freeze_pattern"
+        )
+    elif "global" not in table:
+        draft.reject_value(key, "must contain global, the learning rate of all other modules, as in cosmos-rl; add it")
+    else:
+        base = table.pop("global")
+        draft.set("optim.lr", float(base))
+        if not set(table.values()) - {base}:
+            return
+        if draft.trainer == "world":
+            draft.refuse(key, "only the transformer is trained, with one learning rate; set a single number")
+        else:
+            # The ratio 1e-6 / 1e-5 is 0.1 after rounding to 12 digits.
+            multipliers = {to_name_pattern(module): float(f"{rate / base:.12g}") for module, rate in table.items()}
+            draft.set("optim.lr_multipliers", multipliers)
+
+
+def to_name_pattern(module: str) -> str:
+    """Convert a module path of cosmos-rl, such as `visual.merger` or `model.layers.0`, to a pattern for parameter names."""
+    path = re.sub(r"^(model\.)*(language_model\.)?", "", module)
+    if path in ("model", "language_model"):
+        return r"^(?!model\.visual\.)"
+    prefix = {"visual": r"model\.", "lm_head": ""}.get(path.partition(".")[0], r"model\.(language_model\.)?")
+    return rf"^{prefix}{re.escape(path)}\."
+
+
 def convert_optimizer(cosmos: Settings, draft: Draft) -> None:
+    convert_learning_rates(cosmos, draft)
     name = cosmos["train.optm_name"]
     names = set(to_list(name))
     decay = cosmos["train.optm_weight_decay"]

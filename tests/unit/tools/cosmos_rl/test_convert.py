@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dsreason.cli.job import find_trainers
 from dsreason.config.load import read_values
 from dsreason.errors import ConfigError
 from dsreason.tools.cosmos_rl.convert import Imported, convert, is_cosmos_rl
+from dsreason.tools.cosmos_rl.parts.train import to_name_pattern
 
 SFT = """
 [policy]
@@ -173,6 +175,12 @@ def test_forward_token_limit_matches_cosmos_rl() -> None:
         ({"optm_warmup_steps": 0}, {"warmup": 0}),
         ({"optm_grad_norm_clip": -1.0}, {"max_grad_norm": 0.0}),
         ({"optm_lr": [1e-5, 1e-5]}, {"lr": 1e-5}),
+        ({"optm_lr": [1e-5, 1e-6]}, {"lr": 1e-5, "lr_multipliers": {r"^model\.visual\.": 0.1}}),
+        ({"optm_lr": {"global": 1e-5}}, {"lr": 1e-5}),
+        (
+            {"optm_lr": {"visual": 1e-6, "visual.merger": 1e-5, "global": 1e-5}},
+            {"lr": 1e-5, "lr_multipliers": {r"^model\.visual\.": 0.1, r"^model\.visual\.merger\.": 1.0}},
+        ),
         ({"optm_name": "Adam", "optm_weight_decay": 0.0}, {"weight_decay": 0.0}),
     ],
 )
@@ -187,8 +195,13 @@ def test_optimizer_settings_are_converted(changes: dict[str, Any], optim: dict[s
     [
         ({"optm_name": "AdamW8bit"}, "the moments are always float32"),
         ({"optm_name": "Adam"}, "Adam adds the weight decay (0.01) to the gradient"),
-        ({"optm_lr": [1e-5, 1e-6]}, "all weights share one learning rate"),
-        ({"optm_lr": {"global": 1e-5}}, "one learning rate"),
+        ({"optm_lr": [1e-5, 1e-6, 1e-6]}, "must list the rates of language model and vision tower; got 3 values"),
+        ({"optm_lr": {"visual": 1e-5}}, "must contain global"),
+        (
+            {"optm_lr": {"visual": 0.0, "global": 1e-5}},
+            "must be greater than 0; got 0.0; to freeze weights, use policy.freeze",
+        ),
+        ({"optm_lr": "1e-5"}, "must be greater than 0; got '1e-5'"),
         ({"optm_decay_type": "exponential"}, "must be one of none, linear, cosine, sqrt; got 'exponential'"),
         ({"optm_warmup_steps": 1.0}, "number of steps"),
         ({"optm_warmup_start_factor": 0.1}, "the warmup always starts at 0"),
@@ -202,6 +215,29 @@ def test_optimizer_settings_are_converted(changes: dict[str, Any], optim: dict[s
 )
 def test_keys_that_change_the_result_are_refused(changes: dict[str, Any], text: str) -> None:
     assert text in refused(SFT, **{f"train__{name}": value for name, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("module", "matches"),
+    [
+        ("model", ["model.language_model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.layers.1.mlp.weight"]),
+        ("model.layers.1", ["model.language_model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.weight"]),
+        ("model.lm_head", ["lm_head.weight"]),
+        ("visual", ["model.visual.merger.mlp.0.weight", "model.visual.blocks.1.norm1.weight"]),
+        ("model.visual.merger", ["model.visual.merger.mlp.0.weight"]),
+    ],
+)
+def test_module_path_becomes_name_pattern(module: str, matches: list[str]) -> None:
+    names = [
+        "model.visual.merger.mlp.0.weight",
+        "model.visual.blocks.1.norm1.weight",
+        "model.language_model.layers.1.mlp.up_proj.weight",
+        "model.language_model.layers.10.mlp.up_proj.weight",
+        "lm_head.weight",
+        "model.layers.1.mlp.weight",  # a text-only model
+    ]
+    expected = {*matches, names[3]} if module == "model" else set(matches)
+    assert {name for name in names if re.search(to_name_pattern(module), name)} == expected
 
 
 def test_refused_key_can_be_accepted() -> None:

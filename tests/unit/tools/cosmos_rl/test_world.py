@@ -191,6 +191,7 @@ def test_diffusion_nft_settings_are_converted(addition: str, expected: dict[str,
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
+        ("[train]", "[train]\noptm_lr = [1e-5, 1e-6]", "only the transformer is trained, with one learning rate"),
         ("n_generation = 4", "n_generation = 3", "cannot be divided into groups of 3"),
         ('"diffusion_nft"', '"flow_grpo"', 'must be "diffusion_nft"'),
         ("use_remote_reward = true", 'reward_function = ["x"]', "not available for clips"),

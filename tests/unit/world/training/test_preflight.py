@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
 from dsreason.world.schema import WorldConfig
-from dsreason.world.training.preflight import build_step_order, check, find_model, total_steps
+from dsreason.world.training.preflight import build_step_order, check, describe_modules, find_model, total_steps
 
 TINY = {"frames": 9, "height": 32, "width": 32, "limit": 64}
 
@@ -168,3 +168,23 @@ def test_steps_count_optimizer_steps() -> None:
     made(world={"algorithm": "sft", "optimizer_steps_per_rollout": 2}, train={"max_steps": 3})
     sft = made(world={"algorithm": "sft"}, train={"global_batch_size": 16, "epochs": 2})
     assert total_steps(sft, build_step_order(sft, 64)) == 8
+
+
+def test_multipliers_apply_to_transformer_parameters() -> None:
+    with pytest.raises(ConfigError, match="'atn1' matches none of .* similar names: attn1"):
+        check(made(optim={"lr_multipliers": {"atn1": 0.5}}))
+    with pytest.raises(ConfigError, match="'patch_embed' has no effect: none of the parameters that it matches"):
+        check(made(optim={"lr_multipliers": {"patch_embed": 0.5}}, lora={"rank": 2}))
+    settings = made(optim={"lr": 1e-4, "lr_multipliers": {"attn1": 0.5}}, model={"freeze_text_projection": True})
+    check(settings)
+    rates = {line.split()[0]: line.split()[3] for line in describe_modules(settings).splitlines()[1:-1]}
+    assert rates["transformer_blocks.0-1.attn1"] == "5e-05"
+    assert rates["transformer_blocks.0-1.attn2"] == "0.0001"
+    assert rates["crossattn_proj"] == "frozen"
+
+
+def test_world_run_with_adapters_has_multipliers() -> None:
+    settings = made(optim={"lr": 1e-4, "lr_multipliers": {r"attn1\.to_q": 2.0}}, lora={"rank": 2})
+    table = describe_modules(settings)
+    assert "transformer_blocks.0-1.attn1.to_q " in table
+    assert "0.0002 (2 x 0.0001)" in table

@@ -10,6 +10,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
 from dsreason.train.common.preflight import check_dataset, check_model
+from dsreason.train.common.preflight import describe_modules as describe_modules  # for the command
 
 
 def check(config: ToyConfig) -> None:
