@@ -36,6 +36,7 @@ from dsreason.tools.planning.pieces import build_pieces
 from dsreason.tools.planning.shape import read_shape
 from dsreason.train.grpo.rollouts import Rollout, build_training_sample
 from tests.integration.rows import write_mixed_rows
+from tests.published_layout import write_published_layout
 from tests.unit.media.videos import write_video
 
 FAMILY = FAMILIES["cosmos3_edge"]
@@ -119,6 +120,12 @@ def test_renaming_tensors_round_trips() -> None:
 )
 def test_generator_tensors_are_not_loaded(name: str) -> None:
     assert FAMILY.rename(name) is None
+
+
+def test_weights_load_from_published_layout(folder: Path, tmp_path: Path) -> None:
+    published = write_published_layout(folder, tmp_path / "published")
+    result, expected = (load_model(item, dtype=torch.float32).state_dict() for item in (published, folder))
+    assert all(result[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
