@@ -65,6 +65,8 @@ def swap(
         if isinstance(config.data.validation, SourceConfig):
             changes["data.validation.path"] = changes["data.path"]
         options = [f"--set={key}={json.dumps(str(value))}" for key, value in changes.items()]
+        if config.data.template_arguments:
+            options.append("--set=data.template_arguments={}")  # the tiny model's template has no arguments
         return [*options, "--set=rollout.tensor_parallel_size=1"] if schema is GRPOConfig else options
 
     return make_options
