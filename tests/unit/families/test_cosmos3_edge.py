@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dsreason.models.fused_kernels import FusedRMSNorm
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
@@ -25,6 +24,7 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.families import FAMILIES
 from dsreason.models.attention import build_mask, check_attention
+from dsreason.models.layers.fused_kernels import FusedRMSNorm
 from dsreason.models.load import load_model
 from dsreason.models.lora import find_adapted_layers
 from dsreason.models.policy import Policy, enable_gradient_checkpointing
