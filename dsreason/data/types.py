@@ -129,10 +129,10 @@ class Batch:
     hidden states predict them: the previous token or, for a completion's first token, the prompt's last token. The first token
     of a sample without a parent has no predictor and is not trained.
 
-    `mm_kwargs` contains the concatenated `mm_kwargs` of the rows, but pixels that several rows share only once. `media_numbers`
-    maps each kind (`image`, `video`) to the media in row order; each number is an index into the distinct media items.
+    `mm_kwargs` concatenates the rows' `mm_kwargs`, but contains pixels that several rows share only once. `media_numbers` maps
+    each kind (`image`, `video`) to the media in row order; each number is an index into the distinct media items.
 
-    Example: if the first and the last of three rows contain one image and the second row contains another,
+    Example: if the first and the last of three rows contain the same image and the second row contains a different one,
     `media_numbers={"image": (0, 1, 0)}`, `image_grid_thw` is `[3, 3]`, and `pixel_values` contains two images.
 
     If `part` is set, a group of ranks computes the row together. Their batches differ only in `part` and in the pixels, of which

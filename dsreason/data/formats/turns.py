@@ -209,7 +209,7 @@ def read_content(content: Any, location: str) -> str | list[dict[str, Any]] | No
 
 
 def read_part(part: Any, location: str) -> dict[str, Any]:
-    """Return a part as `{"type": "text", "text": …}` or `{"type": kind, kind: file, …}`, without the key `kind` if no file is set."""
+    """Return a part as `{"type": "text", "text": …}` or `{"type": kind, kind: file, …}`, without the key `kind` if no file."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
