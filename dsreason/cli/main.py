@@ -1,4 +1,4 @@
-"""The `dsreason` command: its subcommands, and the conversion of a `DsReasonError` to a message and an exit code."""
+"""The `dsreason` command, which runs a subcommand and converts a `DsReasonError` to a message and an exit code."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class JobModelConfig(Section):
 class ModelConfig(JobModelConfig):
     path: str = "tiny:qwen2_5_vl"
     """Hugging Face model: a folder, a name on the Hub, or `s3://…`. `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni`
-    are small models with random weights for trials, as are `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3), which are text-only."""
+    are small models with random weights for trials, as are the text-only `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3)."""
     revision: str | None = None
     """Revision of the model on the Hub: a branch, tag or commit. Unset: the default branch."""
     max_length: int = Field(4096, ge=8)
