@@ -34,11 +34,11 @@ def parse(
 
     `default` parses the text after the reasoning: the last `<answer>` block, complete or truncated, or else all remaining text
     (because `reasoning` expects tags, the rule then ends in "without answer tags"). The returned answer depends on `kind`:
-      - multiple_choice: the key in `options` of the only option that the text chooses (`choices` describes the rules).
+      - multiple_choice: the key of the only option in `options` that the text chooses (the module `choices` describes the rules).
       - yes_no: `yes` or `no`.
       - ordinal: a number on a separate line, or after "score", "rating" or "the answer is", exactly as written.
       - open, free_text: the complete text.
-    `compat` is the parser of cosmos-reason1, which takes the first capital letter for every kind; see the module `compat`.
+    `compat` is cosmos-reason1's parser, which takes the first capital letter, whatever the kind; see the module `compat`.
 
     Example: `parse("<think>It turns.</think> <answer>C. left</answer>", "reasoning")` gives
     `Parsed(answer="C", reasoning="It turns.", rule="letter and text")`.
@@ -74,7 +74,7 @@ def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None
 
 
 def read_number(text: str) -> tuple[str, str]:
-    """Return a number as written, and its rule: the first line that is only a number (`4.`, `4/5`), or the last "score: 4"."""
+    """Return a number as written and the rule that found it: the first line with only a number (`4.`, `4/5`), or "score: 4"."""
     boxed = find_last_boxed(text)
     plain = strip_markup(text if boxed is None else boxed)
     for line in plain.splitlines():

@@ -34,7 +34,7 @@ HELD_OUT = Path("builtin_eval.toml")
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the demo, with its duration on 2 idle cores: seconds for the optimizer steps, and seconds for everything else."""
+    """A stage of the demo. Durations are in seconds on 2 idle cores: `steps` for the optimizer steps, `around` for the rest."""
 
     title: str
     steps: float
@@ -192,7 +192,7 @@ def build_results_table(folder: Path, evaluated: dict[str, float]) -> Table:
 
 
 def build_world_table(folder: Path) -> Table:
-    """Build the table of rewards for the held-out prompts, always from the same noise, and of metrics that reveal reward hacking."""
+    """Build the table of rewards for the held-out prompts, all from the same noise, and of metrics that reveal reward hacking."""
     titles = ("after SFT", "after FlowGRPO", "after NFT")
     last = [read_first_and_last(folder / name / "metrics.jsonl", prefix="val/")[1] for name in WORLD_RECIPES]
     table = Table("held-out prompts", *titles, title="dsreason demo --world")

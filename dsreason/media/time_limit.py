@@ -32,7 +32,7 @@ ENDLESS = 10
 """Seconds beyond the limit after which the process ends itself, because a decoder call that hangs cannot be interrupted."""
 
 MEMORY = 8 << 30
-"""Bytes by which a process may grow while it reads a file. For the main process, half of the machine's memory applies if larger."""
+"""Bytes by which a process may grow while it reads a file; the main process may use half of the machine's memory if larger."""
 TICK = 0.5
 """Seconds between checks."""
 
