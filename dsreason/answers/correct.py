@@ -19,7 +19,7 @@ def is_correct(completion: str, sample: Sample) -> bool:
 
 
 def get_question_kind(sample: Sample) -> QuestionKind:
-    """Return `meta["question_kind"]` if it is valid, or else the kind inferred from the reference: option, yes/no or other text."""
+    """Return `meta["question_kind"]` if it is valid, or else infer the kind from the reference: option, yes/no or other text."""
     declared: QuestionKind = sample.meta.get("question_kind", "")
     if declared in get_args(QuestionKind):
         return declared

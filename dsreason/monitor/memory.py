@@ -22,7 +22,7 @@ GROUP_FILES = (
     (r"^0::/(.*)$", "", ("memory.max", "memory.current", "memory.stat")),
     (r"^\d+:memory:/(.*)$", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")),
 )
-"""For cgroup v2 and v1: pattern for the line in /proc/self/cgroup, subfolder, and names of the limit, usage and statistics files."""
+"""For cgroup v2 and v1: pattern for the line in /proc/self/cgroup, subfolder, and (limit, usage, statistics) file names."""
 
 
 @dataclass
