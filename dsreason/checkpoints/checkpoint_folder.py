@@ -302,7 +302,7 @@ def find_unmarked(folder: Path) -> list[Path]:
 
 
 def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
-    """Delete all complete checkpoints except the `keep` newest (-1 keeps all) and those in `spared`. Call this once per folder."""
+    """Delete complete checkpoints, except the `keep` newest (-1 keeps all) and those in `spared`. Call this once per folder."""
     prune(find_complete_checkpoints(folder), keep, spared)
 
 

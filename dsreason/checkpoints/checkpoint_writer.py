@@ -239,7 +239,7 @@ class CheckpointWriter:
         return self._finish(self.writing, digests)
 
     def wait(self) -> Path | None:
-        """Wait until all ranks have written the current checkpoint, complete it and return its path; return None if there is none."""
+        """Wait until all ranks have written the current checkpoint, complete it and return its path; None if there is none."""
         if self.writing is None:
             return None
         concurrent.futures.wait([self.writing.future])

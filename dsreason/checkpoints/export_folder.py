@@ -27,8 +27,8 @@ TAKEN = re.compile(
     r"chat_template\.(json|jinja)|additional_chat_templates/[^/.][^/]*\.jinja|"
     r"(?i:(licen[cs]e|notice)(\.md|\.txt)?)"
 )
-"""Pattern for the base-model files that an export copies: those from which transformers reads the config, tokenizer and processor,
-and the license, which must accompany a changed model."""
+"""Pattern for the base-model files that an export copies: the files from which transformers reads the config, tokenizer and
+processor, and the license, which must accompany a changed model."""
 CODE = re.compile(r"[A-Za-z_]\w*\.py")
 """Pattern for files with a model's own code, which an export copies only with `model.trust_remote_code`."""
 

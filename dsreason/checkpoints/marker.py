@@ -103,7 +103,7 @@ def check_sizes(folder: Path) -> Marker:
 
 
 def check_content(folder: Path, names: Collection[str] | None = None) -> Marker:
-    """Check sizes with `check_sizes`, and then the digests of the files in `names` (None: all files), which are read completely."""
+    """Check sizes with `check_sizes`, then the digests of the files in `names` (None: all files), which are read completely."""
     marker = check_sizes(folder)
     digests = {name: digest for name, digest in marker.digests.items() if names is None or name in names}
     if digests:

@@ -104,7 +104,7 @@ def compute_total_limits(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the keys for a processor whose `size` limits all frames together, and the settings that they cannot express.
 
-    Unless `total_pixels` is set, the processor keeps its own total limit, because vLLM would reserve more memory for a higher one.
+    The processor keeps its own total limit unless `total_pixels` is set: for a higher limit, vLLM would reserve more memory.
     """
     smallest, largest, total = vision.choose_frame_bounds(patch, own, family, patch)
     most = min(largest, settings.get("max_pixels", largest))

@@ -95,7 +95,7 @@ def set_damaged_aside(path: Path, damage: str) -> None:
 
 
 def check_not_all_damaged(folder: Path) -> None:
-    """Raise CheckpointError if the folder has damaged checkpoints but no complete one, because the user may not want a new run."""
+    """Raise CheckpointError if the folder has only damaged checkpoints, because the user may not want to start a new run."""
     damaged = sorted(path.name for path in folder.glob(f"{DAMAGED}{PREFIX}*"))
     if damaged and not find_complete_checkpoints(folder):
         raise CheckpointError(
