@@ -12,11 +12,11 @@ import os
 import sys
 
 SEARCHED = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "COMPILER_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
-"""Variables that list folders; an empty entry, as in `LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/x`, means the current folder."""
+"""Variables that list folders. An empty entry, as in `LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/x`, means the current folder."""
 
 
 def remove_current_folder() -> None:
-    """Remove the current folder from the import path of this process and its children, unless PYTHONPATH names it."""
+    """Remove the current folder from the import path of this process and its children, unless PYTHONPATH contains it."""
     try:
         here = os.getcwd()
     except OSError:  # the folder was deleted, so Python could not put it on the path either
@@ -40,15 +40,15 @@ def remove_current_folder() -> None:
 
 
 def remove_empty_entries() -> None:
-    """Prevent child processes from looking for programs, shared libraries and headers in the current folder."""
+    """Keep child processes from looking for programs, shared libraries and headers in the current folder."""
     for name in SEARCHED:
         entries = os.environ.get(name, "").split(os.pathsep)
         if usable := [path for path in entries if path]:
             os.environ[name] = os.pathsep.join(usable)
         else:
             os.environ.pop(name, None)
-    # OpenCV, which vLLM imports, prepends a folder and a colon; if the variable is unset, this creates an empty entry. The
-    # package folder is a safe default, since it contains no shared libraries.
+    # OpenCV, which vLLM imports, prepends a folder and a colon, which creates an empty entry if the variable is unset. The
+    # package folder is a safe default, because it contains no shared libraries.
     os.environ.setdefault("LD_LIBRARY_PATH", os.path.dirname(os.path.abspath(__file__)))
 
 

@@ -54,7 +54,7 @@ class HostBuffer:
 
 
 class StagedCopy:
-    """Copies from GPU tensors to pageable host memory, through two pinned buffers: one is filled while the other is emptied.
+    """A copier from the GPU to pageable host memory with two pinned buffers, one of which is filled while the other is emptied.
 
     A direct copy to pageable memory would be several times slower.
     """

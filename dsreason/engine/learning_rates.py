@@ -70,7 +70,7 @@ def _find_overlaps(matches: Mapping[str, set[str]]) -> Iterator[str]:
 def _find_unused(
     matches: Mapping[str, set[str]], owners: Mapping[str, str], trained: Mapping[str, bool]
 ) -> Iterator[str]:
-    """Yield a problem for each pattern that matches no trained parameter, or only parameters that narrower patterns also match."""
+    """Yield a problem for each pattern whose trained parameters are all matched by narrower patterns, or that has none."""
     for pattern, names in matches.items():
         trained_owners = {owners[name] for name in names if trained[name]}
         if not trained_owners:
@@ -87,9 +87,9 @@ def _find_unused(
 
 
 def get_multipliers(parameters: Mapping[str, nn.Parameter], optim: OptimConfig) -> dict[str, float]:
-    """Return the learning-rate multiplier of each parameter by its name in the Hugging Face model, which may have adapters.
+    """Return each parameter's learning-rate multiplier, by its name in the Hugging Face model, which may have adapters.
 
-    Patterns match the names of the model without adapters, and an adapter has the multiplier of the weight that it changes.
+    Patterns match names in the model without adapters, and an adapter has the multiplier of the weight that it changes.
 
     Raises the errors of `assign_multipliers`.
     """
@@ -109,7 +109,7 @@ def get_base_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """Sizes and learning rate of a weight and its adapter, if any, or the sum over several weights with the same learning rate."""
+    """Size and learning rate of a weight with its adapter, if any, or of several weights with the same learning rate."""
 
     numel: int
     trained: int
