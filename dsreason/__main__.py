@@ -1,11 +1,11 @@
-"""The entry point of the `dsreason` command and of `python -m dsreason`, which torchrun and deepspeed start.
+"""Entry point for the `dsreason` command and for `python -m dsreason`, which torchrun and deepspeed start.
 
 A Python file that happens to lie next to the user's data must not run just because a library imports a module of that name.
 This file therefore removes the current folder from the import path before it imports anything else. It also prevents programs and
-shared libraries from being looked up there. `dsreason.user_code` finds the code that the configuration names.
+shared libraries from being looked up in that folder. `dsreason.user_code` finds the code named in the configuration.
 Two things cannot be protected from here: whatever Python itself loads before this file runs (`contextlib`, `warnings`, and
-anything found through an empty entry of PYTHONPATH or LD_LIBRARY_PATH) and the launchers' own processes; to protect those,
-set PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed`.
+anything found through an empty entry in PYTHONPATH or LD_LIBRARY_PATH), and the launchers' own processes. To protect the
+latter, set PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed`.
 """
 
 import os

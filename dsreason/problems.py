@@ -61,7 +61,7 @@ def summarise_problems(messages: Sequence[str]) -> list[str]:
 
 
 def mask_values(message: str) -> str:
-    """Return the kind of a message about a row: the message without the row's location, and with "…" for values and paths.
+    """Return the kind of a message about a row: without the row's location, and with quoted values, paths and numbers as "…".
 
     Example: `rows.jsonl, row 2 (sample '1'): image: no file /d/a.png` → `image: no file …`.
     """

@@ -38,7 +38,7 @@ class Terminal(io.FileIO):
 
 
 def wrap_terminal() -> None:
-    """Make stdout and stderr escape characters that their encoding cannot represent, and wrap them in `Terminal` if they are one."""
+    """Make stdout and stderr escape characters that their encoding cannot represent; if they are terminals, wrap them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
