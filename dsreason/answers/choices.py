@@ -3,7 +3,7 @@
 The rules, in order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no` (if
 the options are yes and no), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
 `letter and text`, `only option named`, `option text named`. The parser returns no answer if the rules from `own line` to
-`letter and text` disagree, if another option follows a verdict, or if two options are named without a verdict.
+`letter and text` disagree, if a different option follows a verdict, or if two options are named without a verdict.
 """
 
 from __future__ import annotations

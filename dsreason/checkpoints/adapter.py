@@ -43,7 +43,7 @@ SMALLEST = 5e-3
 
 @dataclass
 class Merge:
-    """A merge of adapters into a model's weights while these are written, which records how much each weight changes.
+    """A merge of adapters into a model's weights during an export, with a record of how much each weight changes.
 
     Args:
         dtype: precision of the written weights, "bf16" or "fp32".

@@ -293,8 +293,10 @@ def set_aside_damaged(path: Path) -> Path:
 
 
 def find_unmarked(folder: Path) -> list[Path]:
-    """Return folders that are named like checkpoints but lack the marker. A checkpoint gets its marker before its name, so these
-    have lost theirs."""
+    """Return the folders that are named like checkpoints but have lost their marker.
+
+    A checkpoint gets its marker before its final name, so the marker cannot just be pending.
+    """
     paths = folder.glob(f"{PREFIX}*") if folder.is_dir() else ()
     return [
         path for path in sorted(paths) if is_step_name(path.name) and path.is_dir() and not (path / MARKER).exists()

@@ -1,4 +1,4 @@
-"""Schema of the run configuration, which defines the type, bounds and meaning of every key.
+"""Schema for the run configuration, which defines the type, bounds and meaning of every key.
 
 Validators are pure functions: they do not use files, the network, environment variables or torch. Settings that depend on the
 number of ranks are checked once at start-up, by `RunConfig.check_ranks`.
@@ -72,8 +72,8 @@ class OptimConfig(Section):
     """Length of the warmup: an integer is a number of steps (at most all of the run's steps), and a number below 1 is a fraction
     of all steps."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
-    """Learning-rate schedule after the warmup: constant, or a form of decay (`wsd` is constant at first, and decays with a square
-    root during the last `decay_share`)."""
+    """Learning-rate schedule after the warmup: constant, or a form of decay (`wsd` is constant at first, and then follows a
+    square-root decay during the last `decay_share`)."""
     decay_share: float | None = Field(None, gt=0, le=1)
     """Fraction of all steps, at the end of the run, during which the learning rate decays; until then, the rate is constant.
     Unset: all steps after the warmup (`wsd`: 0.2)."""
@@ -106,8 +106,7 @@ class JobTrainConfig(Section):
     seed: int = Field(0, ge=0)
     """Random seed for the row order and for sampling. The choice of held-out rows does not depend on it."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Number of samples per forward pass on one rank. If neither this nor a token budget is set, `packing` determines the
-    number."""
+    """Number of samples per forward pass on one rank. Unset, and without a token budget: `packing` determines it."""
 
 
 class UpdateConfig(JobTrainConfig):
@@ -124,8 +123,8 @@ class UpdateConfig(JobTrainConfig):
     """Number of ranks on one host that compute each packed row together, which allows samples that are too long for one GPU. 1:
     every rank computes its own packed rows."""
     activation_offload: bool = False
-    """Keep the layer inputs that are saved for the backward pass in host memory, which allows packed rows whose inputs do not fit
-    on the GPU. Requires model.gradient_checkpointing."""
+    """Keep the layer inputs that are saved for the backward pass in host memory, which allows packed rows whose layer inputs do
+    not fit on the GPU. Requires model.gradient_checkpointing."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:

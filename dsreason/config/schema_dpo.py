@@ -85,7 +85,7 @@ class DPOValidationConfig(ValidationConfig):
 
 class DPOCheckpointConfig(CheckpointConfig):
     best_metric: Literal["val/preference_accuracy", "val/accuracy", "val/loss"] = "val/preference_accuracy"
-    """Metric that selects the best checkpoint: the fraction of held-out pairs whose margin is positive, the fraction of correct
+    """Metric that selects the best checkpoint: the fraction of held-out pairs with a positive margin, the fraction of correct
     answers, or the loss."""
 
 

@@ -1,4 +1,4 @@
-"""Loader that provides the micro-batches of each step, while worker processes decode the rows of later steps.
+"""Loader that provides each step's micro-batches while worker processes decode the rows for later steps.
 
 For every step, the ranks measure the rows' token counts (from media headers, once per row), divide the rows among themselves,
 and decode their shares. Micro-batches are then added until all ranks have the same number.

@@ -160,7 +160,7 @@ def align_batches(
     DeepSpeed traces the modules again.
     """
     aligned = []
-    for i in range(max(1, *counts)):  # each rank needs at least one batch, even if all rows of a step are skipped
+    for i in range(max(1, *counts)):  # each rank needs at least one batch, even if all of a step's rows are skipped
         batch = batches[i] if i < len(batches) else make_empty_batch(encoder.pad_id, packing=packing)
         if encoder.sees and not any(key in batch.mm_kwargs for key in GRIDS.values()):
             batch = append_dummies(batch, [encoder.build_dummy("image")], pad_id=encoder.pad_id)

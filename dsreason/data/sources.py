@@ -316,7 +316,7 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
     path = Path(raw.removeprefix("file://"))
     if isinstance(media_root, S3Address):
         return path if path.is_absolute() else join_address(media_root, str(path))
-    # Old versions of `datasets` join any `file_name` in the metadata of an image folder to the path of that folder.
+    # Old versions of `datasets` join every `file_name` in an image folder's metadata to the folder's path.
     if not path.is_absolute() or (from_table and ".." in path.parts):
         path = media_root / path
         if not is_inside(path, media_root):
@@ -340,7 +340,7 @@ def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Addres
 
 
 def describe_joined_twice(path: str, media_root: Path | S3Address) -> str:
-    """Return advice if the path exists relative to the working folder, in which case the adapter may have joined it already."""
+    """Return advice if the path exists relative to the working folder: the adapter may already have joined `data.path` to it."""
     if isinstance(media_root, S3Address) or not Path(path).is_relative_to(media_root):
         return ""
     relative_path = os.path.relpath(path, media_root)

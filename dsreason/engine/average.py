@@ -56,7 +56,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager in which the engine's forward passes use the average; do not train in it."""
+        """Context manager that makes the engine's forward passes use the average; do not train within it."""
         with set_policy_aside(self.engine, self._policy):
             for engine_share, share in zip(get_local_shares(self.engine), self.shares.values(), strict=True):
                 engine_share.copy_(share)

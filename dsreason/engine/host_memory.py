@@ -54,7 +54,7 @@ class HostBuffer:
 
 
 class StagedCopy:
-    """A copier from the GPU to pageable host memory with two pinned buffers, one of which is filled while the other is emptied.
+    """Copier of GPU tensors to pageable host memory. It fills one of two pinned buffers while it empties the other.
 
     A direct copy to pageable memory would be several times slower.
     """

@@ -23,7 +23,7 @@ class KLReference(Protocol):
     """Interface for a reference policy, to which the KL is measured."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Context manager in which forward passes use the reference's weights; do not train in it.
+        """Context manager that makes forward passes use the reference's weights; do not train within it.
 
         All ranks must enter and leave it together.
         """
@@ -61,7 +61,7 @@ class ReferencePolicy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager in which the engine's forward passes use the reference's weights; do not train in it."""
+        """Context manager that makes the engine's forward passes use the reference's weights; do not train within it."""
         with set_policy_aside(self.engine, self._policy):
             self._reference.restore(get_local_shares(self.engine))
             yield

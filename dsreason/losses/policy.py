@@ -1,6 +1,6 @@
 """Policy-gradient losses, one function per variant.
 
-If `clip_low` or `clip_high` is infinite, clipping is disabled on that side. The loss of a micro-batch without tokens is 0, but
+If `clip_low` or `clip_high` is infinite, clipping is disabled on that side. The loss of a micro-batch without tokens is 0 but
 still part of the autograd graph.
 
 Notation: r = exp(logprobs - old_logprobs), A is the advantage, sg stops the gradient, clip(r) = clamp(r, 1 - clip_low,

@@ -85,7 +85,7 @@ class PixelLimits:
 
 @dataclass(frozen=True)
 class FrameChoice:
-    """The `indices` in the file of the sampled frames, which were chosen from a range of `range_frames` frames."""
+    """Indices in the file of the sampled frames, and the number of frames in the range from which they were chosen."""
 
     indices: tuple[int, ...]
     range_frames: int

@@ -45,7 +45,7 @@ def read_options(row: Mapping[str, Any]) -> tuple[dict[str, str] | None, set[str
 
 
 def read_option_columns(row: Mapping[str, Any]) -> tuple[dict[str, str] | None, set[str]]:
-    """Return the options that are in separate columns, and the names of these columns; (None, empty set) if there are none."""
+    """Return the options that are in separate columns and the names of these columns; (None, set()) if there are none."""
     for pattern in COLUMN_NAMES:
         columns = {match[1].upper(): column for column in row if (match := pattern.fullmatch(str(column)))}
         ordered = sorted(columns.items(), key=lambda item: (len(item[0]), item[0]))

@@ -176,7 +176,7 @@ def pick(value: Any, number: int, name: str, camera: str | None = None) -> Any:
 
 
 def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[Message], set[str]]:
-    """Insert the media from the row's columns into the messages; return the messages and the columns used.
+    """Insert the media from the row's columns into the messages; return the new messages and the columns used.
 
     Each tag in a system, user or tool message, and each media part without a file, is replaced with the next media item of its
     kind. If the row has neither tags nor empty parts, all media are inserted before the user's first text.

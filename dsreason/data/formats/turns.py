@@ -232,7 +232,7 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
     if isinstance(file, dict) and "url" in file:
         part |= {key: value for key, value in file.items() if key != "url" and value is not None}
         file = file["url"]
-    part.pop("detail", None)  # a setting of OpenAI's models
+    part.pop("detail", None)  # a setting for OpenAI's models
     for key in SOURCE_KEYS:
         if file is None and key in part:
             file = f"data:{kind}/unknown;base64,{part[key]}" if key == "base64" else part[key]
