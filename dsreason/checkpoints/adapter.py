@@ -18,7 +18,15 @@ from dsreason.errors import CheckpointError
 from dsreason.families import get_family
 from dsreason.models.folder import compute_fingerprint
 from dsreason.models.load import read_model_config
-from dsreason.models.lora import BASE, Delta, get_adapter_names, is_adapter, to_base_name
+from dsreason.models.lora import (
+    BASE,
+    INNER_EXPERTS,
+    Delta,
+    get_adapted_layer,
+    get_adapter_names,
+    is_adapter,
+    to_base_name,
+)
 from dsreason.models.nf4.blocks import dequantize, quantize
 from dsreason.models.nf4.layers import is_quantized
 from dsreason.models.weights import find_weights
@@ -65,7 +73,7 @@ class Merge:
                 yield name, tensor
                 continue
             self.changes[name] = delta.relative_to(tensor)
-            layer = PREFIX + name.removesuffix(".weight")
+            layer = PREFIX + to_adapter_layer(name)
             for part, values in (("lora_A", delta.a), ("lora_B", delta.b)):
                 self.tensors[f"{layer}.{part}.weight"] = values.to("cpu", dtype, copy=True).contiguous()
             yield name, delta.merge_with(tensor, dtype)
@@ -97,6 +105,14 @@ class Merge:
                 "load %s/ on top of the base model, or export with --dtype fp32 (checkpoint.export_dtype)",
                 *(output, change, FOLDER),
             )
+
+
+def to_adapter_layer(name: str) -> str:
+    """Return the name of a weight's layer in peft's files: `….q_proj.weight` → `….q_proj`; see `get_adapted_layer`."""
+    if name.endswith(".weight"):
+        return name.removesuffix(".weight")
+    module, _, parameter = name.rpartition(".")
+    return module + BASE if parameter == INNER_EXPERTS else module
 
 
 def write_adapter(merge: Merge, folder: Path) -> None:
@@ -135,14 +151,12 @@ def iter_weights_with_adapters(
     }
     names = [name for name in map(to_hf_name, saved.parameters) if not is_adapter(name)]
     family = get_family(read_model_config(source).model_type)
-    weights = find_weights(source, family.rename, inside=family.weight_folders)
+    weights = find_weights(source, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed)
     lacking = [name for name in map(to_base_name, names) if name not in weights.places]
     lacking += [
         adapter_name for name in names for adapter_name in get_adapter_names(name) if adapter_name not in trained
     ]
-    lacking += [
-        name for name in names if get_adapter_names(name) and name.removesuffix(f"{BASE}.weight") not in adapter.scales
-    ]
+    lacking += [layer for layer in map(get_adapted_layer, names) if layer is not None and layer not in adapter.scales]
     if lacking:
         raise CheckpointError(
             f"{checkpoint}: {lacking[0]} is missing both here and in {source}; choose another checkpoint"
@@ -153,7 +167,7 @@ def iter_weights_with_adapters(
         delta = None
         if pair := get_adapter_names(name):
             a, b = (trained[adapter_name] for adapter_name in pair)
-            delta = Delta(a, b, adapter.scales[name.removesuffix(f"{BASE}.weight")])
+            delta = Delta(a, b, adapter.scales[get_adapted_layer(name) or ""])
         weight = base[to_base_name(name)]
         if adapter.quantize is not None and is_quantized(to_base_name(name), family.modules.text_layers):
             weight = dequantize(quantize(weight), weight.shape, DTYPES[saved.precision])

@@ -28,7 +28,7 @@ from dsreason.config.output import find_run_record
 from dsreason.data.render import NO_ARGUMENTS
 from dsreason.engine.merged import iter_unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError
-from dsreason.families import get_family
+from dsreason.families import Family, get_family
 from dsreason.job.ranks import World, run_on_rank_zero, share_errors
 from dsreason.models.generation import add_turn_end
 from dsreason.models.load import read_model_config
@@ -84,7 +84,7 @@ def write_model_folder(
     check_target(source, output, with_code=trust_remote_code)
     with write_folder_atomically(output, durable=durable) as partial:
         copy_base_files(source, partial, with_code=trust_remote_code)
-        set_config_dtype(partial / "config.json", dtype)
+        write_settings(partial / "config.json", dtype, get_family(read_model_config(source).model_type))
         add_turn_end(partial, read_model_config(source))
         if limits is not None:
             limits.trained.write(partial)
@@ -102,17 +102,19 @@ def write_model_folder(
 
 
 def rename_for_export(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors under the names that the model family uses in exports."""
+    """Yield the tensors under the names and in the layout that the model family uses in exports."""
     family = get_family(read_model_config(source).model_type)
     for name, tensor in tensors:
-        yield family.to_exported_name(name), tensor
+        yield family.to_exported_name(name), family.swap_axes(name, tensor)
 
 
-def set_config_dtype(file: Path, dtype: str) -> None:
-    """Set the dtype of the weights in a copied config.json."""
+def write_settings(file: Path, dtype: str, family: Family) -> None:
+    """Set the dtype of the weights in a copied config.json, and add settings that only vLLM needs."""
     config = json.loads(file.read_text(encoding="utf-8"))
     config.setdefault("dtype", None)
     config = set_dtype(config, str(DTYPES[dtype]).removeprefix("torch."))
+    if family.fixed_settings:
+        config["text_config"] = dict(family.fixed_settings) | config["text_config"]
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

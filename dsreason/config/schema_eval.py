@@ -145,8 +145,9 @@ class EvaluationConfig(Section):
     answer_type: Literal["letter", "reasoning"] = "letter"
     """Form of the responses: `letter` requests only the answer, and `reasoning` requests
     `<think>…</think> <answer>…</answer>`."""
-    parser: Literal["default", "compat"] = "default"
-    """Answer parser; `compat` works exactly like cosmos-reason1's parser, which takes the first capital letter."""
+    parser: Literal["default", "compat", "digit"] = "default"
+    """Answer parser; `compat` works exactly like cosmos-reason1's parser, which takes the first capital letter. `digit` takes the
+    first standalone digit from 1 to 5 as the answer to a question of kind `ordinal`."""
     num_processes: int | None = Field(None, ge=1)
     """Number of worker processes that decode media, at most one per core. Unset: one per core."""
     batch_size: int | None = Field(None, ge=1)

@@ -280,7 +280,7 @@ class Encoder:
         mask: list[bool] = []
         remaining = iter(planned)
         for segment in segments:
-            for token, trained in zip(segment.ids, segment.mask, strict=True):
+            for token, trained in self._drop_video_marks(segment):
                 if token in kind_by_token:
                     medium = next(remaining, None)
                     if medium is None or medium.kind != kind_by_token[token]:
@@ -301,8 +301,23 @@ class Encoder:
             )
         return ids, mask
 
+    def _drop_video_marks(self, segment: RenderedSegment) -> list[tuple[int, bool]]:
+        """Return a segment's tokens and mask, without the marks around videos if the processor adds marks to each frame."""
+        tokens = list(zip(segment.ids, segment.mask, strict=True))
+        if self.family.vision is None or not self.family.vision.frames_have_marks:
+            return tokens
+        video = [
+            self.processor.vision_start_token_id,
+            self.processor.video_token_id,
+            self.processor.vision_end_token_id,
+        ]
+        for start in reversed(range(len(tokens) - 2)):
+            if segment.ids[start : start + 3] == video:
+                tokens[start : start + 3] = [tokens[start + 1]]
+        return tokens
+
     def _expand_placeholder(self, medium: PlannedMedium) -> list[int]:
-        """Return the ids that replace a placeholder; for a Qwen3-VL video, each frame group is preceded by its timestamp."""
+        """Return the ids that replace a placeholder; the text of a video may include timestamps, as for Qwen3-VL."""
         per_group = self._count_group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
@@ -369,6 +384,8 @@ class Encoder:
         ):  # the image processor is called directly: the full processor would merge all settings for every row
             inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
         if clips:
+            # Without resizing, the limit of a frame has no effect, but Qwen's processors warn if it is unset.
+            caps = {"cap_pixels_per_frame": False} if self._vision.caps_frames else {}
             inputs |= self.processor(
                 videos=[frames for frames, _ in clips],
                 video_metadata=[convert_video_metadata(metadata) for _, metadata in clips],
@@ -376,19 +393,24 @@ class Encoder:
                 do_resize=False,
                 do_rescale=False,
                 do_normalize=False,
-                cap_pixels_per_frame=False,  # has no effect without resizing, but the processor warns if it is unset
+                **caps,
+                return_metadata=True,  # which Cosmos3-Edge's processor needs to write the timestamps
                 return_tensors="pt",
             )
+            inputs.pop("video_metadata")
             inputs["pixel_values_videos"] = self._normalise_patches(inputs["pixel_values_videos"])
         return {key: _cast_to_forward_dtype(value) for key, value in inputs.items()}
 
     def _normalise_patches(self, patches: Tensor) -> Tensor:
-        """Rescale and normalise uint8 patches [N, 3 * temporal patch * patch * patch] as the processor does.
+        """Rescale and normalise uint8 patches [N, values per patch] as the processor does.
 
         Frames are cut into patches before they are normalised, because cutting uint8 is four times as fast as cutting float32.
         """
         video = self.processor.video_processor
-        channel_patches = patches.view(len(patches), 3, -1, video.patch_size)
+        if self._vision.channels_last:
+            channel_patches = patches.view(len(patches), video.patch_size, -1, 3).permute(0, 3, 1, 2)
+        else:
+            channel_patches = patches.view(len(patches), 3, -1, video.patch_size)
         normalised: Tensor = video.rescale_and_normalize(
             channel_patches,
             video.do_rescale,
@@ -397,7 +419,7 @@ class Encoder:
             video.image_mean,
             video.image_std,
         )
-        return normalised.flatten(1)
+        return (normalised.permute(0, 2, 3, 1) if self._vision.channels_last else normalised).flatten(1)
 
 
 def _cast_to_forward_dtype(value: Tensor | list[float]) -> Tensor:

@@ -150,11 +150,24 @@ class Batch:
     media_numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
     part: RowPart | None = None
+    num_fillers: int = 0
+    """Number of tokens of dummy media and padding samples, which are the last tokens of the last row."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, excluding padding but including dummy media, which only keep the ranks in step."""
         return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
+
+    def mask_samples(self) -> torch.Tensor:
+        """Return a mask `[B, T]` of the tokens that belong to samples, on the device of the tokens."""
+        import torch
+
+        positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        if self.attention_mask is None:
+            return positions[None] < self.input_ids.shape[1] - self.num_fillers
+        ends = self.attention_mask.sum(1, keepdim=True)
+        ends[-1] -= self.num_fillers
+        return positions[None] < ends
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to the device, except for grids and token types, from which the host computes the media layout."""

@@ -9,7 +9,14 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
 from dsreason.engine.engine import gather_items, get_values, to_hf_name
-from dsreason.models.lora import BASE, Delta, get_adapter_names, get_adapter_scales, is_adapter, to_base_name
+from dsreason.models.lora import (
+    Delta,
+    get_adapted_layer,
+    get_adapter_names,
+    get_adapter_scales,
+    is_adapter,
+    to_base_name,
+)
 from dsreason.models.nf4.layers import NF4Linear
 
 
@@ -52,7 +59,7 @@ def list_weights(engine: DeepSpeedEngine) -> list[Weight]:
             to_base_name(name),
             parameter,
             tuple(parameters[adapter_name] for adapter_name in get_adapter_names(name)),
-            scales.get(name.removesuffix(f"{BASE}.weight"), 0.0),
+            scales.get(get_adapted_layer(name) or "", 0.0),
             quantized.get(name),
         )
         for name, parameter in parameters.items()

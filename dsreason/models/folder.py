@@ -38,6 +38,7 @@ SIZES = {
     ),
     *("vocab_size", "max_position_embeddings", "depth", "num_heads", "out_hidden_size", "num_position_embeddings"),
     *("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels", "in_chans", "window_size"),
+    *("num_channels", "num_patches", "projector_hidden_size"),
 }
 """Names of the size fields in config.json and its sections; transformers replaces null with a default."""
 LARGEST_SIZE = 100_000_000

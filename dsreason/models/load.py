@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, get_family
-from dsreason.models.attention import use_segments
+from dsreason.families.layer_types import has_delta_nets
+from dsreason.models.attention import check_attention, use_segments
 from dsreason.models.folder import (
     MODEL_FILES,
     build_tiny_folder,
@@ -27,8 +28,9 @@ from dsreason.models.folder import (
     find_folder,
     find_weight_folders,
 )
-from dsreason.models.fused_kernels import use_fused_kernels
 from dsreason.models.generation import read_generation_config
+from dsreason.models.layers.delta_net import separate_samples
+from dsreason.models.layers.fused_kernels import use_fused_kernels
 from dsreason.models.media_features import patch_vision
 from dsreason.models.nf4.layers import NF4Linear, convert_to_nf4, quantize_weight
 from dsreason.models.weights import WeightFiles, find_weights
@@ -119,6 +121,7 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
             f"{path}: the weights are quantised, so they cannot be trained; use the unquantised model"
         )
     check_sizes(path, config.to_dict())
+    check_fixed_settings(path, config)
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(
             f"{path}: config.json has dtype {config.dtype!r:.100}, which torch does not support; restore the original config.json"
@@ -128,11 +131,22 @@ def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_rem
     return config
 
 
+def check_fixed_settings(path: Path, config: Any) -> None:
+    """Raise CheckpointError if config.json has a value that vLLM would use, but transformers would ignore."""
+    text = config.get_text_config().to_dict()
+    for name, value in get_family(config.model_type).fixed_settings:
+        if text.get(name, value) != value:
+            raise CheckpointError(
+                f"{path}: config.json has text_config.{name} = {text[name]}, but transformers supports only {value}, so training "
+                "and vLLM would compute different models; use a model that was trained with that value"
+            )
+
+
 def read_parameter_names(path: Path) -> list[str]:
     """Read the in-memory names of a model folder's parameters from the file headers; a tied `lm_head` is omitted."""
     config = read_model_config(path)
     family = get_family(config.model_type)
-    names = find_weights(path, family.rename, inside=family.weight_folders).places
+    names = find_weights(path, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed).places
     return [name for name in names if not (config.tie_word_embeddings and name == f"{family.modules.head}.weight")]
 
 
@@ -155,7 +169,7 @@ def load_model(
 
     Args:
         quantize: "nf4" freezes the matrices of the language model and stores them in 4 bits; None leaves them unquantised.
-        fused_kernels: whether to use the GPU kernels in `dsreason.models.fused_kernels`.
+        fused_kernels: whether to use the GPU kernels in `dsreason.models.layers.fused_kernels`.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = get_family(model.config.model_type)
@@ -182,7 +196,8 @@ def build_checked_model(
     `load_model`."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
-    weights = find_weights(path, family.rename, inside=family.weight_folders)
+    check_attention(family, attention)
+    weights = find_weights(path, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed)
     check_depth(config, weights)
     model = build_empty_model(config, dtype, attention, trust_remote_code)
     check_weights(model, weights)
@@ -203,16 +218,17 @@ def load_weights(
         quantize_weight(layer, device)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(device, dtype, copy=True)
+            parameter.data = parameter.data.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def check_depth(config: Any, weights: WeightFiles) -> None:
     """Raise CheckpointError if config.json claims more layers than there are tensors: building them could take forever."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
-    if get_family(config.model_type).vision is not None:
+    family = get_family(config.model_type)
+    if family.vision is not None:
         depths = {
             "text_config.num_hidden_layers": config.text_config.num_hidden_layers,
-            "vision_config.depth": config.vision_config.depth,
+            "vision_config.depth": family.tower_shape(config.vision_config).depth,
         }
     for key, layers in depths.items():
         if layers > len(weights.places):
@@ -239,6 +255,8 @@ def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_rem
         ) from error
     if attention == "auto":
         use_segments(model)
+    if has_delta_nets(config.get_text_config()):
+        separate_samples(model)
     # DeepSpeed would cast the rotary frequencies to the training dtype, but bfloat16 changes them by up to 0.4 %.
     model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, "inv_freq"}
     return model

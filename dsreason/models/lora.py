@@ -18,7 +18,7 @@ from dsreason.errors import ConfigError, DsReasonError
 from dsreason.families import get_family
 from dsreason.job.ranks import gather_objects
 from dsreason.models.freeze import find_similar_names
-from dsreason.monitor.flops import count_values
+from dsreason.monitor.flops import count_values, is_expert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,16 +27,19 @@ ADAPTER = "default"
 """Name of the adapter in peft; a model has only one adapter."""
 BASE = ".base_layer"
 """String that peft inserts into the names of a layer's original parameters when the layer gets an adapter."""
+INNER_EXPERTS = "gate_up_proj"
+"""Parameter of the experts that gets its adapter first."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 """Suffixes of the names of an adapter's two matrices."""
 
 
 def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
-    """Return the names of the linear layers that the configuration selects for adapters, in the model's order.
+    """Return the names of the linear layers and of the experts' parameters that the configuration selects for adapters.
 
     Raises:
-        ConfigError: a pattern is empty, matches no linear layer or matches the output layer (the message lists all such
-            patterns, with similar names).
+        ConfigError: a pattern is empty, matches no such layer or matches the output layer (the message lists all such patterns,
+            with similar names); the patterns match only one of the two parameters of a layer's experts; there is dropout for
+            experts.
     """
     family = get_family(model.config.model_type)
     modules = family.modules
@@ -44,10 +47,11 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
         raise ConfigError(f"lora.vision is true, but {family.name} has no vision tower; set lora.vision = false")
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    experts = [name for name, _ in model.named_parameters() if is_expert(name, modules)]
     targets: set[str] = set()
     problems = []
     for pattern in [*(lora.targets or [modules.text_layers]), *([modules.vision_layers] if lora.vision else [])]:
-        matches = {name for name in linear if re.search(pattern, name)}
+        matches = {name for name in (*linear, *experts) if re.search(pattern, name)}
         if not pattern:
             problems.append("lora.targets contains an empty pattern, which would match every layer; remove it")
         elif modules.head in matches:
@@ -68,7 +72,21 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
                     f"lora.{key}: '{pattern}' matches none of the {len(targets)} layers that get an adapter; correct the "
                     "pattern"
                 )
-    return [name for name in linear if name in targets]
+    check_expert_targets(targets, experts, lora)
+    return [name for name in (*linear, *experts) if name in targets]
+
+
+def check_expert_targets(targets: set[str], experts: list[str], lora: LoRAConfig) -> None:
+    """Raise ConfigError if adapters cannot be added to the experts among the `targets`."""
+    adapted = [name for name in experts if name in targets]
+    modules = {name.rpartition(".")[0] for name in adapted}
+    if missing := [name for name in experts if name not in targets and name.rpartition(".")[0] in modules]:
+        raise ConfigError(
+            f"lora.targets matches {adapted[0]}, but not {missing[0]}; use a pattern that matches both parameters of a layer's "
+            r"experts, such as mlp\.experts, or neither"
+        )
+    if adapted and lora.dropout:
+        raise ConfigError(f"lora.dropout ({lora.dropout}) does not apply to experts, such as {adapted[0]}; set it to 0")
 
 
 def describe_no_match(pattern: str, kinds: Mapping[str, str], linear: list[str]) -> str:
@@ -94,12 +112,15 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None
     from peft import LoraConfig as PeftConfig  # imported on demand, because the import takes seconds
     from peft import inject_adapter_in_model
 
+    targets = find_adapted_layers(model, lora)
+    parameters = dict(model.named_parameters())
     settings = PeftConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=to_plain_number(lora.scale),
         lora_dropout=lora.dropout,
-        target_modules=find_adapted_layers(model, lora),
+        target_modules=[name for name in targets if name not in parameters],
+        target_parameters=[name for name in targets if name in parameters],
         use_rslora=lora.rslora,
         rank_pattern={to_peft_pattern(pattern): rank for pattern, rank in lora.rank_pattern.items()},
         alpha_pattern={
@@ -155,37 +176,49 @@ def describe_trained_share(model: nn.Module) -> str:
         sum(size for size, is_trained in sizes if is_trained is wants_trained) for wants_trained in (True, False)
     )
     return (
-        f"adapters on {layers} linear layers: {trained:,} parameters are trained ({trained / base:.2%} of the model's "
+        f"adapters on {layers} layers: {trained:,} parameters are trained ({trained / base:.2%} of the model's "
         f"{base:,}, which are frozen)"
     )
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Low-rank product that an adapter adds to a weight `[out, in]`: `scale · b @ a`."""
+    """Low-rank product that an adapter adds to a weight: `scale · b @ a`.
+
+    The weight of a linear layer is `[out, in]`. That of experts is `[experts, out, in]`; each expert has its own product.
+    """
 
     a: Tensor
-    """Matrix `[rank, in]`."""
+    """Matrix `[rank, in]`; for experts, `[experts · rank, in]`."""
     b: Tensor
-    """Matrix `[out, rank]`."""
+    """Matrix `[out, rank]`; for experts, `[out, rank · experts]`, with the experts of each rank next to each other."""
     scale: float
 
     def merge_with(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the merged weight in `dtype`, rounded once; `weight` is not modified. If `b` is 0, no bit differs."""
         if not self.b.any():
             return weight.to(dtype)
-        return torch.addmm(weight.float(), self.b.float(), self.a.float(), alpha=self.scale).to(dtype)
+        a, b = (factor.float() for factor in self.split_experts(weight))
+        add_product = torch.addmm if weight.dim() == 2 else torch.baddbmm
+        return add_product(weight.float(), b, a, alpha=self.scale).to(dtype)
+
+    def split_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `a` and `b` or, for experts, one pair per expert: `[experts, rank, in]` and `[experts, out, rank]`."""
+        if weight.dim() == 2:
+            return self.a, self.b
+        experts = len(weight)
+        return self.a.unflatten(0, (experts, -1)), self.b.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
     def relative_to(self, weight: Tensor) -> float:
         """Return ‖delta‖ / ‖weight‖, computed from `[rank, rank]` products without building the delta."""
-        a, b = self.a.double(), self.b.double()
-        squared = float(((b.T @ b) * (a @ a.T)).sum())
+        a, b = (factor.double() for factor in self.split_experts(weight))
+        squared = float(((b.mT @ b) * (a @ a.mT)).sum())
         return abs(self.scale) * math.sqrt(max(squared, 0.0)) / max(float(weight.double().norm()), 1e-30)
 
 
 def to_base_name(name: str) -> str:
     """Return the name that a parameter has in a model without adapters: `….q_proj.base_layer.weight` → `….q_proj.weight`."""
-    return name.replace(f"{BASE}.", ".")
+    return re.sub(rf"({re.escape(BASE)})+\.", ".", name)
 
 
 def is_adapter(name: str) -> bool:
@@ -194,8 +227,21 @@ def is_adapter(name: str) -> bool:
 
 def get_adapter_names(name: str) -> tuple[str, ...]:
     """Return the names of the matrices A and B for a layer's weight; empty for a parameter without an adapter."""
-    layer = name.removesuffix(f"{BASE}.weight")
-    return () if layer == name else (layer + A, layer + B)
+    layer = get_adapted_layer(name)
+    return () if layer is None else (layer + A, layer + B)
+
+
+def get_adapted_layer(name: str) -> str | None:
+    """Return the name of the layer with the adapter of a weight; None for a parameter without an adapter.
+
+    peft wraps the module of the experts once for each of its parameters, first for `gate_up_proj` and then for `down_proj`.
+    """
+    if name.endswith(f"{BASE}.weight"):
+        return name.removesuffix(f"{BASE}.weight")
+    module, _, parameter = name.rpartition(".")
+    if not module.endswith(BASE + BASE):
+        return None
+    return module.removesuffix(BASE if parameter == INNER_EXPERTS else BASE + BASE)
 
 
 def get_adapter_scales(model: nn.Module) -> dict[str, float]:

@@ -56,18 +56,19 @@ class InitWithoutBroadcast(Init):
                 param.data = param.data.to(self.local_device)  # empty now, but later gathered on the same device
 
     def _convert(self, values: Tensor) -> Tensor:
-        """Convert this rank's part of `values` to the training dtype; the rest of the returned tensor is undefined.
+        """Convert this rank's part of `values` to the training dtype; the rest of a converted tensor is undefined.
 
         Pages that are never written take no memory, so a rank needs memory only for its part, even if the tensor is large.
         """
-        if (
-            values.dtype == self.dtype or self.num_param_groups > 1
-        ):  # hpZ creates a secondary partition, which needs all values
-            return values.to(self.dtype)
+        if self.num_param_groups > 1:  # hpZ creates a secondary partition, which needs all values
+            return values.to(self.dtype).contiguous()
+        if values.dtype == self.dtype and values.is_contiguous():
+            return values
         size = math.ceil(values.numel() / self.dp_world_size)
-        part = slice(self.rank * size, (self.rank + 1) * size)
-        converted = torch.empty_like(values, dtype=self.dtype)
-        converted.view(-1)[part] = values.view(-1)[part]
+        converted = torch.empty(values.shape, dtype=self.dtype, device=values.device)
+        width = converted[:1].numel()
+        rows = slice(self.rank * size // width, math.ceil((self.rank + 1) * size / width))
+        converted[rows] = values[rows]
         return converted
 
     def _quantize(self, values: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -20,15 +23,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
+NO_OPTIONS: Mapping[str, bool] = {}
+"""No additional arguments for the decoder's forward."""
 
-def run_decoder(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
+
+def run_decoder(
+    model: PreTrainedModel, batch: Batch, *, use_cache: bool, options: Mapping[str, bool] = NO_OPTIONS
+) -> BaseModelOutputWithPast:
     """Run the model without its output layer on a batch; media that occur several times in the batch are encoded once."""
     inputs = build_batch_inputs(model, batch) | build_attention_inputs(model, batch)
-    output: BaseModelOutputWithPast = model.get_decoder()(use_cache=use_cache, **inputs)
+    output: BaseModelOutputWithPast = model.get_decoder()(use_cache=use_cache, **inputs, **options)
     return output
 
 
-def run_decoder_on_part(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModelOutputWithPast:
+def run_decoder_on_part(
+    model: PreTrainedModel, batch: Batch, group: Group, options: Mapping[str, bool] = NO_OPTIONS
+) -> BaseModelOutputWithPast:
     """Run the model without its output layer on this rank's part of a row, which the ranks of `group` compute together."""
     part = batch.part
     assert part is not None
@@ -42,8 +52,22 @@ def run_decoder_on_part(model: PreTrainedModel, batch: Batch, group: Group) -> B
         features = encode_media(model, join_pixels(batch), part.media.grids)
         features = exchange_features(features, part.media, group)
         inputs |= build_token_inputs(model, input_ids, part.media.indices, features)
-    output: BaseModelOutputWithPast = model.get_decoder()(use_cache=False, **inputs)
+    output: BaseModelOutputWithPast = model.get_decoder()(use_cache=False, **inputs, **options)
     return output
+
+
+@dataclass(frozen=True)
+class RouterOutput:
+    """Output of the routers of a mixture of experts in one forward pass."""
+
+    logits: Sequence[Tensor]
+    """Each layer's logits `[tokens, experts]`."""
+    counted: Tensor
+    """Bool `[tokens]`: whether a token belongs to a sample."""
+    num_tokens: Tensor
+    """Number of the samples' tokens, on all ranks of the group."""
+    group: Group
+    """Ranks that compute the row together, each with a part of the tokens; None for a single rank."""
 
 
 class Policy(nn.Module):
@@ -51,13 +75,20 @@ class Policy(nn.Module):
 
     Args:
         group: ranks that compute a row together, if the batch has a `part`.
+        router_loss_weight: weight of the router loss, which the training loop adds; with 0, `router_output` has no gradient.
     """
 
-    def __init__(self, model: PreTrainedModel, group: Group = None) -> None:
+    def __init__(self, model: PreTrainedModel, group: Group = None, router_loss_weight: float = 0.0) -> None:
         super().__init__()
         self.model = model
         self.group = group
-        self.head = get_family(model.config.model_type).modules.head
+        modules = get_family(model.config.model_type).modules
+        self.head = modules.head
+        self.top_k = model.config.get_text_config().num_experts_per_tok if modules.experts else 0
+        """Number of experts to which a token is sent; 0 for a dense model."""
+        self.router_loss_weight = router_loss_weight
+        self.router_output: RouterOutput | None = None
+        """Output of the routers in the last forward pass with gradients; None for a dense model."""
         head = model.get_submodule(self.head)
         if type(head) is not nn.Linear or head.bias is not None:
             raise TypeError(f"{self.head} must be an nn.Linear without bias; got {head}")
@@ -76,11 +107,14 @@ class Policy(nn.Module):
         If several ranks compute a row together, each rank returns all values, but gradients flow only to those it computed.
         """
         part, predictors, places = batch.part, batch.predictors, batch.targets
+        options = {"output_router_logits": True} if self.top_k and torch.is_grad_enabled() else NO_OPTIONS
         if part is None:
-            output = run_decoder(self.model, batch, use_cache=False)
+            output = run_decoder(self.model, batch, use_cache=False, options=options)
         else:
-            output = run_decoder_on_part(self.model, batch, self.group)
+            output = run_decoder_on_part(self.model, batch, self.group, options)
             predictors, places = part.predictors, places[part.targets]
+        if options:
+            self.router_output = self._build_router_output(batch, output.router_logits)
         hidden = output.last_hidden_state.flatten(0, 1)  # [B * T, H]
         count = predictors.shape[0]
         selected, targets = hidden[predictors], batch.input_ids.flatten()[places]
@@ -91,6 +125,14 @@ class Policy(nn.Module):
         if part is not None:
             values = gather_values(values, part.targets, batch.targets.shape[0], self.group)
         return (values[0], values[1]) if with_entropy else values[0]
+
+    def _build_router_output(self, batch: Batch, logits: Sequence[Tensor]) -> RouterOutput:
+        if not self.router_loss_weight:
+            logits = [layer.detach() for layer in logits]
+        mask = batch.mask_samples().flatten()
+        counted = mask if batch.part is None else mask[batch.part.start : batch.part.end]
+        group = None if batch.part is None else self.group
+        return RouterOutput([layer.flatten(0, -2) for layer in logits], counted, mask.sum(), group)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = False) -> None:

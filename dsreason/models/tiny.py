@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from copy import deepcopy
 from pathlib import Path
 from string import Template
@@ -24,7 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
 
 from dsreason.families import Family, get_family
-from dsreason.families.family import Modules, Tokens
+from dsreason.families.family import Tokens
 
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
@@ -203,16 +204,24 @@ def build_chat_template(family: Family) -> str:
     return Template(template).substitute(vars(family.tokens), default_system=system)
 
 
-def _draw(
-    name: str, shape: torch.Size, modules: Modules, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    """Draw a matrix from N(0, 1 / inputs), or an embedding or positions from N(0, 0.02^2); norm weights are 1, and biases 0."""
+def _draw(name: str, shape: torch.Size, family: Family, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Draw a matrix from N(0, 1 / inputs), or an embedding or positions from N(0, 0.02^2); norm weights are 1, and biases 0.
+
+    The family can draw some tensors differently.
+    """
+    modules = family.modules
+    special = family.tiny.draw(name, shape, generator) if family.tiny.draw is not None else None
+    if special is not None:
+        return special.to(dtype).cpu()
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype)
     is_embedding = any(part in name for part in modules.embeddings) or name == f"{modules.head}.weight"
-    std = 0.02 if is_embedding else 1 / math.sqrt(math.prod(shape[1:]))
+    inputs = math.prod(shape[1:])
+    if modules.experts and re.search(modules.experts, name):
+        inputs = shape[-2] if family.transposes_experts else shape[-1]
+    std = 0.02 if is_embedding else 1 / math.sqrt(inputs)
     return torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator).to(dtype).cpu()
 
 
@@ -225,11 +234,13 @@ def _write_weights(
     max_shard_bytes: int,
 ) -> None:
     # named_parameters yields each tied parameter only once, as the files need it.
-    parameters = {family.to_published_name(name): p.to(dtype) for name, p in model.named_parameters()}
+    parameters = {
+        family.to_published_name(name): family.swap_axes(name, p.to(dtype)) for name, p in model.named_parameters()
+    }
     parameters |= {name: torch.empty(2, dtype=dtype, device="meta") for name in family.tiny.others}
     plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)
     for file, names in plan.filename_to_tensors.items():
-        tensors = {name: _draw(name, parameters[name].shape, family.modules, dtype, generator) for name in names}
+        tensors = {name: _draw(name, parameters[name].shape, family, dtype, generator) for name in names}
         save_file(tensors, os.fspath(folder / file), metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -29,12 +29,14 @@ class WeightFiles:
     places: dict[str, tuple[Path, str]]
     unlisted: tuple[Path, ...] = ()
     """Weight files in the subfolders that the index does not list, which are therefore not read."""
+    transposed: frozenset[str] = frozenset()
+    """In-memory names of the tensors whose last two axes are swapped in the files."""
 
     def read(self, names: list[str], take: Callable[[str, Tensor], None]) -> None:
         """Call `take(name, tensor)` for each of the `names`, file by file.
 
-        The tensors are views of the mapped files: until a tensor is modified, it uses the pages of the file (shared memory
-        instead of anonymous memory).
+        The tensors have the layout of memory. They are views of the mapped files: until a tensor is modified, it uses the pages
+        of the file (shared memory instead of anonymous memory). A view with swapped axes is not contiguous.
         """
         file_names: dict[Path, list[str]] = {}
         for name in names:
@@ -42,28 +44,38 @@ class WeightFiles:
         for file, members in file_names.items():
             with open_file(file) as tensors:
                 for name in members:
-                    take(name, tensors.get_tensor(self.places[name][1]))
+                    tensor = tensors.get_tensor(self.places[name][1])
+                    take(name, tensor.mT if name in self.transposed else tensor)
 
     def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return each tensor's shape and dtype by in-memory name: `{"lm_head.weight": ((512, 64), "BF16")}`."""
+        """Return each tensor's shape in memory and dtype by in-memory name: `{"lm_head.weight": ((512, 64), "BF16")}`."""
         headers = {}
         for file in {place[0] for place in self.places.values()}:
             with open_file(file) as tensors:
                 for name, (tensor_file, key) in self.places.items():
                     if tensor_file == file:
                         tensor = tensors.get_slice(key)
-                        headers[name] = (tuple(tensor.get_shape()), tensor.get_dtype())
+                        shape = tuple(tensor.get_shape())
+                        if name in self.transposed:
+                            shape = (*shape[:-2], *reversed(shape[-2:]))
+                        headers[name] = (shape, tensor.get_dtype())
         return headers
 
 
 def find_weights(
-    folder: Path, rename: Callable[[str], str | None], stem: str = STEM, *, inside: Sequence[str] = ()
+    folder: Path,
+    rename: Callable[[str], str | None],
+    stem: str = STEM,
+    *,
+    inside: Sequence[str] = (),
+    is_transposed: Callable[[str], bool] = lambda name: False,
 ) -> WeightFiles:
     """Read the headers of `<stem>.safetensors`, or of the files listed in `<stem>.safetensors.index.json`.
 
     The index may also list files in the subfolders `inside`; files that it lists in other subfolders belong to other models and
     are omitted. If `folder` has no weight files, those in the subfolders `inside` are used. Tensors for which `rename` returns
-    None are omitted.
+    None are omitted. `is_transposed` returns whether the files have a tensor, given by its in-memory name, with its last two axes
+    swapped.
 
     If a file is missing, damaged, in an unsupported format, or a link out of the folder, a CheckpointError names the file.
     """
@@ -86,7 +98,8 @@ def find_weights(
                     f"{folder}: {first} ({other.name}) and {key} ({file.name}) are both mapped to tensor {name}"
                 )
             places[name] = (file, key)
-    return WeightFiles(folder, places, tuple(file for file in in_subfolders if file not in files))
+    unlisted = tuple(file for file in in_subfolders if file not in files)
+    return WeightFiles(folder, places, unlisted, frozenset(filter(is_transposed, places)))
 
 
 def list_tensor_files(folder: Path, stem: str = STEM, inside: Sequence[str] = ()) -> list[Path]:

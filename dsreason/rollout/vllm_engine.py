@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.families import get_family
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.job.ranks import World, gather_objects
 from dsreason.models.load import build_empty_model, read_model_config
 from dsreason.problems import join_first
@@ -30,7 +31,7 @@ from dsreason.rollout.protocol import (
 )
 from dsreason.rollout.sleep_state import SleepState, find_pools, find_sleep_state
 from dsreason.rollout.transformers_engine import read_stop_token_ids
-from dsreason.rollout.vllm_arguments import VLLMSettings, build_engine_arguments
+from dsreason.rollout.vllm_arguments import VLLMSettings, build_engine_arguments, check_delta_nets
 from dsreason.rollout.vllm_process import (
     preserve_process_state,
     release,
@@ -45,7 +46,7 @@ from dsreason.rollout.vllm_requests import (
     to_completion,
     to_inputs,
 )
-from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config
+from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config, repack_experts
 from dsreason.rollout.weight_sync import (
     WeightStream,
     check_arrival,
@@ -54,6 +55,7 @@ from dsreason.rollout.weight_sync import (
     find_changed,
     find_complete_layers,
     find_different,
+    find_expert_layers,
     find_slots,
     iter_engine_values,
     move_to_cpu,
@@ -105,6 +107,7 @@ class VLLMEngine(RolloutEngine):
         set_environment(world)
         with preserve_process_state(world), rename_shared_memory(world):
             config = read_model_config(path, trust_remote_code=trust_remote_code)
+            check_delta_nets(config, dtype, world.device)
             self.family = get_family(config.model_type)
             self.banned_ids = find_media_token_ids(tokenizer, self.family)
             hf_model = build_empty_model(config, dtype, "auto", trust_remote_code)
@@ -118,6 +121,10 @@ class VLLMEngine(RolloutEngine):
             arguments = build_engine_arguments(
                 world, settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=trust_remote_code
             )
+            if world.device.type == "cpu" and has_delta_nets(config.get_text_config()):
+                arguments["enable_prefix_caching"] = False  # vLLM caches their states only with chunked prefill
+            if self.family.fixed_settings:
+                arguments["hf_overrides"] = {"text_config": dict(self.family.fixed_settings)}
             if self.family.vllm_class is not None:
                 arguments["hf_overrides"] = {"architectures": [self.family.vllm_class]}
                 read_weights_beside_config(path)
@@ -179,16 +186,21 @@ class VLLMEngine(RolloutEngine):
         if not self.weights_awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine; wake it first")
         before = {name: self.sent[name] for name in retained if name in self.sent}
+        reloaded_experts = find_expert_layers(self.slots, self.expected.keys() - before.keys())
         self.version, self.sent = None, {}  # a sync that fails halfway leaves no usable weights
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserve_process_state(self.world):
             try:
-                named_tensors = ((self.family.to_exported_name(name), tensor) for name, tensor in sending)
+                named_tensors = (
+                    (self.family.to_exported_name(name), self.family.swap_axes(name, tensor))
+                    for name, tensor in sending
+                )
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             finally:
                 sending.read_remaining()
             sending.finish()
             repair_tied_output(self.model)
+            repack_experts(reloaded_experts)
         check_arrival(self.slots, sending.fingerprints, self._group)
         self._reset_cache()
         self.version, self.sent = version, sending.fingerprints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,22 @@ from dsreason.data.media_plan import convert_video_metadata
 def read_weights_beside_config(path: Path) -> None:
     """Make vLLM read Cosmos3's weights from the folder with config.json, as in exports, instead of only from subfolders."""
     from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
+    from vllm.model_executor.models.cosmos3_edge import Cosmos3EdgeForConditionalGeneration
 
     if next(path.glob("*.safetensors"), None) is not None:
         Cosmos3ForConditionalGeneration.allow_patterns_overrides = None
+        Cosmos3EdgeForConditionalGeneration.allow_patterns_overrides = None
+
+
+def repack_experts(layers: Iterable[Any]) -> None:
+    """Convert the weights of expert layers, which have just been reloaded, to the layout that vLLM's kernel on a CPU reads.
+
+    vLLM 0.32 does that only when it loads the layers for the first time. After a reload, the kernel would take the values for
+    other rows, without an error, because the layouts have the same shape.
+    """
+    for layer in layers:
+        if layer.w13_weight.is_cpu and hasattr(layer.quant_method, "moe_kernel"):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def keep_video_times() -> None:

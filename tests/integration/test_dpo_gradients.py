@@ -123,7 +123,7 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
             reference, baseline = RowReference(), Baseline(*BASELINE)
             batches = next(iter(loader))
             assert batches.num_samples == 8
-            pairs = accumulate_gradients(engine, batches, reference, config.dpo, world, baseline)
+            pairs, _ = accumulate_gradients(engine, batches, reference, config.dpo, world, baseline)
             loss = compute_pair_metrics(pairs, config.dpo, build_settings(config.dpo, baseline))["total"]
         result.append((loss, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
         engine.destroy()

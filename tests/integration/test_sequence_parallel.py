@@ -100,7 +100,7 @@ def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]
                 engine = build_policy_engine(config, deepspeed, Path(model), world.group)
             batches = next(iter(loader))
             metrics = {
-                "loss": accumulate_gradients(engine, batches, world),
+                "loss": accumulate_gradients(engine, batches, world)["train/loss"],
                 "trained tokens": batches.num_tokens,
                 "tokens": batches.num_input_tokens,
                 "samples": batches.num_samples,

@@ -26,6 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"deepspeed": "zero3_offload.json", "model": {"gradient_checkpointing": True}},
     "adapters": {"lora": LORA},
     "adapters on text": {"lora": TEXT_LORA, "model": {"gradient_checkpointing": True}},
+    "adapters on experts": {
+        "lora": {"rank": 4, "targets": [r"mlp\.experts"]},
+        "model": {"gradient_checkpointing": True},
+    },
+    "router loss": {"train": {"router_loss_weight": 0.1}, "model": {"gradient_checkpointing": True}},
     "adapters beside 4 bits": {"lora": TEXT_LORA, "model": {"quantize": "nf4"}},
 }
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -47,6 +52,7 @@ def plain_gradients(config: Any) -> Gradients:
     """Compute the gradients of the first step with autograd only, in one process."""
     import torch
 
+    from dsreason.engine.router import RouterTerm
     from dsreason.models.freeze import freeze
     from dsreason.models.load import load_model
     from dsreason.models.lora import add_adapters
@@ -54,13 +60,14 @@ def plain_gradients(config: Any) -> Gradients:
 
     model = load_model(Path(config.model.path), dtype=torch.float32, quantize=config.model.quantize)
     freeze(model, config.model.freeze)
-    policy = Policy(model)
+    policy = Policy(model, router_loss_weight=config.train.router_loss_weight)
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.train.seed)
         disturb(model, config.train.seed + 1)
     batches = first_batches(config, rank=0, world_size=1)
+    router = RouterTerm(policy, batches.num_tokens)
     for batch in batches.micro_batches:
-        (-policy(batch).sum() / batches.num_tokens).backward()
+        router.add_to(-policy(batch).sum() / batches.num_tokens, batch).backward()
     return {name: p.grad.numpy() for name, p in policy.named_parameters() if p.requires_grad}
 
 
@@ -113,8 +120,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def models(tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path) -> dict[str, str]:
-    return {"qwen2_5_vl": str(tiny_qwen2_5_vl), "qwen3_vl": str(tiny_qwen3_vl)}
+def models(tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path, tiny_qwen3_vl_moe: Path) -> dict[str, str]:
+    folders = {"qwen2_5_vl": tiny_qwen2_5_vl, "qwen3_vl": tiny_qwen3_vl, "qwen3_vl_moe": tiny_qwen3_vl_moe}
+    return {family: str(folder) for family, folder in folders.items()}
 
 
 def sections_of(case: str, family: str) -> dict[str, Any]:
@@ -126,7 +134,9 @@ def sections_of(case: str, family: str) -> dict[str, Any]:
 
 
 LAYOUTS = {
-    (2, "qwen2_5_vl"): list(CASES),
+    (2, "qwen2_5_vl"): [case for case in CASES if case not in ("adapters on experts", "router loss")],
+    (2, "qwen3_vl_moe"): ["recomputed", "adapters on experts"],
+    (1, "qwen3_vl_moe"): ["router loss"],
     (2, "qwen3_vl"): ["all", "recomputed", "adapters", "adapters on text"],
     (1, "qwen3_vl"): ["recomputed", "frozen patches", "adapters beside 4 bits"],
 }

@@ -119,7 +119,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
 
 
 def add_reasoning(messages: list[Message], row: Row) -> set[str]:
-    """Insert the reasoning from one of the row's columns before the reply; return a set with that column, empty if none has it."""
+    """Insert the reasoning from one of the row's columns before the reply; return a set with that column, empty without one."""
     column = next((column for column in REASONING_COLUMNS if not refused.is_blank(row.get(column))), None)
     if column is None and str(row.get("process")).lstrip().startswith("<think>"):  # Video-R1
         column = "process"

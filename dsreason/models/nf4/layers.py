@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsreason.errors import ConfigError
+from dsreason.families import Family
 from dsreason.models.nf4.blocks import dequantize, quantize
 
 
@@ -62,6 +64,15 @@ def convert_to_nf4(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[N
     for layer in layers:
         layer.__class__, layer.dtype = NF4Linear, dtype
     return layers
+
+
+def check_experts(family: Family) -> None:
+    """Raise ConfigError for a mixture of experts: its experts, which are nearly all of its weights, are not linear layers."""
+    if family.modules.experts:
+        raise ConfigError(
+            f'model.quantize = "nf4" would leave the experts of {family.name}, and with them nearly all weights, unquantised; '
+            "unset model.quantize"
+        )
 
 
 def is_quantized(parameter: str, pattern: str) -> bool:

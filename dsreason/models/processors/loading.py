@@ -48,7 +48,8 @@ def load_processor(
 def load_unchecked(path: Path, *, trust_remote_code: bool) -> Any:
     """Load a processor and check everything but its chat template, which is a program."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
-    if get_family(config.model_type).vision is None:
+    family = get_family(config.model_type)
+    if family.vision is None:
         return load_text_processor(path, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -71,7 +72,7 @@ def load_unchecked(path: Path, *, trust_remote_code: bool) -> Any:
                 f"{path}: the tokenizer has id {token_id} for {kind} placeholders, but config.json has {expected}; "
                 "copy the tokenizer files of the same model to this folder"
             )
-    check_patches(path, processor, config.vision_config)
+    check_patches(path, processor, config.vision_config, family.tower_shape(config.vision_config).temporal_patch_size)
     return processor
 
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from dsreason.config.schema import RunConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
+from dsreason.families import get_family
 from dsreason.tools.planning.phases import GIB
 from dsreason.tools.planning.plan import Plan, plan_run
 from dsreason.tools.planning.request import PlanRequest
@@ -139,17 +140,22 @@ def iter_local_changes(request: PlanRequest) -> Iterator[Change]:
             size > config.ranks_per_row
             and request.machine.ranks_per_host % size == 0
             and request.shape.heads % size == 0
+            and not request.shape.state_values  # delta nets do not support it
         ):
             yield Change({"train.sequence_parallel_size": size})
     if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm":
         yield from iter_other_rollouts(request, config)
     if is_tower_trained(request) and not config.lora.rank:
         yield Change({"model.freeze": (*config.model.freeze, "visual")}, remark="the vision tower is not trained")
+    is_dense = not get_family(request.architecture.config.model_type).modules.experts  # experts cannot be quantised
     if not config.lora.rank:
         adapters = {"lora.rank": LORA_RANK} | ({"model.freeze": ()} if config.model.freeze else {})
         yield Change(adapters, remark="only adapters are trained")
-        yield Change(adapters | {"model.quantize": "nf4"}, remark="only adapters are trained, on a 4-bit base model")
-    elif not config.model.quantize:
+        if is_dense:
+            yield Change(
+                adapters | {"model.quantize": "nf4"}, remark="only adapters are trained, on a 4-bit base model"
+            )
+    elif not config.model.quantize and is_dense:
         yield Change({"model.quantize": "nf4"}, remark="4-bit base model")
 
 

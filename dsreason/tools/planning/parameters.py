@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -18,13 +19,14 @@ from dsreason.models.freeze import check_freeze
 from dsreason.models.load import build_empty_model
 from dsreason.models.lora import find_adapted_layers
 from dsreason.models.nf4.blocks import ROW_BYTES, count_blocks
-from dsreason.models.nf4.layers import is_quantized
+from dsreason.models.nf4.layers import check_experts, is_quantized
+from dsreason.monitor.flops import get_active_share
 from dsreason.tools.planning.architecture import Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BLOCK = re.compile(r".*\.(?:(?:layers|blocks|deepstack_merger_list)\.\d+|merger)\.")
+BLOCK = re.compile(r".*\.(?:(?:layers|blocks|deepstack_merger_list)\.\d+|merger|projector)\.")
 """Pattern of the part of a parameter's name that identifies its block."""
 Kind = Literal["trained", "frozen", "adapter", "nf4"]
 
@@ -36,6 +38,8 @@ class PlannedParameter:
     """Number of values; for a 4-bit parameter, the number before quantization."""
     kind: Kind
     bytes_each: int
+    active_share: float = 1.0
+    """Fraction of the values that is used for a token, which is below 1 only for experts."""
 
     @property
     def is_trained(self) -> bool:
@@ -82,6 +86,13 @@ class Parameters:
         return sum(parameter.numel for parameter in self.all if parameter.kind != "adapter")
 
     @cached_property
+    def num_active(self) -> int:
+        """Number of values in the model that are used for a token, not counting adapters."""
+        return sum(
+            round(parameter.numel * parameter.active_share) for parameter in self.all if parameter.kind != "adapter"
+        )
+
+    @cached_property
     def trained(self) -> tuple[PlannedParameter, ...]:
         return tuple(parameter for parameter in self.all if parameter.is_trained)
 
@@ -123,6 +134,8 @@ def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
         ConfigError: a pattern in `model.freeze` or `lora.targets` matches nothing.
     """
     family = get_family(model.config.model_type)
+    if config.model.quantize:
+        check_experts(family)
     named_parameters = dict(model.named_parameters())
     frozen = set(named_parameters) if config.lora.rank else check_freeze(named_parameters, config.model.freeze)
     width = next(iter(named_parameters.values())).element_size()
@@ -133,7 +146,14 @@ def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
         return "frozen" if name in frozen else "trained"
 
     parameters = [
-        PlannedParameter(name, tensor.numel(), get_kind(name), width) for name, tensor in named_parameters.items()
+        PlannedParameter(
+            name,
+            tensor.numel(),
+            get_kind(name),
+            width,
+            get_active_share(name, family.modules, model.config.get_text_config()),
+        )
+        for name, tensor in named_parameters.items()
     ]
     if config.lora.rank:
         parameters += list_adapter_parameters(model, config, find_adapted_layers(model, config.lora), width)
@@ -148,12 +168,14 @@ def is_nf4(name: str, model: nn.Module, family: Family) -> bool:
 def list_adapter_parameters(
     model: nn.Module, config: RunConfig, layers: Iterable[str], width: int
 ) -> list[PlannedParameter]:
-    """List the matrices A `[rank, in]` and B `[out, rank]` of each adapted layer."""
+    """List the matrices A `[rank, in]` and B `[out, rank]` of each adapted layer; experts have a pair each."""
     adapters = []
+    parameters = dict(model.named_parameters())
     for name in layers:
-        layer: Any = model.get_submodule(name)
+        shape = (parameters[name] if name in parameters else parameters[f"{name}.weight"]).shape
+        *experts, outputs, inputs = shape
         ranks = (rank for pattern, rank in config.lora.rank_pattern.items() if re.search(pattern, name))
-        rank = next(ranks, config.lora.rank)
-        adapters.append(PlannedParameter(f"{name}.lora_A", rank * layer.in_features, "adapter", width))
-        adapters.append(PlannedParameter(f"{name}.lora_B", rank * layer.out_features, "adapter", width))
+        rank = next(ranks, config.lora.rank) * math.prod(experts)
+        adapters.append(PlannedParameter(f"{name}.lora_A", rank * inputs, "adapter", width))
+        adapters.append(PlannedParameter(f"{name}.lora_B", rank * outputs, "adapter", width))
     return adapters

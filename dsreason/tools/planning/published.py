@@ -24,6 +24,11 @@ QWEN3: dict[str, Sizes] = {
     "14B": (5120, 40, 40, 8, 17408, 151936, False),
     "32B": (5120, 64, 64, 8, 25600, 151936, False),
 }
+QWEN3_MOE: dict[str, tuple[Sizes, int]] = {
+    "30B-A3B": ((2048, 48, 32, 4, 6144, 151936, False), 768),
+    "235B-A22B": ((4096, 94, 64, 4, 12288, 151936, False), 1536),
+}
+"""Sizes of mixtures of 128 experts, of which each token uses 8, and the intermediate size of an expert."""
 QWEN3_HEAD = 128
 """Channels per attention head in all Qwen3 models."""
 
@@ -90,6 +95,14 @@ def make_qwen3_vl(text: Sizes, *, large_tower: bool) -> dict[str, Any]:
     }
 
 
+def make_qwen3_vl_moe(size: str) -> dict[str, Any]:
+    text, intermediate = QWEN3_MOE[size]
+    config = make_qwen3_vl(text, large_tower=True) | {"model_type": "qwen3_vl_moe"}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": intermediate}
+    config["text_config"] |= experts
+    return config
+
+
 def make_text_only_config(model_type: str, sizes: Sizes) -> dict[str, Any]:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     head = {"head_dim": QWEN3_HEAD} if model_type == "qwen3" else {}
@@ -112,8 +125,12 @@ def list_architectures() -> dict[str, dict[str, Any]]:
             f"Qwen/Qwen3-VL-4B-{kind}": make_qwen3_vl(QWEN3["4B"], large_tower=False),
             f"Qwen/Qwen3-VL-8B-{kind}": qwen3_vl_8b,
             f"Qwen/Qwen3-VL-32B-{kind}": make_qwen3_vl(QWEN3["32B"], large_tower=True),
+            f"Qwen/Qwen3-VL-30B-A3B-{kind}": make_qwen3_vl_moe("30B-A3B"),
+            f"Qwen/Qwen3-VL-235B-A22B-{kind}": make_qwen3_vl_moe("235B-A22B"),
         }
     published_models |= {"nvidia/Cosmos-Reason2-2B": qwen3_vl_2b, "nvidia/Cosmos-Reason2-8B": qwen3_vl_8b}
+    # The default sizes of transformers' class are those of this model.
+    published_models |= {"nvidia/Cosmos3-Edge": {"model_type": "cosmos3_edge"}}
     for size, sizes in QWEN2.items():
         published_models |= {
             f"Qwen/Qwen2.5-{size}{kind}": make_text_only_config("qwen2", sizes) for kind in ("", "-Instruct")

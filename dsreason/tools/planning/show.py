@@ -19,6 +19,8 @@ def write_headline(plan: Plan) -> list[str]:
     machine, parameters = request.machine, request.parameters
     several = "s" if machine.gpus > 1 else ""
     kinds = [f"{parameters.count_kind(kind):,} {text}" for kind, text in KINDS.items() if parameters.count_kind(kind)]  # type: ignore[arg-type]
+    if parameters.num_active < parameters.numel:
+        kinds.append(f"{parameters.num_active:,} used per token")
     return [
         f"{request.trainer} of {request.config.model.path} on {machine.gpus} GPU{several} with {machine.gpu_memory:g} GB "
         f"({plan.limit / GIB:.1f} GiB usable), {request.ds_config}",
@@ -83,6 +85,7 @@ def to_json(plan: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
         "ds_config": request.ds_config,
         "parameters": {
             "all": request.parameters.numel,
+            "active": request.parameters.num_active,
             **{kind: request.parameters.count_kind(kind) for kind in KINDS},  # type: ignore[arg-type]
         },
         "fits": plan.fits,

@@ -25,7 +25,7 @@ SHOWN = {"loss": "train/loss", "accuracy": "dpo/accuracy"}
 
 
 def run(config: DPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Run DPO training; every rank of a job calls this. It returns once the last checkpoint and the export are on disk."""
+    """Run DPO training; every rank of a job calls this. Return once the last checkpoint and the export are on disk."""
     with build_dpo(config, output_dir, resume) as dpo:
         train_on_loader(dpo.run, dpo.loader, partial(train_on_batches, dpo), dpo.validate)
 
@@ -64,8 +64,8 @@ def run_dpo_step(
 ) -> dict[str, float]:
     """Run one optimizer step on a global batch. The result does not depend on how the batch is divided."""
     settings = build_settings(config, baseline)
-    pairs = accumulate_gradients(engine, batches, reference, config, world, baseline)
-    metrics = {"train/loss": 0.0} | take_optimizer_step(engine, lr)
+    pairs, router_metrics = accumulate_gradients(engine, batches, reference, config, world, baseline)
+    metrics = {"train/loss": 0.0} | router_metrics | take_optimizer_step(engine, lr)
     if len(pairs.chosen) == 0:  # all rows of the step were skipped
         return metrics
     pair_metrics = compute_pair_metrics(pairs, config, settings)

@@ -15,6 +15,7 @@ from dsreason.data.collate import group_by_parent, join_parent
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
 from dsreason.engine.engine import add_gradient
 from dsreason.engine.reference import KLReference
+from dsreason.engine.router import RouterTerm
 from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.distillation import compute_distillation_advantages
@@ -30,9 +31,9 @@ from dsreason.train.grpo.teacher import Teacher
 def split_into_micro_batches(
     rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE
 ) -> list[RolloutMicroBatch]:
-    """Divide the rollouts of a step into micro-batches. Collective.
+    """Divide a step's rollouts into micro-batches. Collective.
 
-    All ranks get the same number of micro-batches, each with media if the model accepts them.
+    All ranks get the same number of micro-batches, each of which contains media if the model accepts them.
 
     Args:
         part: part of each row that this rank computes; ranks that compute rows together pass the same rollouts.
@@ -51,7 +52,7 @@ def split_into_micro_batches(
 def compute_current_logprobs(
     engine: DeepSpeedEngine, micro_batches: Sequence[RolloutMicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
-    """Compute the log-probabilities under the engine's current weights, `[N]` per micro-batch. Collective."""
+    """Compute log-probabilities under the engine's current weights, `[N]` per micro-batch. Collective."""
     return [engine(micro_batch.batch.to(engine.device), temperature, banned_ids) for micro_batch in micro_batches]
 
 
@@ -63,7 +64,7 @@ def add_fixed_logprobs(
     config: GRPOConfig,
     banned_ids: Tensor,
 ) -> list[list[RolloutMicroBatch]]:
-    """Add those log-probabilities of the old policy, the reference and the teacher that the loss needs. Collective.
+    """Add the log-probabilities under the old policy, the reference and the teacher, as far as the loss needs them. Collective.
 
     This must happen before the first optimizer step changes the policy.
     """
@@ -95,6 +96,16 @@ def add_fixed_logprobs(
     return list(steps)
 
 
+def gather_counts(micro_batches: Sequence[RolloutMicroBatch], config: GRPOConfig, world: World) -> GlobalCounts:
+    """Return the sizes of the step's global batch. Collective."""
+    lengths = [rollout.completion.num_sampled for micro_batch in micro_batches for rollout in micro_batch.rollouts]
+    return GlobalCounts(
+        num_tokens=sum(world.select_group_values(gather_objects(sum(lengths)))),
+        num_sequences=sum(world.select_group_values(gather_objects(len(lengths)))),
+        max_length=config.rollout.max_completion_length,
+    )
+
+
 def accumulate_gradients(
     engine: DeepSpeedEngine,
     micro_batches: Sequence[RolloutMicroBatch],
@@ -107,21 +118,15 @@ def accumulate_gradients(
     The gradient does not depend on how the global batch is divided.
 
     Returns:
-        The metrics, and the mismatch between rollout engine and trainer for the completions of all ranks.
+        The metrics, and the mismatch between rollout engine and trainer for the completions on all ranks.
     """
     objective = build_objective(config.grpo)
-    lengths = [rollout.completion.num_sampled for micro_batch in micro_batches for rollout in micro_batch.rollouts]
-    counts = GlobalCounts(
-        num_tokens=sum(world.select_group_values(gather_objects(sum(lengths)))),
-        num_sequences=sum(world.select_group_values(gather_objects(len(lengths)))),
-        max_length=config.rollout.max_completion_length,
-    )
+    counts = gather_counts(micro_batches, config, world)
+    router = RouterTerm(engine.module, counts.num_tokens)
     # Metric → one value per micro-batch. The values are read after the loop, because reading waits for the GPU.
     terms: dict[str, list[Tensor]] = {"train/loss": [], "policy/entropy": [], "policy/clip_fraction": []}
-    if micro_batches[0].ref_logprobs is not None:
-        terms["policy/kl"] = []
-    if micro_batches[0].teacher_logprobs is not None:
-        terms["distill/kl"] = []
+    terms |= {"policy/kl": []} if micro_batches[0].ref_logprobs is not None else {}
+    terms |= {"distill/kl": []} if micro_batches[0].teacher_logprobs is not None else {}
     trainer_logprobs: list[Tensor] = []
     # All ranks have the same number of micro-batches, because the forward pass is collective.
     for i, micro_batch in enumerate(micro_batches):
@@ -143,7 +148,8 @@ def accumulate_gradients(
             advantages = advantages + config.distill.coef * teacher_advantages
         inputs = LossInputs(logprobs, old, advantages, flat.sequence, counts, correction, penalty)
         result = objective.loss(inputs)
-        add_gradient(engine, result.loss, world.size, last=i == len(micro_batches) - 1)
+        loss = router.add_to(result.loss, micro_batch.batch)
+        add_gradient(engine, loss, world.size, last=i == len(micro_batches) - 1)
         terms["train/loss"].append(result.loss.detach())
         terms["policy/clip_fraction"].append(result.clipped.sum())
         terms["policy/entropy"].append(entropy.detach().sum())
@@ -153,11 +159,14 @@ def accumulate_gradients(
             terms["distill/kl"].append((old - micro_batch.teacher_logprobs).sum())
         trainer_logprobs.append(old)
     sums = {name: sum(map(float, values)) for name, values in terms.items()}
-    local_mismatches: list[Mismatch] = []
-    for micro_batch, values in zip(micro_batches, trainer_logprobs, strict=True):
-        local_mismatches += measure_mismatches(micro_batch.rollouts, values)
+    local_mismatches = [
+        item
+        for micro_batch, values in zip(micro_batches, trainer_logprobs, strict=True)
+        for item in measure_mismatches(micro_batch.rollouts, values)
+    ]
     ranks = world.select_group_values(gather_objects((sums, drop_most_texts(local_mismatches))))
     totals = {name: sum(rank_sums[name] for rank_sums, _ in ranks) for name in sums}
     all_mismatches = [mismatch for _, rank_mismatches in ranks for mismatch in rank_mismatches]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
-    return {"train/loss": totals["train/loss"], **per_token, **compute_mismatch_metrics(all_mismatches)}, all_mismatches
+    means = {"train/loss": totals["train/loss"], **per_token} | router.compute_metrics(world)
+    return means | compute_mismatch_metrics(all_mismatches), all_mismatches

@@ -73,6 +73,14 @@ def test_any_accepted_answer_is_right(parser, text, right):
 
 
 @pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [("4", "4", True), ("It gets 4 of 5.", "4", True), ("3 balls: 4", "4", False), ("plausible", "4", False)],
+)
+def test_digit_parser_grades_first_rating(text, answer, right):
+    assert is_right("ordinal", text, answer, parser="digit") is right
+
+
+@pytest.mark.parametrize(
     ("kind", "text", "answer", "right"),
     [
         ("yes_no", "Yes, it does.", "yes", True),

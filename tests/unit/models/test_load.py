@@ -18,7 +18,7 @@ from dsreason.models.load import load_model, read_model_config, read_parameter_n
 from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 EMBEDDING = "model.language_model.embed_tokens.weight"
 Tensors = dict[str, torch.Tensor]
 

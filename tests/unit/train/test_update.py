@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ class Engine:
     """An engine that returns the log-probabilities of each micro-batch in turn, and an entropy of 2 per token."""
 
     device = torch.device("cpu")
+    module = SimpleNamespace(router_output=None, router_loss_weight=0.0, top_k=0)
 
     def __init__(self, *logprobs: list[float]) -> None:
         self.logprobs = [torch.tensor(values, requires_grad=True) for values in logprobs]
