@@ -21,7 +21,7 @@ SCORE = re.compile(
     rf"{VERDICT.pattern}|\b(?:score|rating|rate)\b(?:\s+(?:it|is|of|a|this|as))*\s*[:=]?\s*", re.IGNORECASE
 )
 RATING = re.compile(r"(?<!\w)(?<!\d[.,])[1-5](?!\w|[.,]\d)")
-"""Digit from 1 to 5 that is not part of a word or of another number."""
+"""Pattern for a digit from 1 to 5 that is not part of a word or a longer number."""
 
 
 def parse(

@@ -73,7 +73,7 @@ class OptimConfig(Section):
     """Length of the warmup: an integer is a number of steps (at most all of the run's steps), and a number below 1 is a fraction
     of all steps."""
     warmup_start: float = Field(0.0, ge=0, le=1)
-    """Learning rate of the first warmup step, as a fraction of `lr`."""
+    """Learning rate in the first warmup step, as a fraction of `lr`."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
     """Learning-rate schedule after the warmup: constant, or a form of decay (`wsd` is constant at first, and then follows a
     square-root decay during the last `decay_share`)."""
@@ -83,8 +83,8 @@ class OptimConfig(Section):
     min_lr_share: float = Field(0.0, ge=0, le=1)
     """Final learning rate, as a fraction of `lr`."""
     schedule_steps: int | None = Field(None, ge=1)
-    """Length of warmup and schedule in steps. A shorter run ends within the schedule, and a longer one keeps the final learning
-    rate. Unset: all steps of the run."""
+    """Length of the learning-rate schedule in steps, including the warmup. A shorter run ends within the schedule; a longer run
+    keeps the final learning rate. Unset: all of the run's steps."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm, to which larger gradients are scaled down. 0: the norm is logged, but gradients are not clipped."""
 

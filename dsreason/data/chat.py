@@ -317,7 +317,7 @@ class Encoder:
         return tokens
 
     def _expand_placeholder(self, medium: PlannedMedium) -> list[int]:
-        """Return the ids that replace a placeholder; the text of a video may include timestamps, as for Qwen3-VL."""
+        """Return the ids that replace a placeholder; for a video, they may include timestamps, as in Qwen3-VL."""
         per_group = self._count_group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
@@ -384,7 +384,7 @@ class Encoder:
         ):  # the image processor is called directly: the full processor would merge all settings for every row
             inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
         if clips:
-            # Without resizing, the limit of a frame has no effect, but Qwen's processors warn if it is unset.
+            # Without resizing, the limit per frame has no effect, but Qwen's processors warn if it is unset.
             caps = {"cap_pixels_per_frame": False} if self._vision.caps_frames else {}
             inputs |= self.processor(
                 videos=[frames for frames, _ in clips],
@@ -394,7 +394,7 @@ class Encoder:
                 do_rescale=False,
                 do_normalize=False,
                 **caps,
-                return_metadata=True,  # which Cosmos3-Edge's processor needs to write the timestamps
+                return_metadata=True,  # Cosmos3-Edge's processor needs the metadata to write timestamps
                 return_tensors="pt",
             )
             inputs.pop("video_metadata")

@@ -151,7 +151,7 @@ class Batch:
     segments: tuple[Segment, ...] = ()
     part: RowPart | None = None
     num_fillers: int = 0
-    """Number of tokens of dummy media and padding samples, which are the last tokens of the last row."""
+    """Number of tokens in dummy media and padding samples, which are at the end of the last row."""
 
     @property
     def num_tokens(self) -> int:
@@ -159,7 +159,7 @@ class Batch:
         return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
     def mask_samples(self) -> torch.Tensor:
-        """Return a mask `[B, T]` of the tokens that belong to samples, on the device of the tokens."""
+        """Return a mask `[B, T]` that selects the tokens of samples, on the same device as the tokens."""
         import torch
 
         positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
