@@ -1,1 +1,1 @@
-"""The shipped adapters; each converts rows of a published format to `Sample` objects."""
+"""The shipped adapters. Each converts rows in a published format to `Sample` objects."""

@@ -1,4 +1,4 @@
-"""Default adapter, which determines the format of each row from the row's columns.
+"""Default adapter, which detects each row's format from its columns.
 
     {"messages": [{"role": "user", "content": "<image>Which tool is nearest?"}, {"role": "assistant", "content": "The ruler."}],
      "images": ["bench.png"]}
@@ -7,7 +7,7 @@
     {"instruction": "Rank these by weight.", "input": "anvil, feather", "output": "feather, anvil"}
 
 docs/data.md describes the formats. `auto:conversation`, `auto:preference`, `auto:prompt`, `auto:instruction` and `auto:question`
-read every row in the named format, and keep the columns of other formats in `sample.meta`. If `data.path` is not set, the adapter
+read every row in the named format and keep columns of other formats in `sample.meta`. If `data.path` is not set, the adapter
 reads the built-in task.
 """
 
@@ -41,7 +41,7 @@ def to_sample(row: Any, data: SourceConfig) -> Sample:
 
 @dataclass(frozen=True)
 class OneFormat:
-    """Adapter that reads every row in the same, named format."""
+    """Adapter that reads every row in the format `name`."""
 
     name: str
 

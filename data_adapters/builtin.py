@@ -1,10 +1,10 @@
 """Adapter for the built-in task: generated clips and pictures of shapes, in the formats LLaVA, JSONL and Cosmos-Reason1-RL.
 
-`data.path` is a folder that `dsreason.builtin_task.clips.write_builtin` has written. If `data.path` is empty, the adapter uses a
-folder in the cache, whose clips and pictures are generated on first use.
+`data.path` is a folder written by `dsreason.builtin_task.clips.write_builtin`. If `data.path` is empty, the adapter uses a folder
+in the cache, whose clips and pictures are generated on first use.
 
 `data.split` is `train` or `validation`. With `data.subset = "mislabelled"`, most answers to two of the questions are wrong
-(see `make_mislabelled`), so that a model that learns these answers is right on only about half of the held-out rows. With
+(see `make_mislabelled`), so a model that learns them is right on only about half of the held-out rows. With
 `data.subset = "preferences"`, each row has a correct and a wrong answer.
 """
 

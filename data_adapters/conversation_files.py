@@ -3,10 +3,10 @@
     {"id": "7", "media": "media/video_7.mp4", "conversation": "text/conversation_7.json"}
 
 A conversation file contains an object with the list `conversations`. In its media parts, such as
-`{"type": "video", "video": "video_0"}`, the value is a key that stands for the row's medium. If the row has several media, the
-keys stand for them in the order of their numbers; `media` may also map keys to files. Parts without a value show the next medium.
+`{"type": "video", "video": "video_0"}`, the value is a key that stands for the row's media item. If the row has several, the keys
+stand for them in the order of their numbers; `media` may also map keys to files. Parts without a value use the next media item.
 
-`data.path` is the folder or its `meta.json`. With the adapter `auto`, rows of other files may have the same columns.
+`data.path` is the folder or its `meta.json`. With the adapter `auto`, rows in other files may have the same columns.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dsreason.problems import describe_missing_file, describe_parse_error
 LIST = "meta.json"
 LISTS = ("conversations", "messages")
 NUMBER = re.compile(r".*?(\d+)")
-"""Pattern of a media key: a name and a number."""
+"""Pattern for a media key: a name and a number."""
 
 
 def rows(data: SourceConfig) -> Sequence[Any]:
-    """Read the rows of `meta.json`, or of another file that `data.path` names."""
+    """Read the rows in `meta.json`, or in the file that `data.path` names."""
     if is_s3(data.path):
         path = data.path if data.path.endswith(".json") else f"{data.path.rstrip('/')}/{LIST}"
         return read_rows(data.model_copy(update={"path": path}))
@@ -57,10 +57,10 @@ def to_sample(row: Any, data: SourceConfig) -> Sample:
 
 
 def insert_conversation(row: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the row with the conversation from its file, in which the row's media replace the keys that stand for them.
+    """Return the row with the conversation from its file, in which media keys are replaced with the row's media.
 
     Args:
-        path: the folder to which the file's path is relative, or a file in this folder.
+        path: the folder to which the file's path is relative, or a file in that folder.
     """
     name = row["conversation"]
     document = read_document(name, path)
@@ -129,6 +129,6 @@ def insert_media(parts: list[dict[str, Any]], media: Any, name: str) -> None:
 
 
 def sort_keys(keys: list[str]) -> list[str]:
-    """Sort keys such as `video_0` by their numbers; keep the order if some key has no number, or two have the same."""
+    """Sort keys such as `video_0` by their numbers; keep the order if a key has no number or two keys have the same one."""
     numbers = {int(match[1]): key for key in keys if (match := NUMBER.fullmatch(key))}
     return [numbers[number] for number in sorted(numbers)] if len(numbers) == len(keys) else keys

@@ -8,8 +8,8 @@ robovqa, av, agibot, bridgev2 or holoassist; `data.split` is understanding or re
 
 The adapter looks for clips in `<subset>/` and in `data.media_path`, in folders and in archives (.tar.gz, .tgz, .tar, .zip). A
 row's clip is the file at the row's path or, if that does not exist, the only file with the same name; in `av`, only the part of
-the name before the first dot must match. Only the first user turn contains the video. For rows with `qa_pairs`, use the adapter
-`cosmos_reason1_rl`.
+the name before the first dot must match. The video is inserted into the first user turn. For rows with `qa_pairs`, use the
+adapter `cosmos_reason1_rl`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
 def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
     """Return the path of a clip or image: the file at the row's path, or else the only file with the same name.
 
-    Folders are searched before archives. If no file matches, the function returns the path at which the file should be.
+    Folders are searched before archives. If no file matches, return the path at which the file should be.
     """
     subset = data.subset or ""
     indexes = index_clips(data.path, subset, data.revision, data.media_path)
@@ -83,7 +83,7 @@ def get_clip_name(video: str, subset: str) -> str:
 
 @dataclass(frozen=True)
 class Clips:
-    """Index of the clips and images in `folders`; `by_name` maps (kind, name) to the paths of the files."""
+    """Index of the clips and images in `folders`; `by_name` maps (kind, name) to file paths."""
 
     folders: list[Path]
     by_name: dict[tuple[str, str], list[Path]]
@@ -91,7 +91,7 @@ class Clips:
 
 @cache
 def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> tuple[Clips, Clips]:
-    """Unpack the archives in the folders; return an index of the clips in the folders, and an index of the unpacked clips."""
+    """Unpack the archives in the folders; return an index of the clips in the folders, and an index of those unpacked."""
     source = Path(path).expanduser()
     folder = source if source.is_dir() else source.parent if source.is_file() else download(path, subset, revision)
     folders = [folder / subset, folder] if subset else [folder]

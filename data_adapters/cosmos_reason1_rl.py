@@ -5,12 +5,12 @@
 
 `data.path` is `nvidia/Cosmos-Reason1-RL-Dataset` (`data.split = "rl"`), `nvidia/Cosmos-Reason1-Benchmark`
 (`data.split = "benchmark"`), a folder with the same layout (`<subset>/<subset>_rl_qa_pairs.json`), or a single such file.
-`data.subset` is robovqa, agibot, bridgev2, holoassist or, in the benchmark, robofail. Clips are found in the same way as in the
-adapter `cosmos_reason1`. A row may have an `image` instead of a video. If `qa_pairs` is a list of questions, each question counts
-as a row. A question without `answer` can be used with rewards that need no reference answer.
+`data.subset` is robovqa, agibot, bridgev2, holoassist or, in the benchmark, robofail. Clips are found as in the adapter
+`cosmos_reason1`. A row may have an `image` instead of a video. If `qa_pairs` is a list of questions, each question counts as a
+row. A question without `answer` can be used with rewards that need no reference answer.
 
-The user's text is the same as in cosmos-rl, but without its last line, which requests an answer format. `data.system_prompt`
-requests the format instead, so that you can change it together with `reward.options.format.pattern`.
+The user's text is the same as in cosmos-rl except for its last line, which requests an answer format. Here, `data.system_prompt`
+requests the format, so that you can change it together with `reward.options.format.pattern`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Questions(NamedRows):
 
 
 def count_questions(rows: NamedRows, index: int) -> int:
-    """Return the number of questions in a row; 1 for an unusable row, whose error is raised later, when the row is used."""
+    """Return the number of questions in a row; 1 for an unusable row, whose error is raised when the row is used."""
     try:
         row = rows[index]
     except DataError:

@@ -1,11 +1,11 @@
-"""Adapter for driving clips with one label file each: `videos/<id>.<camera>.mp4` and `metas/<id>.label.json` below `data.path`.
+"""Adapter for driving clips with one label file each: `videos/<id>.<camera>.mp4` and `metas/<id>.label.json` in `data.path`.
 
 A label is a JSON object, such as `{"weather": "Light rain", "driving_difficulty": 3, …}`. The model learns to answer
 `data.question` with this object as JSON text, which programs can parse; `sample.meta["label"]` contains the object itself.
 
-An id may contain dots. `data.video_pattern = "*.camera_front_wide_120fov.mp4"` selects the videos of one camera; the id is the
-part of the file name that matches `*`. Without a pattern, the id of a video is its file name without the suffix, provided that a
-label with this id exists; otherwise, the part after the last remaining dot, which names the camera, is removed as well.
+An id may contain dots. `data.video_pattern = "*.camera_front_wide_120fov.mp4"` selects one camera's videos; the id is the part of
+the file name that matches `*`. Without a pattern, a video's id is its file name without the suffix, provided that a label with
+this id exists; otherwise, the part after the last remaining dot, which names the camera, is removed as well.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dsreason.errors import DataError
 LABEL = ".label.json"
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 CAMERA = re.compile(r"\.[A-Za-z_][^.]*\.\w+")
-"""Pattern of a camera and suffix, such as `.left.mp4`. A number, as in `run.4.mp4`, is more likely to be part of the id."""
+"""Pattern for a camera and suffix, such as `.left.mp4`. A number, as in `run.4.mp4`, is more likely to be part of the id."""
 
 
 def rows(data: SourceConfig) -> list[dict[str, Any]]:
-    """Return one row per id that has a video or a label; if one of the two is missing, `to_sample` raises an error."""
+    """Return one row per id that has a video or a label; if either is missing, `to_sample` raises an error."""
     folder = Path(data.path).expanduser()
     only_train(data, f"{folder}: a folder of videos/ and metas/")
     for name in ("videos", "metas"):
@@ -67,7 +67,7 @@ def extract_id(name: str, pattern: str) -> str:
 
 
 def get_video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
-    """Return the id of a video: `2023.05.01_a` for `2023.05.01_a.camera_front.mp4`.
+    """Return a video's id: `2023.05.01_a` for `2023.05.01_a.camera_front.mp4`.
 
     `2023.05.01_a.mp4` also has the id `2023.05.01_a` if a label with this id exists. At most one part is removed before the
     suffix: `run.4.camera_left.mp4` does not belong to `run`, even if `run.4` has no label.

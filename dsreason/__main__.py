@@ -1,22 +1,22 @@
-"""The entry point of the `dsreason` command and of `python -m dsreason`, which torchrun and deepspeed start.
+"""Entry point for the `dsreason` command and for `python -m dsreason`, which torchrun and deepspeed start.
 
 A Python file that happens to lie next to the user's data must not run just because a library imports a module of that name.
 This file therefore removes the current folder from the import path before it imports anything else. It also prevents programs and
-shared libraries from being looked up there. `dsreason.user_code` finds the code that the configuration names.
+shared libraries from being looked up in that folder. `dsreason.user_code` finds the code named in the configuration.
 Two things cannot be protected from here: whatever Python itself loads before this file runs (`contextlib`, `warnings`, and
-anything found through an empty entry of PYTHONPATH or LD_LIBRARY_PATH) and the launchers' own processes; to protect those,
-set PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed`.
+anything found through an empty entry in PYTHONPATH or LD_LIBRARY_PATH), and the launchers' own processes. To protect the
+latter, set PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed`.
 """
 
 import os
 import sys
 
 SEARCHED = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "COMPILER_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
-"""Variables that list folders; an empty entry, as in `LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/x`, means the current folder."""
+"""Variables that list folders. An empty entry, as in `LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/x`, means the current folder."""
 
 
 def remove_current_folder() -> None:
-    """Remove the current folder from the import path of this process and its children, unless PYTHONPATH names it."""
+    """Remove the current folder from the import path of this process and its children, unless PYTHONPATH contains it."""
     try:
         here = os.getcwd()
     except OSError:  # the folder was deleted, so Python could not put it on the path either
@@ -40,15 +40,15 @@ def remove_current_folder() -> None:
 
 
 def remove_empty_entries() -> None:
-    """Prevent child processes from looking for programs, shared libraries and headers in the current folder."""
+    """Keep child processes from looking for programs, shared libraries and headers in the current folder."""
     for name in SEARCHED:
         entries = os.environ.get(name, "").split(os.pathsep)
         if usable := [path for path in entries if path]:
             os.environ[name] = os.pathsep.join(usable)
         else:
             os.environ.pop(name, None)
-    # OpenCV, which vLLM imports, prepends a folder and a colon; if the variable is unset, this creates an empty entry. The
-    # package folder is a safe default, since it contains no shared libraries.
+    # OpenCV, which vLLM imports, prepends a folder and a colon, which creates an empty entry if the variable is unset. The
+    # package folder is a safe default, because it contains no shared libraries.
     os.environ.setdefault("LD_LIBRARY_PATH", os.path.dirname(os.path.abspath(__file__)))
 
 

@@ -1,4 +1,4 @@
-"""Errors that the user can fix. The command line prints their messages without a traceback."""
+"""Errors that users can fix. The command line prints their messages without a traceback."""
 
 import errno
 
@@ -7,7 +7,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class DsReasonError(Exception):
-    """The base class of these errors; `exit_code` is the exit code of the command if it runs without a launcher."""
+    """Base class for errors that users can fix; `exit_code` is the command's exit code if it runs without a launcher."""
 
     exit_code = 1
     label = "error: "
@@ -40,11 +40,11 @@ class RewardError(DsReasonError):
 
 
 class SaveError(DsReasonError):
-    """Output of a run that could not be written."""
+    """A run's output that could not be written."""
 
 
 class Stopped(DsReasonError):
-    """The end of a job that was asked to stop and has saved its state; the exit code is EX_TEMPFAIL from sysexits.h."""
+    """The end of a job that was asked to stop and has saved its state. The exit code is EX_TEMPFAIL from sysexits.h."""
 
     exit_code = 75
     label = ""
@@ -57,17 +57,17 @@ class NothingLearned(DsReasonError):
 
 
 class MismatchError(DsReasonError):
-    """Log-probabilities of the rollout engine that differ too much from the trainer's, so it samples from another policy.
+    """Log-probabilities from the rollout engine that differ too much from the trainer's: the engine samples a different policy.
 
-    In a step, all ranks raise it before the optimizer step, so that the weights are still those of the last finished step.
+    All ranks raise it before the optimizer step, so the weights are still those of the last finished step.
     """
 
 
 class StorageError(DsReasonError):
     """A storage request (to S3 or the Hub) that was refused or got no response; the message names the URL and the response.
 
-    `status` is the HTTP status of the response, or None if no response arrived. `transient` is True if the same request may
-    succeed later.
+    `status` is the response's HTTP status, or None if no response arrived. `transient` is True if the same request may succeed
+    later.
     """
 
     def __init__(self, text: str, *, status: int | None = None, transient: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Labels for the phases of a step; they show in a profile (`monitor.profile`) where time was spent."""
+"""Labels for the phases of a step, which show where time was spent in a profile (`monitor.profile`)."""
 
 from __future__ import annotations
 

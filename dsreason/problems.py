@@ -1,4 +1,4 @@
-"""Helpers for error messages: they combine problems, shorten lists and suggest corrections for misspelt words."""
+"""Helpers for error messages that combine problems, shorten lists and suggest corrections for misspelt words."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 SCREEN_LINES, SCREEN_WIDTH = 40, 100
-"""Size of the screen that a summary of problems fits on, in lines and characters."""
+"""Size of the screen that a summary of problems must fit on: lines, and characters per line."""
 PER_KIND = 3
 """Maximum number of messages of one kind in a summary of problems."""
 MOST_CHARACTERS = 500
 """Maximum length of a message in a summary of problems."""
 MOST_LEVELS = 100
-"""Maximum nesting depth of the fields of a row."""
+"""Maximum nesting depth of a row's fields."""
 
 
 def build_config_error(problems: Sequence[str]) -> ConfigError:
@@ -33,15 +33,16 @@ def build_config_error(problems: Sequence[str]) -> ConfigError:
 
 
 def join_first(texts: Sequence[str], max_texts: int = 20, *, separator: str = "; ") -> str:
-    """Join the first `max_texts` texts, and add the number of remaining ones: `a; b; and 3 more`."""
+    """Join the first `max_texts` texts, and add the number of those remaining: `a; b; and 3 more`."""
     more = [f"and {len(texts) - max_texts} more"] if len(texts) > max_texts else []
     return separator.join([*texts[:max_texts], *more])
 
 
 def summarise_problems(messages: Sequence[str]) -> list[str]:
-    """Summarise messages about rows in at most a screen of lines: grouped by kind, each group with its count and first messages.
+    """Summarise messages about rows in at most a screenful of lines, grouped by kind.
 
-    The order is that of the messages, and groups are in the order of their first message. The last line counts the rest.
+    Each group has its number of messages and the first of them. Groups are in the order of their first messages. If not all
+    groups fit, the last line counts the remaining messages.
     """
     groups: dict[str, list[str]] = {}
     for message in messages:
@@ -60,7 +61,7 @@ def summarise_problems(messages: Sequence[str]) -> list[str]:
 
 
 def mask_values(message: str) -> str:
-    """Return the kind of a message about a row: without the row's location, and with "…" for quoted values, paths and numbers.
+    """Return the kind of a message about a row: without the row's location, and with quoted values, paths and numbers as "…".
 
     Example: `rows.jsonl, row 2 (sample '1'): image: no file /d/a.png` → `image: no file …`.
     """
@@ -71,7 +72,7 @@ def mask_values(message: str) -> str:
 
 
 def describe_first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:
-    """Describe the first invalid value, and what it should be: `scores.bleu is 'x': input should be a valid number`.
+    """Describe the first invalid value and what it should be: `scores.bleu is 'x': input should be a valid number`.
 
     `hide` masks secrets. It is applied to the value before truncation, and again to the complete message.
     """
@@ -83,7 +84,7 @@ def describe_first_problem(error: ValidationError, hide: Callable[[str], str] = 
 
 
 def describe_parse_error(error: Exception) -> str:
-    """Return a JSON, TOML or YAML parser's message on one line, without Python's advice to programmers about long numbers."""
+    """Return a JSON, TOML or YAML parser's message on one line, without Python's advice for programmers about long numbers."""
     text = " ".join(str(error).split())
     return re.sub(r"Exceeds the limit \((\d+) digits\).*", r"a number of more than \1 digits", text)
 
@@ -112,5 +113,5 @@ def is_nested_deeper(value: Any, max_levels: int = MOST_LEVELS) -> bool:
 
 
 def describe_missing_file(place: Path) -> str:
-    """Return what is wrong with a path that should be a file, for use in a message."""
+    """Describe what is wrong with a path that should be a file, for use in a message."""
     return "is not a regular file" if place.exists() else "does not exist"

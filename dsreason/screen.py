@@ -1,8 +1,9 @@
 """Safe output to the terminal and to logs: text can neither control the terminal nor imitate a separate message.
 
-File names, rows and the output of models and servers may contain any character. All output passes through `print_message`,
-`write`, the log formatter (`dsreason.secrets`) or the console for tables and progress bars (`dsreason.monitor.console`), each of
-which escapes control characters. A test reports code that writes to the terminal in any other way.
+File names, rows and the output of models and servers may contain any character. Therefore, all output passes through
+`print_message`, `write`, the log formatter (`dsreason.secrets`) or the console for tables and progress bars
+(`dsreason.monitor.console`), each of which escapes control characters. A test finds code that writes to the terminal in any
+other way.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Terminal(io.FileIO):
 
 
 def wrap_terminal() -> None:
-    """Wrap stdout and stderr in `Terminal` if they are terminals, and escape characters that their encoding cannot represent."""
+    """Make stdout and stderr escape characters that their encoding cannot represent; if they are terminals, wrap them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -57,12 +58,12 @@ def escape_match(match: re.Match[str]) -> str:
 
 
 def to_one_line(text: str) -> str:
-    r"""Escape all control characters, including tabs and line breaks; for untrusted text within a message."""
+    r"""Escape all control characters, including tabs and line breaks. Use it for untrusted text within a message."""
     return escape_control(text).replace("\t", r"\t").replace("\n", r"\n")
 
 
 def format_message(text: str) -> str:
-    """Apply `escape_control` and indent all lines after the first, so that untrusted text cannot imitate another message."""
+    """Apply `escape_control` and indent all lines after the first, so that untrusted text cannot imitate a separate message."""
     return re.sub(r"\n(?=\S)", "\n  ", escape_control(text))
 
 

@@ -1,7 +1,7 @@
 """The rule that decides which names belong to secrets.
 
-The same rule applies to configuration keys, options, HTTP headers, environment variables, URL parameters and JSON keys, except
-that a few ambiguous words are secret only in variables, headers and URLs.
+The same rule applies to configuration keys, options, HTTP headers, environment variables, URL parameters and JSON keys. The
+exception is a few ambiguous words, which are secret only in variables, headers and URLs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def read_words(text: str) -> frozenset[str]:
 
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-"""Pattern of the single words in names such as `api_key`, `x-api-key`, `apiKey`, `APIKey` and `API_KEY2`."""
+"""Pattern for the individual words in names such as `api_key`, `x-api-key`, `apiKey`, `APIKey` and `API_KEY2`."""
 ENDINGS = (
     *("password", "passwd", "pwd", "passphrase", "passcode", "secret", "credential"),
     *("apikey", "authkey", "accesskey", "accesskeyid", "accountkey", "privatekey", "secretkey", "subscriptionkey"),
@@ -30,9 +30,9 @@ SECRET_WORDS = read_words(
 )
 """Last words of secret names."""
 JOINED = re.compile("(.+)(token|key|pass)")
-"""Pattern of a word that ends in a secret word: `githubtoken`, `masterkey`, `dbpass`."""
+"""Pattern for a word that ends in a secret word: `githubtoken`, `masterkey`, `dbpass`."""
 COUNTED = read_words("per each max min num")
-"""Words that make every name harmless if they precede the last word: `cost_per_token`."""
+"""Words that make any name harmless if they precede its last word: `cost_per_token`."""
 HARMLESS = {
     "token": read_words(
         "eos bos pad unk sep cls mask image video audio vision stop end start begin next first last special turn think "
@@ -52,16 +52,16 @@ HARMLESS = {
     ),
     "signature": read_words("function method class tool call reward"),
 }
-"""Words, or beginnings of the last word, that make a name harmless: `eos_token`, `score_key`, `monkey`."""
+"""Secret last word → words before it, or beginnings of the word itself, that make the name harmless: `eos_token`, `monkey`."""
 AMBIGUOUS = read_words("key pass session signature")
-"""Words that, without another word, are secret only in variables, headers and URLs, as are plurals such as `GH_TOKENS`."""
+"""Words that, on their own, are secret only in variables, headers and URLs; the same is true of plurals such as `GH_TOKENS`."""
 QUALIFIERS = read_words(
     "value val plain base prod production dev staging test read write ro rw primary secondary backup old new default hash "
     "header headers str string text pem json v b"
 )
-"""Words that may follow the word that makes a name secret: `HF_TOKEN_READ`, `API_KEY_V2`, `password_b64`."""
+"""Words that may follow the one that makes a name secret: `HF_TOKEN_READ`, `API_KEY_V2`, `password_b64`."""
 VARIABLE_WORDS = read_words("env environment variable var")
-"""Last words of keys whose value names an environment variable with a secret: `token_env`, `api_key_variable`."""
+"""Last words of keys whose values name an environment variable with a secret: `token_env`, `api_key_variable`."""
 
 
 @lru_cache(maxsize=4096)
@@ -71,7 +71,7 @@ def is_secret_name(name: str, *, ambiguous: bool = False) -> bool:
     The name of a function in a file, such as `judge.py:token`, is not secret.
 
     Args:
-        ambiguous: whether ambiguous words count, as they do for names of variables, headers and URL parameters.
+        ambiguous: whether ambiguous words count, as they do in names of variables, headers and URL parameters.
     """
     words = read_significant_words(name)
     if not words:
@@ -100,7 +100,7 @@ def has_secret_ending(words: list[str]) -> bool:
 
 
 def read_significant_words(name: str) -> list[str]:
-    """Return the words of a name up to the one that may make it secret; none for the name of a function in a file."""
+    """Return a name's words up to the one that may make it secret; [] for the name of a function in a file."""
     words = [] if ":" in name else split_words(name)
     while len(words) > 1 and (words[-1].isdecimal() or words[-1] in QUALIFIERS) and not has_secret_ending(words):
         words.pop()

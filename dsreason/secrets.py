@@ -1,6 +1,6 @@
 """Masking of keys and tokens in everything that is displayed, logged or written.
 
-Logs, errors and tracebacks pass through `hide_secrets` when they are formatted (`HidingFormatter`, `failures.py`); the
+Logs, errors and tracebacks pass through `hide_secrets` when they are formatted (`HidingFormatter`, `failures.py`). The
 configuration that a run writes passes through `hide_in_json`.
 """
 
@@ -30,40 +30,40 @@ VARIABLES = (
     "WANDB_API_KEY",
     "OPENAI_API_KEY",
 )
-"""Environment variables with secret values, in addition to those whose names `is_secret_name` recognises."""
+"""Environment variables with secret values, in addition to those that `is_secret_name` recognises by name."""
 SHORTEST = 6
-"""Minimum length of a value to hide; a shorter one would also occur in unrelated text."""
+"""Minimum length of a value to hide. Shorter values would also occur in unrelated text."""
 SHORTEST_BY_NAME = 8
-"""Minimum length of a value to hide if only its name marks it as secret; a shorter one, such as `true`, may be a setting."""
+"""Minimum length of a value to hide if only its name marks it as secret. Shorter values, such as `true`, may be settings."""
 IDENTIFIER = re.compile("[a-z]+(_[a-z]+)*")
-"""Pattern of plain words, such as a column's name; hidden everywhere only if the key is clearly secret."""
+"""Pattern for plain words, such as a column's name, which are hidden everywhere only if their key is clearly secret."""
 REQUEST = re.compile(r"(^|[._-])(headers|env|environ|environment|query)(\.\d+)*$", re.IGNORECASE)
-"""Pattern of keys that hold headers, variables or parameters of a URL."""
+"""Pattern for keys that hold headers, variables or URL parameters."""
 ASSIGNMENT = re.compile(
     r"(?<!\\)(?P<quote>\\*['\"])(?P<quoted>[\w .$/-]{1,100})(?P=quote)(?P<colon>\s*[:=,]\s*)"
     r"|(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\s*[:=]\s*)"
     r"|(?<!\S)(?P<option>--[\w-]+) +"
 )
-"""Pattern of a name and the sign before its value, as in JSON, Python, TOML, URLs, command lines and HTTP headers."""
+"""Pattern for a name and the sign before its value, as in JSON, Python, TOML, URLs, command lines and HTTP headers."""
 QUOTED = re.compile(
     r"[bfru]{0,2}(?:(\\+['\"])(.*?)(?:(?<!\\)\1|(?=\n)|$)"
     r"|'((?:[^'\\\n]|\\.)*+)(?:'|(?=\n)|$)|\"((?:[^\"\\\n]|\\.)*+)(?:\"|(?=\n)|$))"
 )
-"""Pattern of a value in quotes, which may be cut off."""
+"""Pattern for a value in quotes, which may be cut off."""
 # Punctuation after the value belongs to the sentence and is kept.
 BARE = re.compile(r"[^&\s'\"<\\](?:[^&\s'\"\\]*[^&\s'\").,:;}\]\\])?")
 WEAK = re.compile(r"(?:\\*['\"])?((?=[^\s'\"\\]{0,199}\d)(?=[^\s'\"\\]{0,199}[^\W\d])[^\s'\"\\,;)}\]]{8,})")
-"""Pattern of a value that looks like a secret; after a weak sign, as in `password: wrong`, other values are ordinary text."""
+"""Pattern for a value that looks like a secret. After a weak sign, as in `password: wrong`, any other value is ordinary text."""
 LIST = re.compile(r"\[(\s*\\*['\"][^\]\n]*)")
 NUMBER = re.compile(r"\d{4,}(?![\w.])")
 HEADER = re.compile(r"(?:(?:basic|bearer|token|digest)\s+)?([^\s'\",]+)", re.IGNORECASE)
 AUTHORIZATION = re.compile(
     HEADER.pattern.removesuffix(")") + r"(?:,? *\b\w+=(?:\"[^\"\n]*\"|[^\s'\",]+))*)", re.IGNORECASE
 )
-"""Pattern of a value with further fields, as in `AWS4-HMAC-SHA256 Credential=…, Signature=…`."""
+"""Pattern for a value with several fields, as in `AWS4-HMAC-SHA256 Credential=…, Signature=…`."""
 COOKIES = re.compile(r"([^\n'\"]+)")
 MARKUP = re.compile(r"<[^<>]*>")
-"""Pattern of values that are not masked: names of variables (`<HF_TOKEN>`) and special tokens (`<|im_end|>`)."""
+"""Pattern for values that are not masked: names of variables (`<HF_TOKEN>`) and special tokens (`<|im_end|>`)."""
 PREFIXES = r"hf_|sk-|gh[a-z]_|github_pat_|AKIA|xox[a-z]-|glpat-|AIza|nvapi-|[rs]k_(?:live|test)_"
 PATTERNS = {
     re.compile(rf"\b({PREFIXES})[A-Za-z0-9_-]{{16,}}"): r"\1…",
@@ -72,22 +72,22 @@ PATTERNS = {
     re.compile(r"(\bbearer\s+)[\w.~+/-]{16,}=*", re.IGNORECASE): r"\1…",
     re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)"): r"\1…",
 }
-"""Secrets that are recognised by their format: pattern → replacement."""
+"""Pattern for a secret that is recognised by its format → replacement."""
 PAYLOAD = re.compile(r"(\bdata:[\w.+;=/-]{0,120},|['\"]base64['\"]: ['\"])[\w+/=%-]{16,}")
-"""Pattern of encoded media in a text: a `data:` URI, or the field `base64` of a part."""
+"""Pattern for encoded media in a text: a `data:` URI, or a part's field `base64`."""
 EMBEDDED = re.compile(r"(['\"]bytes['\"]: b)(?:'(?:\\.|[^'\\])*'?|\"(?:\\.|[^\"\\])*\"?)")
-"""Pattern of embedded media in a text: the field `bytes`, which may be cut off."""
+"""Pattern for embedded media in a text: the field `bytes`, which may be cut off."""
 RAW_BYTES = re.compile(
     r"(?<!\w)b(?:'(?=(?:[^'\\]|\\[^x])*\\x)(?:\\.|[^'\\])*'?|\"(?=(?:[^\"\\]|\\[^x])*\\x)(?:\\.|[^\"\\])*\"?)"
 )
-"""Pattern of the `repr` of a byte string with non-text bytes; it may be cut off."""
+"""Pattern for the `repr` of a byte string with non-text bytes, which may be cut off."""
 BASE64 = re.compile(r"(?<![\w+=-])(?=[\w+/-]*[0-9])(?=[\w+/-]*[A-Z])([\w+/-]{24})[\w+/-]{176,}={0,2}", re.ASCII)
-"""Pattern of an unbroken text of at least 200 characters that may be base64: it has digits and capital letters."""
+"""Pattern for text that may be base64: at least 200 characters without a break, including digits and capital letters."""
 PROXY_USER = re.compile(r"(?<![^\s'\"=(<,])[\w.~%+-]{1,100}:(?!//)[^\s'\"@]{1,200}(?=@[\w.-]{1,255}:\d{1,5}(?!\w))")
-"""Pattern of the credentials in `user:password@proxy:3128`, a proxy without a scheme."""
+"""Pattern for the credentials in `user:password@proxy:3128`, a proxy without a scheme."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 MASK = re.compile(rf"\b(?:{PREFIXES}|ASIA|eyJ)…|\bbearer\s+…|PRIVATE KEY-----…|…@", re.IGNORECASE)
-"""Pattern of the masks that `PATTERNS` and `mask_credentials` insert into a text."""
+"""Pattern for the masks that `PATTERNS` and `mask_credentials` insert into a text."""
 VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
@@ -99,13 +99,13 @@ VERBOSE_LOGGERS = (
     "httpcore",
     "httpcore2",
 )
-"""Loggers of libraries that log headers and signed URLs at the levels DEBUG and INFO."""
+"""Loggers of libraries that log headers and signed URLs at the DEBUG or INFO level."""
 
 
 def hide_secrets(text: str) -> str:
     """Replace the values of secret variables in a text with their names, and mask other secrets, such as `user:password@`.
 
-    The content of media is also omitted, because it would fill the screen.
+    Media content is also omitted, because it would fill the screen.
     """
     for name, value in list_secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
@@ -120,7 +120,7 @@ def hide_secrets(text: str) -> str:
 
 
 def iter_secret_values(text: str) -> Iterator[tuple[int, int]]:
-    """Yield start and end of every value in a text that follows a secret name: `token=…`, `"api_key": "…"`, `X-Api-Key: …`."""
+    """Yield (start, end) of every value that follows a secret name in a text: `token=…`, `"api_key": "…"`, `X-Api-Key: …`."""
     last_end = 0
     for match in ASSIGNMENT.finditer(text):
         name = match["quoted"] or match["name"] or match["option"]
@@ -134,7 +134,7 @@ def iter_secret_values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def find_value(text: str, name: re.Match[str]) -> re.Match[str] | None:
-    """Return the match of the value after a name; its last group, if it has any, is the part to mask."""
+    """Return the match for the value after a name, or None. The match's last group, or all of it, is the part to mask."""
     sign = (name["colon"] or name["sign"] or "").strip()
     if name["option"] or sign == ",":  # `--password …`, or a pair in a list
         is_option = name["option"] or name["quoted"].startswith("--")
@@ -160,20 +160,20 @@ def hide_payloads(text: str) -> str:
 
 
 _variables: set[str] = set()
-"""Environment variables that the configuration or the command line names as secret."""
+"""Environment variables that the configuration or the command line declares secret."""
 _values: dict[str, str] = {}
 """Secrets in the configuration: dotted key → value."""
 
 
 def add_secret_variable(name: str) -> None:
-    """Treat the value of this environment variable as secret, whatever its name."""
+    """Treat this environment variable's value as secret, whatever its name."""
     if name not in _variables:
         _variables.add(name)
         list_secret_variables.cache_clear()
 
 
 def register_secrets(document: Any, place: str = "") -> None:
-    """Register all secrets in a configuration, and the environment variables that it names as secret, for `hide_secrets`."""
+    """Register a configuration's secrets, and the environment variables that it declares secret, for `hide_secrets`."""
     for key, item, is_secret in iter_items(document, place):
         below = f"{place}.{key}" if place else key
         if names_secret_variable(key) and isinstance(item, str):
@@ -190,7 +190,7 @@ def register_secrets(document: Any, place: str = "") -> None:
 
 
 def forget_secrets() -> None:
-    """Forget the secrets and variables that were registered."""
+    """Forget all registered secrets and variables."""
     _variables.clear()
     _values.clear()
     list_secret_variables.cache_clear()
@@ -198,10 +198,10 @@ def forget_secrets() -> None:
 
 @lru_cache(maxsize=1)
 def list_secret_variables(count: int) -> list[tuple[str, str]]:
-    """Return the name and value of every secret in the environment and in the loaded configuration.
+    """Return (name, value) for every secret in the environment and in the loaded configuration.
 
-    The longest value comes first, because it may contain a shorter one. The result is cached until the number of variables
-    (`count`) changes, since user code may load keys.
+    Longer values come first, because they may contain shorter ones. The result is cached until the number of variables (`count`)
+    changes, because user code may load keys.
     """
     values = {name: os.environ.get(name, "").strip() for name in (*VARIABLES, *_variables)}
     long_values = {name: value for name, value in values.items() if len(value) >= SHORTEST}
@@ -213,12 +213,12 @@ def list_secret_variables(count: int) -> list[tuple[str, str]]:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether the environment variable's name marks its value as secret; the name KEY also does."""
+    """Return whether an environment variable's name marks its value as secret; even the bare name KEY does."""
     return name in _variables or name.upper().endswith("_HEADERS") or is_secret_name(name, ambiguous=True)
 
 
 def hide_in_json(value: Any, place: str = "") -> Any:
-    """Mask secrets in JSON values: within strings, in query strings of URLs, and as the values of secret names."""
+    """Mask secrets in JSON values: within strings, in the query strings of URLs, and under secret names."""
     if isinstance(value, str):
         return ADDRESS.sub(strip_query, hide_secrets(value))
     if not isinstance(value, (dict, list, tuple)):
@@ -231,9 +231,9 @@ def hide_in_json(value: Any, place: str = "") -> Any:
 
 
 def iter_items(value: Any, place: str = "") -> Iterator[tuple[str, Any, bool]]:
-    """Yield the keys and values of a dict or list, and whether the value belongs to a secret name.
+    """Yield (key, value, whether the value belongs to a secret name) for each item in a dict or list.
 
-    In `{name = "X-Api-Key", value = "…"}`, as in lists of headers, the secret is the value; in a command line, it is the item
+    In `{name = "X-Api-Key", value = "…"}`, as in lists of headers, the secret is under `value`. In a command line, it is the item
     after an option such as `--password`.
     """
     if isinstance(value, dict):
@@ -250,7 +250,7 @@ def iter_items(value: Any, place: str = "") -> Iterator[tuple[str, Any, bool]]:
 
 
 def iter_leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in nested dicts and lists that are neither."""
+    """Yield the values in nested dicts and lists that are neither dicts nor lists."""
     items = [item for _, item, _ in iter_items(value)]
     yield from (leaf for item in items for leaf in iter_leaves(item)) if isinstance(value, (dict, list)) else [value]
 
@@ -274,27 +274,27 @@ def strip_query(address: re.Match[str]) -> str:
 
 
 def is_header_safe(secret: str) -> bool:
-    """Return whether an HTTP header can contain the secret; if not, the client's error would quote it in an escaped form.
+    """Return whether an HTTP header can contain the secret.
 
-    The escaped form would not be masked.
+    If it cannot, the client's error would quote the secret in an escaped form, which would not be masked.
     """
     return secret.isascii() and secret.isprintable()
 
 
 def is_set(value: Any) -> bool:
-    """Return whether a value may be a secret: it is set, and neither a switch nor a fraction, such as the weight of a reward."""
+    """Return whether a value may be a secret: it is set, and is neither a switch nor a float, such as a reward's weight."""
     return value is not None and value != "" and not isinstance(value, bool | float)
 
 
 class VisibleRecord(logging.LogRecord):
-    """A log record that masks secrets itself, because the handlers of libraries print messages unchanged."""
+    """A log record that masks secrets itself, because handlers from libraries print messages unchanged."""
 
     def getMessage(self) -> str:
         return format_message(hide_secrets(super().getMessage()))
 
 
 class HidingFormatter(logging.Formatter):
-    """A log formatter that masks secrets, escapes control characters and indents the continuation lines of a message."""
+    """A log formatter that masks secrets, escapes control characters and indents a message's continuation lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return format_message(super().formatMessage(record))
@@ -304,9 +304,9 @@ class HidingFormatter(logging.Formatter):
 
 
 def mask_credentials(text: str) -> str:
-    """Mask user, password or token in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. The password may contain slashes.
+    """Mask the user, password or token in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. The password may contain slashes.
 
-    Without a scheme, `user:password@` is masked before a host and a port.
+    `user:password@` without a scheme is masked if a host and a port follow it.
     """
 
     def mask_user(match: re.Match[str]) -> str:
@@ -317,6 +317,6 @@ def mask_credentials(text: str) -> str:
 
 
 def quiet_libraries() -> None:
-    """Set the level of `VERBOSE_LOGGERS` to WARNING, regardless of the libraries' own debug settings."""
+    """Set the level of `VERBOSE_LOGGERS` to WARNING, whatever the libraries' own debug settings."""
     for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
 """Requests to stop this process, and waits that end as soon as such a request arrives.
 
-A signal can only be handled between two steps of a run, but a step may have to wait for minutes: for a server, a worker process
-or a data worker. Such waits therefore check for a request several times per second.
+A signal can only be handled between two steps of a run, but a step may wait for minutes for a server, a worker process or a data
+worker. Such waits therefore check for a request several times per second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL_S = 0.1
 """Seconds between two checks for a request to stop."""
 
 _requests: list[str] = []
-"""Names of the signals that asked this process to stop. A list, because signal handlers must not acquire locks."""
+"""Names of the signals that asked this process to stop. It is a list because signal handlers must not acquire locks."""
 
 
 def request_stop(name: str) -> None:
@@ -43,7 +43,7 @@ def check_stop() -> None:
 
 
 def wait_for_result(future: Future[T]) -> T:
-    """Return the result of `future`, or raise its error; raise Stopped if this process is asked to stop before that."""
+    """Return the result of `future`, or raise its error; raise Stopped if this process is asked to stop first."""
     while True:
         try:
             return future.result(POLL_S)
@@ -54,7 +54,7 @@ def wait_for_result(future: Future[T]) -> T:
 
 
 def pause(seconds: float, cancelled: threading.Event | None = None) -> bool:
-    """Wait; return early with True if `cancelled` is set, and raise Stopped if this process is asked to stop."""
+    """Wait for `seconds`. Return early with True if `cancelled` is set; raise Stopped if this process is asked to stop."""
     deadline, over = time.monotonic() + seconds, cancelled or threading.Event()
     while (seconds_left := deadline - time.monotonic()) > 0:
         check_stop()

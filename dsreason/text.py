@@ -1,4 +1,4 @@
-"""Kinds of questions, the split of a response into thoughts and answer, and normalisation of texts for comparison."""
+"""Kinds of questions, splitting of responses into thoughts and answer, and normalisation of texts for comparison."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import unicodedata
 from typing import Literal, NamedTuple
 
 QuestionKind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
-"""The kind of a question, which determines how its answer is graded: by option letter, by yes or no, by exact text (ignoring
-case), by BLEU and ROUGE, or by number, in this order."""
+"""Kind of a question, which determines how its answer is graded. In this order: by option letter, by yes or no, by exact text
+(ignoring case), by BLEU and ROUGE, or by number."""
 TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 
 
@@ -24,9 +24,9 @@ class Response(NamedTuple):
 def split_response(text: str) -> Response:
     """Split a response into thoughts and answer, both stripped; any of the tags may be missing.
 
-    The thoughts end at the last `</think>` or, without one, at the `<answer>` tag. A response that opens `<think>` but
-    has neither consists only of thoughts. The answer is the last non-empty `<answer>` block (a model that corrects itself puts
-    its final answer last) or, without such blocks, the text after the thoughts.
+    The thoughts end at the last `</think>` or, without one, at the `<answer>` tag. A response that opens `<think>` but has
+    neither of these tags consists only of thoughts. The answer is the last non-empty `<answer>` block (a model that corrects
+    itself puts its final answer last) or, without such blocks, the text after the thoughts.
     """
     text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
     thoughts, closed, answer_part = text.rpartition("</think>")
@@ -53,6 +53,6 @@ def normalize_answer(text: str) -> str:
 
 
 def normalize_option(text: str) -> str:
-    """Normalise the text of an option: apply `normalize`, then remove final punctuation and enclosing parentheses or quotes."""
+    """Normalise an option's text: apply `normalize`, then remove final punctuation and enclosing parentheses or quotes."""
     plain = normalize(unicodedata.normalize("NFKC", text)).rstrip(" .!;,")
     return plain[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", plain) else plain

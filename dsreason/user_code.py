@@ -1,8 +1,8 @@
 """Imports of the user's own code, such as an adapter or a reward, by path or by module name.
 
 The current folder is not on the import path; otherwise, a library that tries to import an optional package might import a file
-that lies next to the user's data. Code that the configuration names is still found in the current folder. The imports of that
-code are resolved first from installed packages, then from the folder of the code, and then from the current folder.
+that lies next to the user's data. Code named in the configuration is still found in the current folder. Imports in that code are
+resolved from installed packages first, then from the code's own folder, and then from the current folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsreason.errors import ConfigError
 from dsreason.problems import describe_missing_file, find_nearest
 
 FILE_MODULE = "dsreason_file_"
-"""Prefix of the names of modules that were imported by path."""
+"""Prefix for the names of modules that are imported by path."""
 
 
 class UserCodeFinder(MetaPathFinder):
@@ -34,7 +34,7 @@ class UserCodeFinder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.folders: dict[str, list[str]] = {}
-        """Top-level module of the user → folders that are searched for it and for its imports."""
+        """Top-level user module → folders to search for it and for its imports."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -57,7 +57,7 @@ FINDER = UserCodeFinder()
 
 
 def _find_importer() -> str:
-    """Return the top-level module whose code runs the current import statement (or `import_module`)."""
+    """Return the top-level module whose code runs the current import statement or `import_module` call."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -72,8 +72,8 @@ def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
 
     Args:
         what: beginning of error messages, such as `data.adapter "my.py"`.
-        known: valid names, the nearest of which an error message suggests.
-        advice: end of an error message, which explains the allowed values.
+        known: valid names, of which an error message suggests the nearest.
+        advice: end of an error message, which explains the allowed names.
 
     Raises:
         ConfigError: the module or attribute does not exist, or the import fails.
@@ -106,7 +106,7 @@ def find_code_file(name: str) -> Path | None:
 
 
 def import_file(path: Path, what: str) -> ModuleType:
-    """Import the module in a `.py` file, once per process."""
+    """Import a `.py` file as a module, once per process."""
     if not path.is_file():
         raise ConfigError(f"{what}: {path.absolute()}: {describe_missing_file(path)}")
     path = path.resolve()
@@ -129,7 +129,7 @@ def import_file(path: Path, what: str) -> ModuleType:
 
 
 def import_module(target: str, what: str, known: Sequence[str], advice: str) -> ModuleType:
-    """Import the module `target`, which is installed or in the current folder."""
+    """Import the module `target` from the installed packages or from the current folder."""
     package = target.partition(".")[0]
     try:
         if package not in sys.modules and importlib.util.find_spec(package) is None:
@@ -146,6 +146,6 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
 
 
 def restore_script_folders() -> None:
-    """Remove the PYTHONSAFEPATH set by `dsreason.__main__`, so that processes that user code starts do not inherit it."""
+    """Remove the PYTHONSAFEPATH set by `dsreason.__main__`, so that processes started by user code do not inherit it."""
     if os.environ.get("PYTHONSAFEPATH") == "dsreason":
         del os.environ["PYTHONSAFEPATH"]

@@ -1,9 +1,9 @@
-"""Parser that finds the option that a response chooses; it is cautious, because a wrong guess is worse than no answer.
+"""Parser that finds the option chosen in a response. It is cautious, because a wrong guess is worse than no answer.
 
 The rules, in order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no` (if
 the options are yes and no), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
 `letter and text`, `only option named`, `option text named`. The parser returns no answer if the rules from `own line` to
-`letter and text` disagree, if another option follows a verdict, or if two options are named without a verdict.
+`letter and text` disagree, if a different option follows a verdict, or if two options are named without a verdict.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from dsreason.answers.verdicts import UNREAD, is_refused, iter_verdicts, read_ye
 from dsreason.text import normalize
 
 NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
-"""Pattern of the start of the next key in a JSON object."""
+"""Pattern for the start of the next key in a JSON object."""
 WINDOW = 500
-"""Number of characters before and after a letter that are searched for words about the letter's option."""
+"""Number of characters before and after a letter to search for words about the letter's option."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
 AFTER_LETTER = r"""[)\]}"'.:,;!\s]*"""
 MARK = r"""(["']?\s*[)\]}]+[.:,]?|["']?[.,;:!](?=\s)|[.:](?=[^\W\d]{2})|\s+[-–—]+(?=\s))?\s*"""
-"""Pattern of punctuation between a letter and the words that follow: `A)`, `A.`, `A:`, `A -`."""
+"""Pattern for punctuation between a letter and the words that follow: `A)`, `A.`, `A:`, `A -`."""
 
 
 def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, str]:
-    """Return the key of the option that a text chooses, and the rule that found it; `("", "none")` if no single option is found.
+    """Return the key of the option that a text chooses and the rule that found it; `("", "none")` if no single option is found.
 
     If `options` is None, any single letter from A to Z counts, and option texts cannot be recognised.
     """
@@ -118,7 +118,7 @@ class _Reader:
         return self.keys.get(letter.upper())  # the pattern also matches a Turkish İ, which is not a key
 
     def remove_option_list(self, text: str) -> str:
-        """Remove lines that only repeat options, provided that at least two such lines are consecutive and in order."""
+        """Remove lines that only repeat the options, if at least two of these lines are consecutive and in order."""
         lines = text.splitlines()
         positions = [self._find_item_index(line) for line in lines]
         steps = [
@@ -129,7 +129,7 @@ class _Reader:
         return "\n".join(line for i, line in enumerate(lines) if i not in listed)
 
     def _find_item_index(self, line: str) -> int | None:
-        """Return the index of the option whose letter and text form the complete line (`B. to the right` → 1), or None."""
+        """Return the index of the option whose letter and text make up the line (`B. to the right` → 1), or None."""
         letter, mark, remainder = self._split(line)
         return self.order.index(letter) if letter and mark and self.find_by_text(remainder) == letter else None
 
@@ -167,7 +167,7 @@ class _Reader:
     # ------------------------------------------------------------ verdicts
 
     def find_verdict(self, text: str) -> str | None:
-        """Return the option of the last verdict; "" if another option follows the verdict; None if there is no verdict.
+        """Return the option that the last verdict names; "" if a different option follows it; None if the text has no verdict.
 
         The last verdict counts, because a text that corrects itself ends with its final answer.
         """
@@ -211,7 +211,7 @@ class _Reader:
         return not self._has_other_text(match[1] + after)
 
     def _take_last_verdict(self, text: str, verdict_keys: list[tuple[int, str]]) -> str | None:
-        """Return the last verdict's key; None if a second thought, a later line or the last sentence names another option."""
+        """Return the last verdict's key; None if a second thought, a later line or the last sentence names a different option."""
         if not verdict_keys:
             return None
         start, key = max(verdict_keys, key=lambda verdict: verdict[0])
@@ -236,7 +236,7 @@ class _Reader:
     # ------------------------------------------------------------ rules for the layout of a text
 
     def find_own_line(self, text: str) -> str | None:
-        """Return the option that stands alone on a line; None if no option or several options do."""
+        """Return the only option that stands alone on a line; None if no option or several options do."""
         key_of_line = {line: self.read_choice(line) for line in text.splitlines()}
         keys = set(key_of_line.values()) - {None}
         other_lines = [line for line, key in key_of_line.items() if key is None]
@@ -245,7 +245,7 @@ class _Reader:
         return keys.pop()
 
     def read_letter_and_text(self, text: str) -> str | None:
-        """Return the option of a text such as `C. move left`: a letter, a separator, and words that name no other option."""
+        """Return the option in a text such as `C. move left`: a letter, a separator, and words that name no other option."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or SECOND_THOUGHT.search(remainder) or mark[0] == ",":
             return self._read_letter_and_words(text)
@@ -271,7 +271,7 @@ class _Reader:
         return REJECTED.match(remainder) is not None or (mark[0] not in ".:" and PREDICATE.match(remainder) is not None)
 
     def find_only_right(self, text: str) -> str | None:
-        """Return the only option that the text judges right, if it judges others wrong, as in `A: no. B: yes. C: no.`"""
+        """Return the only option that the text calls right, if it calls others wrong, as in `A: no. B: yes. C: no.`"""
         if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
         letters = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
@@ -302,7 +302,7 @@ class _Reader:
         )
 
     def find_only_text(self, text: str) -> str | None:
-        """Return the option that the response gives as its answer by the option's text; see the module `mentions`."""
+        """Return the option that the response gives as its answer by quoting the option's text; see the module `mentions`."""
         sentences = split_sentences(text)
         key = self.texts.find_answered(sentences, self._find_named_keys(text))
         if SECOND_THOUGHT.search(text) or self._is_taken_back(sentences) or self.mentioned.search(text):
@@ -320,14 +320,14 @@ class _Reader:
     # ------------------------------------------------------------ helpers for letters in a text
 
     def _has_other_text(self, line: str) -> bool:
-        """Return whether the line starts with a letter that is followed by the text of another option."""
+        """Return whether the line starts with a letter followed by the text of a different option."""
         letter, mark, remainder = self._split(line)
         return mark != "" and self.find_by_text(remainder.partition("\n")[0]) not in (None, letter)
 
     def _is_contradictory(self, text: str) -> bool:
-        """Return whether a letter is next to another option's text.
+        """Return whether a letter is next to a different option's text.
 
-        Examples, if A is `to the left`: `A. to the right` and `to the right (A)`.
+        Examples where A is `to the left`: `A. to the right` and `to the right (A)`.
         """
         for match in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
             before = take_text_before(text, match.start(), WINDOW)
@@ -339,7 +339,7 @@ class _Reader:
         return False
 
     def _split(self, text: str) -> tuple[str | None, str, str]:
-        """Split a text into the letter that it starts with, the separator after the letter, and the remaining text."""
+        """Split a text into its first letter, the separator after it, and the remaining text; (None, "", "") without a letter."""
         match = re.match(rf"{BEFORE_LETTER}({self.letter})(?![\w'’]){MARK}", text, re.IGNORECASE)
         return (self.to_key(match[1]), (match[2] or "").strip(), text[match.end() :]) if match else (None, "", "")
 
@@ -348,7 +348,7 @@ class _Reader:
         return {key for pair in re.findall(marks, text, re.IGNORECASE) if (key := self.to_key("".join(pair)))}
 
     def _find_named_keys(self, text: str) -> set[str]:
-        """Return all options that the text may name, including by bare capitals, but not by the words "A" and "I"."""
+        """Return all options that the text may name, even by a bare capital letter, but not by the words "A" and "I"."""
         words = re.sub(r"\bI\b", "", self._remove_articles(text))
         bare = re.findall(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", words)
         return self._find_marked_keys(text) | {self.keys[letter] for letter in bare}

@@ -14,7 +14,7 @@ from dsreason.answers.types import AnswerType, Parsed
 def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
     """Return the first capital letter as the answer.
 
-    For `reasoning`, only letters inside `<answer>…</answer>` count, and the content of the first `<think>` block is returned.
+    For `reasoning`, only letters in the first `<answer>` block count, and the first `<think>` block is returned as the reasoning.
     """
     if answer_type == "letter":
         return Parsed(*_find_first_capital(text, "first capital"))
@@ -34,7 +34,10 @@ def extract_tagged_answer(text: str) -> str:
 
 
 def _extract_tag(text: str, tag: str) -> str | None:
-    """Return the content of the first `<tag>…</tag>`, without rescanning the text for each unclosed start tag."""
+    """Return the content of the first `<tag>…</tag>`, or None.
+
+    A regular expression would rescan the text for each unclosed start tag.
+    """
     inside, end, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
     return inside if end else None
 

@@ -1,4 +1,4 @@
-"""Rules that decide whether an answer is correct, which validation, rewards and evaluation share."""
+"""Rules that decide whether an answer is correct, shared by validation, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dsreason.text import QuestionKind, normalize_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:
-    """Return whether a completion gives an accepted answer, as `Grader` decides; False if the sample has no reference."""
+    """Return whether a completion gives an accepted answer, as `Grader` would decide; False if the sample has no reference."""
     reference, kind = get_reference(sample), get_question_kind(sample)
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return reference is not None and is_any(answer, (reference, *sample.other_answers), kind, sample.options)
 
 
 def get_question_kind(sample: Sample) -> QuestionKind:
-    """Return `meta["question_kind"]` if it is valid, or else the kind of the reference: option, yes or no, or other text."""
+    """Return `meta["question_kind"]` if it is valid, or else infer the kind from the reference: option, yes/no or other text."""
     declared: QuestionKind = sample.meta.get("question_kind", "")
     if declared in get_args(QuestionKind):
         return declared
@@ -47,7 +47,7 @@ def is_any(answer: str, references: Iterable[str], kind: QuestionKind, options: 
 
 
 def is_same(answer: str, reference: str, kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
-    """Return whether a parsed answer equals the reference, which may contain tags. An empty answer equals no reference."""
+    """Return whether a parsed answer equals the reference, which may contain tags. An empty answer never equals a reference."""
     expected = parse(reference, "reasoning", kind=kind, options=options).answer
     if not answer or not expected:
         return False

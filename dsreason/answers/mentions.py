@@ -1,8 +1,8 @@
 """Parser that finds the chosen option in a response that gives the option's text instead of its letter.
 
 A response that mentions an option's text does not necessarily choose the option: responses quote option texts, deny them, or
-describe other cars that stop. Therefore, an option counts only if the last sentence has one of a few forms: a subject, linking
-words, the option's text, and hardly anything else ("so the car should «turn left»", "it is «a dog»").
+use them to describe something else, such as another car. An option therefore counts only if the last sentence has one of a few
+forms: a subject, linking words, the option's text, and hardly anything else ("so the car should «turn left»", "it is «a dog»").
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dsreason.answers.text import clean_text, take_text_before
 from dsreason.text import normalize, normalize_option
 
 PART = re.compile(r"[,;]|\bbut\b")
-"""Pattern of the boundary between a denied part of a sentence and the part that corrects it."""
+"""Pattern for the boundary between a denied part of a sentence and the part that corrects it."""
 MARKED = re.compile("«(.+?)»")
-"""Pattern of a mark that stands for an option's text."""
+"""Pattern for a mark that stands for an option's text."""
 OR_BEFORE, OR_BEHIND = re.compile(r"\bor\s+(?:\w+\s+)?$"), re.compile(r"\s*or\b")
 WINDOW = 50
 """Number of characters before and after an option's text that determine the text's role in the sentence."""
@@ -35,7 +35,7 @@ UNDONE = re.compile(
     r"|(?<!\bi\s)would)\b",
     re.IGNORECASE,
 )
-"""Words in the same clause before an option's text which show that an action did not happen or was only intended."""
+"""Words before an option's text, in the same clause, showing that an action did not happen or was only intended."""
 LINK = (
     r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
     r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|ahead|again|too|also|one|first|next|only|instead|\w+wards?|\w+ly"
@@ -103,7 +103,7 @@ LINKS = (
     rf"\s+(?:because(?:\s+of)?|due\s+to|by|at|in|on)\s+{ARTICLE}"
     rf"|(?:i|we)\s+(?:would\s+)?attribute\s+(?:it|this|the\s+\w+)\s+to\s+|{ARTICLE})"
 )
-"""Pattern of a subject and the words that connect it with the option."""
+"""Pattern for a subject and the words that connect it with the option."""
 TAIL = (
     rf"(?:\s+(?:(?:in|of)\s+(?:the|this)\s+{SCENE}|at\s+the\s+(?:line|crossing|intersection|junction|light)|here|now|it\s+is)\b"
     r"|,?\s+i\s+(?:think|believe|guess))?"
@@ -114,16 +114,16 @@ COUNTS = re.compile(
     rf"\W*(?:{OPENING}){{0,2}}(?:there\s+(?:is|are|was|were)|(?:i|we|you)\s+(?:can\s+)?(?:see|count|counted|observe))\s+{SURELY}"
     rf"«([^»]+)»\s+(?!left|seconds?|minutes?|hours?|times|frames?|met(?:er|re)s?|options?|choices|answers|reasons|ways)[^\W\d]\w*{TAIL}"
 )
-"""Pattern of answers that state a count, such as `there are «C» cars`."""
+"""Pattern for answers that state a count, such as `there are «C» cars`."""
 NUMBER = re.compile(r"[\d.,]+|zero|one|two|three|four|five|six|seven|eight|nine|ten")
 MEASURED = re.compile(rf"\b(?:the|this|that|these|those|its)\s+(?!number\b|count\b|total\b|sum\b|{SCENE})[^,]*$")
-"""Contexts before a number that is probably not the requested count, as in "the speed limit is «C»"."""
+"""Contexts that precede a number other than the requested count, as in "the speed limit is «C»"."""
 TALKED_ABOUT = re.compile(
     r"\b(?:ask(?:s|ed)?|instruct\w*|tells?|told|(?<!would\s)(?<!['’]d\s)says?|said|suggests?|announce\w*|claims?|expect\w*|include\w*|goal|task|plan|aim|rules?|question"
     r"|options?|choices?|forecast|thought|other|another|previous\w*|former|earlier|begins?|starts?|initial\w*|about\s+to|enough|too|usually"
     r"|normally|used\s+to|before|after|until|as\s+soon|decides?|signs?|below|listed|list)\b"
 )
-"""Words in the same sentence before an option's text that refer to somebody or something else, or to another time."""
+"""Words before an option's text, in the same sentence, that refer to somebody or something else, or to a different time."""
 
 
 def is_denied(sentence: str) -> bool:
@@ -131,14 +131,14 @@ def is_denied(sentence: str) -> bool:
 
 
 class OptionTexts:
-    """Texts of a question's options, with methods that find the option to which a response refers."""
+    """A question's option texts, with methods that find the option to which a response refers."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.bare = {key: normalize_option(clean_text(text)) for key, text in (options or {}).items()}
         longest_first = sorted(self.bare.items(), key=lambda item: -len(item[1]))
         times = Counter(self.bare.values())
         self.phrases = {key: text for key, text in longest_first if times[text] == 1 and text not in ("", "yes", "no")}
-        """Option key → text, longest first, for the texts that can be recognised unambiguously in a sentence."""
+        """Option key → text, longest first, for texts that can be recognised unambiguously in a sentence."""
 
     def find_key(self, text: str) -> str | None:
         """Return the key of the option whose text equals `text` after normalisation; None if no option or several match."""
@@ -153,9 +153,10 @@ class OptionTexts:
         return (option for other, option in self.bare.items() if other != key)
 
     def find_answered(self, sentences: Sequence[str], named: set[str]) -> str | None:
-        """Return the option that the last sentence gives as the answer; None if another sentence affirms another or denies it.
+        """Return the option that the last sentence gives as the answer.
 
-        If the response names only this option's letter (`named`), any sentence that affirms the option's text is sufficient.
+        Return None if another sentence affirms a different option or denies this one. If this option's letter is the only one in
+        `named`, it is sufficient that any sentence affirms the option's text.
         """
         affirmed: dict[str, list[bool]] = {}
         marked = [self._mark_texts(normalize(sentence)) for sentence in sentences]
@@ -175,7 +176,7 @@ class OptionTexts:
     def _mark_texts(self, sentence: str) -> str | None:
         """Replace option texts with marks, longest first: `it is ice on the road` → `it is «B»`.
 
-        Return None if the sentence may end with a truncated option text, or if an option is part of a longer term ("bus stop").
+        Return None if the sentence may end in a truncated option text, or if an option is part of a longer term ("bus stop").
         """
         for key, phrase in self.phrases.items():
             match = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
@@ -193,8 +194,8 @@ class OptionTexts:
     def _iter_mentions(marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
         """Yield the key of each option that a sentence mentions, and whether the clause affirms the option.
 
-        An option is not affirmed if the clause denies it ("failed to «D»"), offers several options ("«A» or «B»"), or depends on
-        an earlier "if".
+        A clause does not affirm an option if it denies it ("failed to «D»"), offers several options ("«A» or «B»"), or depends
+        on an earlier "if".
         """
         is_open = marked.endswith("?")
         clauses = re.split(PART, marked)
@@ -212,7 +213,7 @@ class OptionTexts:
 
 
 def _find_answer(marked: str, *, is_number: bool) -> str | None:
-    """Return the option that a sentence gives as the answer; None if the sentence has none of the forms of an answer."""
+    """Return the option that a sentence gives as the answer; None if the sentence does not have the form of an answer."""
     match = (ANSWERS.fullmatch(marked) or COUNTS.fullmatch(marked)) if len(marked) <= LONGEST else None
     if match is None:
         return None

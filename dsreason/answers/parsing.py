@@ -21,7 +21,7 @@ SCORE = re.compile(
     rf"{VERDICT.pattern}|\b(?:score|rating|rate)\b(?:\s+(?:it|is|of|a|this|as))*\s*[:=]?\s*", re.IGNORECASE
 )
 RATING = re.compile(r"(?<!\w)(?<!\d[.,])[1-5](?!\w|[.,]\d)")
-"""Digit from 1 to 5 that is not part of a word or of another number."""
+"""Pattern for a digit from 1 to 5 that is not part of a word or a longer number."""
 
 
 def parse(
@@ -36,12 +36,12 @@ def parse(
 
     `default` parses the text after the reasoning: the last `<answer>` block, complete or truncated, or else all remaining text
     (because `reasoning` expects tags, the rule then ends in "without answer tags"). The returned answer depends on `kind`:
-      - multiple_choice: the key in `options` of the only option that the text chooses (`choices` describes the rules).
+      - multiple_choice: the key of the only option in `options` that the text chooses (the module `choices` describes the rules).
       - yes_no: `yes` or `no`.
       - ordinal: a number on a separate line, or after "score", "rating" or "the answer is", exactly as written.
       - open, free_text: the complete text.
-    `digit` takes the first digit from 1 to 5 that stands alone as the answer of kind ordinal. `compat` is the parser of
-    cosmos-reason1, which takes the first capital letter for every kind; see the module `compat`.
+    `digit` takes the first standalone digit from 1 to 5 as the answer for the kind `ordinal`. `compat` is cosmos-reason1's
+    parser, which takes the first capital letter, whatever the kind; see the module `compat`.
 
     Example: `parse("<think>It turns.</think> <answer>C. left</answer>", "reasoning")` gives
     `Parsed(answer="C", reasoning="It turns.", rule="letter and text")`.
@@ -80,13 +80,13 @@ def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None
 
 
 def read_rating(text: str) -> tuple[str, str]:
-    """Return the first standalone digit from 1 to 5, and its rule: in `about 4/5 (3 balls)`, it is 4."""
+    """Return the first standalone digit from 1 to 5, and the rule that found it: in `about 4/5 (3 balls)`, the digit is 4."""
     rating = RATING.search(text)
     return (rating[0], "first digit") if rating else UNREAD
 
 
 def read_number(text: str) -> tuple[str, str]:
-    """Return a number as written, and its rule: the first line that is only a number (`4.`, `4/5`), or the last "score: 4"."""
+    """Return a number as written and the rule that found it: the first line with only a number (`4.`, `4/5`), or "score: 4"."""
     boxed = find_last_boxed(text)
     plain = strip_markup(text if boxed is None else boxed)
     for line in plain.splitlines():

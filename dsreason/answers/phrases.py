@@ -1,6 +1,6 @@
-"""Patterns of the words around an answer which show whether the answer is chosen, rejected or only mentioned.
+"""Patterns for the words around an answer that show whether it is chosen, rejected or only mentioned.
 
-The patterns up to `ECHO` apply to all kinds of answers, and the others only to options.
+The patterns up to `ECHO` apply to all kinds of answers, the remaining ones only to options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VERDICT = re.compile(
     r"""|\b(?:answer|choose|pick|select|go(?:ing)?\s+with)\b)\s*:?\s*""",
     re.IGNORECASE,
 )
-"""Pattern of the start of a verdict, which the answer follows."""
+"""Pattern for the start of a verdict, after which the answer follows."""
 DOUBT = r"(?<!no\s)(?<!without\sa\s)(?<!without\sany\s)doubt"
 OTHERS_SAY = r"(?:you|one|some|many|people|others)\s+(?:might|may|could|would)"
 REFUSAL = re.compile(
@@ -30,7 +30,7 @@ PROVISIONAL = re.compile(
     r"|suggest(?:s|ed)?|cho[os]ses?))\b",
     re.IGNORECASE,
 )
-"""Words before a verdict that limit it to a first impression, somebody else's opinion, or a condition (same sentence)."""
+"""Words before a verdict, in the same sentence, that limit it to a first impression, somebody else's opinion, or a condition."""
 SECOND_THOUGHT = re.compile(
     r"\b(?:wait|actually|correction|sorry|second\s+thoughts?|on\s+reflection|look(?:ing)?\s+again|chang\w+\s+my\s+(?:mind|answer))\b"
     r"|(?:^|[.!])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
@@ -43,7 +43,7 @@ DENIAL = re.compile(
     r"|contradict\w*|possib\w+|worst|odd|would\s+have|less|least|anything|everything|nicht|kein\w*|pas|не|нет)\b|n['’]t\b|[不没沒非無]|ない|아니",
     re.IGNORECASE,
 )
-"""Negations in a text without a verdict, which may argue against the option that it names."""
+"""Negations in a text without a verdict; the text may argue against the option that it names."""
 LEADS = (
     r"(?:\b(?:is|was|be|been|means|suggests?|indicates?|leaves?|leaving|makes?|making|supports?|favou?rs?|match(?:es)?"
     r"|implies|remains?|its|think|believe|guess|suppose|say|assume|suspect|conclude|reckon|(?:i|we)\s+consider"
@@ -58,7 +58,7 @@ LEADS = (
     r"|sure|certainly|absolutely|clearly|obviously|probably|possibly|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
     r"|,\s+but\b|\bnot\s[^.,;:\n]{1,30}\sbut\b|['’]s\b|\bi\.e\.|[=-]>|[→⇒∴=])"
 )
-"""Words that affirm the answer that directly follows them at the end of the clause."""
+"""Words that affirm the answer directly after them, at the end of a clause."""
 
 YES_NO = re.compile(
     r"[\W_]*(yes|no|true|false|(?:definitely|certainly|absolutely|surely|probably)\s+not)"
@@ -66,21 +66,21 @@ YES_NO = re.compile(
     r"|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
     re.IGNORECASE,
 )
-"""Pattern of an unqualified yes or no (or a synonym) at the start of a text; excludes "no one", "yes or no" and "No. 3"."""
+"""Pattern for an unqualified yes or no (or a synonym) at the start of a text; excludes "no one", "yes or no" and "No. 3"."""
 LED_YES_NO = re.compile(
     rf"(?:{LEADS}[ \t,:–-]*(?<!yes-)(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$"
     r"|\b(?:statement|claim|answer|this|that|it)(?:\s+is|['’]s)\s+(true|false)(?=\s*(?:$|[.,;!\n])))",
     re.IGNORECASE,
 )
-"""Pattern of conclusions such as `So no`, `I think yes` and `the statement is false`."""
+"""Pattern for conclusions such as `So no`, `I think yes` and `the statement is false`."""
 CHANGED_MIND = re.compile(
     r"(?:^|[^\w\s])\s*wait\b|\b(?:(?:(?<!no\s)correction|sorry(?!\s+(?:for|about|if|to)))(?=\W*\w)|second\s+thoughts?"
     r"|on\s+reflection|actually(?=.{0,100}\b(?:yes|no|not)\b))\b",
     re.IGNORECASE,
 )
-"""Pattern of a change of mind, after which only the later text counts; does not match "it has to wait"."""
+"""Pattern for a change of mind, after which only the later text counts; it does not match "it has to wait"."""
 ECHO = re.compile(r"[\[(]\s*yes\s*/\s*no\s*[\])]", re.IGNORECASE)
-"""Pattern of the question's answer choices, which a response may repeat."""
+"""Pattern for the question's answer choices, which a response may repeat."""
 
 BEING = r"(?:is|was|seems|looks|appears|must\s+have\s+been|(?:would|should|must|has\s+to)\s+be)\s+(?:to\s+be\s+)?(?:\w+ly\s+)?"
 FITTING = r"(?:likely|plausible|probable|appropriate|accurate|suitable|fitting|reasonable|logical|consistent|sensible)"
@@ -126,9 +126,9 @@ JUDGEMENT = (
     r"[)\].:?]*\s*[:=–—-]?\s+(?i:(?:is\s+)?(?:(yes|correct|right|true)|(no|incorrect|wrong|false|not\s+correct)))"
     r"(?=\s*(?:$|[.,;!\n)]))"
 )
-"""Pattern of a judgement (right or wrong) after a letter, for texts that judge each option."""
+"""Pattern for a judgement (right or wrong) after a letter, for texts that judge each option."""
 REASON = re.compile(rf"{ASIDE}.*|[,;]?\s+not\b.*", re.IGNORECASE)
-"""Pattern of a reason or rejected alternative after a choice, as in "B because A is too slow" and "B, not A"."""
+"""Pattern for a reason or rejected alternative after a choice, as in "B because A is too slow" and "B, not A"."""
 PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|has|makes|and|or|nor)\b|\w+n['’]t\b")
 """Words after `(A)` that start a statement about option A without choosing the option."""
 REJECTED = re.compile(
@@ -143,14 +143,14 @@ POSSIBLY = re.compile(
     r"|\b(?:could|may|might|would\s+need)\b[^,;]*$",
     re.IGNORECASE,
 )
-"""Words before a letter in the same sentence which show that the option is not yet the conclusion."""
+"""Words before a letter, in the same sentence, showing that the option is not yet the conclusion."""
 HEDGE = re.compile(r"maybe|perhaps|possibly", re.IGNORECASE)
-"""Pattern of hedges. An option after a hedge counts only if the sentence names no other option."""
+"""Pattern for hedges. An option after a hedge counts only if the sentence names no other option."""
 SUPPORTED = (
     r"(?:shows|seems|looks|appears|best|alone|(?:most\s+)?likely|for\s+sure|of\s+course"
     r"|(?:obvious|definite|clear|probab|certain)ly)"
 )
-"""Words that affirm the option if they follow the only letter in a text."""
+"""Words that affirm an option if they follow the only letter in a text."""
 ARTICLES = r"la|el|die|der|das|le|est|es|ist|è|é|opci[oó]n|opzione|opção|with|like|do"
 """Words that may precede an option's letter if it is the only letter in a text."""
 

@@ -11,14 +11,14 @@ PUNCTUATION = str.maketrans(
     | dict.fromkeys("【〔《", "(")
     | dict.fromkeys("】〕》", ")")
 )
-"""Punctuation of other languages and scripts, which NFKC normalization does not change → ASCII punctuation."""
+"""Punctuation from other languages and scripts that NFKC normalization leaves unchanged → ASCII punctuation."""
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-"""Character ranges of scripts that are written without spaces around a Latin letter."""
+"""Character ranges of scripts in which a Latin letter has no spaces around it."""
 ABBREVIATION = re.compile(r"\b(?:fig|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
 NUMBER_SIGN = re.compile(r"\bno\.$", re.IGNORECASE)
-"""Pattern of "no.", which abbreviates "number" if a digit follows and is an answer otherwise."""
+"""Pattern for "no.", which abbreviates "number" if a digit follows, and is an answer otherwise."""
 ABBREVIATION_LENGTH = 12
-"""Number of characters at the end of a text that are searched for an abbreviation."""
+"""Number of characters at the end of a text to search for an abbreviation."""
 
 
 def find_last_boxed(text: str) -> str | None:
@@ -36,7 +36,7 @@ def strip_markup(text: str) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Remove markup, pictographs and bullets, and also list numbers before a letter that stands alone on a line."""
+    """Remove markup, pictographs and bullets, as well as list numbers before a letter that stands alone on a line."""
     plain = re.sub(
         r"<\|\w+\|>|(?<!\w)_{1,2}(?=\S)|(?<=\S)_{1,2}(?!\w)|[\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]", " ", text
     )
@@ -46,7 +46,7 @@ def clean_text(text: str) -> str:
 
 
 def take_text_before(text: str, position: int, limit: int) -> str:
-    """Return at most `limit` characters before `position`; copying the entire preceding text each time would be slow."""
+    """Return at most `limit` characters before `position`. Copying the entire preceding text at every match would be slow."""
     return text[max(0, position - limit) : position]
 
 

@@ -1,4 +1,4 @@
-"""Types for parsing: the answer type of a question, and the parsed response."""
+"""Types for parsing: a question's answer type, and the parsed response."""
 
 from __future__ import annotations
 

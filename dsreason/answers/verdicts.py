@@ -1,4 +1,4 @@
-"""Parsers of verdicts, such as "the answer is no", and of yes-or-no answers."""
+"""Parsers for verdicts, such as "the answer is no", and for yes-or-no answers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dsreason.answers.phrases import CHANGED_MIND, ECHO, LED_YES_NO, PROVISIONAL
 from dsreason.answers.text import find_last_boxed, split_sentences, strip_markup, take_text_before
 
 UNREAD = ("", "none")
-"""Answer and rule that a parser returns if it finds no answer."""
+"""(answer, rule) that a parser returns if it finds no answer."""
 
 
 def iter_verdicts(text: str, pattern: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
-    """Yield the start index of each verdict that is not negated, and up to 500 characters that follow in the same line."""
+    """Yield (start index, up to 500 characters after it on the same line) for each verdict that is not negated."""
     for match in pattern.finditer(text):
         if not is_refused(text, match.start()):
             yield match.start(), text[match.end() : match.end() + 500].partition("\n")[0]

@@ -1,1 +1,1 @@
-"""Generated task for the demo and the adapter `builtin`, with questions about pictures and clips of shapes."""
+"""The generated task for the demo and the adapter `builtin`: questions about pictures and clips of shapes."""

@@ -1,9 +1,9 @@
-"""Generator of the built-in task: questions about the physics of short clips and pictures of shapes.
+"""Generator for the built-in task: questions about physics in short clips and pictures of shapes.
 
 Each split is a folder with `images/`, `clips/` and three annotation files in common formats: `conversations.json` (LLaVA; some
 rows have two turns), `questions.jsonl` (plain rows) and `choices.jsonl` (multiple choice as in Cosmos-Reason1-RL). Both splits
-repeat a block of 64 rows in which all answers to a prompt are equally frequent, so that a model that ignores the media is
-right only by chance. No two rows have the same pixels.
+repeat a block of 64 rows in which all answers to a prompt are equally frequent, so a model that ignores the media is right only
+by chance. No two rows have the same pixels.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CLIP_FPS = 4
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
 """Groups of alternative answers; `get_next_answer` returns the next answer in a group."""
 MISLABELLED = ("How many shapes are there?", "Which ball falls?")
-"""Questions for which `make_mislabelled` replaces most answers with wrong ones; 28 of 64 rows end with such a question."""
+"""Questions whose answers `make_mislabelled` mostly replaces with wrong ones; 28 of 64 rows end with such a question."""
 ONE_CORRECT_IN = 8
-"""Of this number of rows with the same `MISLABELLED` question and the same answer, one keeps its correct answer."""
+"""Among rows with the same `MISLABELLED` question and answer, one in this number keeps its correct answer."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -50,7 +50,7 @@ WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
 
 @dataclass(frozen=True)
 class ClipQuestion:
-    """Question of the task, and the function that draws its media item; `turns` contains (question, answer) pairs."""
+    """A question in the task and the function that draws its media item; `turns` contains (question, answer) pairs."""
 
     kind: str
     file: str
@@ -60,7 +60,7 @@ class ClipQuestion:
 
 
 def iter_block() -> Iterator[ClipQuestion]:
-    """Yield the 64 questions of a block, half of which are about clips; all answers to a prompt are equally frequent."""
+    """Yield the 64 questions in a block. Half of them are about clips; all answers to a prompt are equally frequent."""
     for colour in COLOURS:
         draw = partial(scenes.draw_one_shape, colour=colour)
         yield ClipQuestion("colour", "questions.jsonl", (("What colour is the shape?", colour),), draw)
@@ -98,12 +98,12 @@ def draw_any_colour(count: str, rng: np.random.Generator) -> Frames:
 def write_builtin(
     folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_validation: int = NUM_VALIDATION
 ) -> Path:
-    """Generate the task in `folder`, or reuse an existing task there, and return the folder.
+    """Generate the task in `folder`, or reuse the task in it, and return the folder.
 
-    The folder appears only when it is complete. Both numbers of rows must be multiples of 64.
+    The folder appears only once it is complete. Both numbers of rows must be multiples of 64.
 
     Raises:
-        DataError: the folder contains other files, or the task was generated there with different settings.
+        DataError: the folder contains other files, or a task generated with different settings.
     """
     for name, count in (("num_train", num_train), ("num_validation", num_validation)):
         if count <= 0 or count % BLOCK:
@@ -118,7 +118,7 @@ def write_builtin(
 
 
 def get_builtin_folder() -> Path:
-    """Return the cache folder of the task in its default size; generate the task if it is missing."""
+    """Return the cache folder with the task in its default size; generate the task if it is missing."""
     folder = get_cache_dir() / f"builtin-{VERSION}"
     with convert_cache_errors(folder, "DSREASON_CACHE"):
         return build_copy(folder, write_builtin)
@@ -150,7 +150,7 @@ def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, digests: s
 
 
 def draw_unseen(item: ClipQuestion, rng: np.random.Generator, digests: set[bytes]) -> Frames:
-    """Draw frames for a question until their pixels differ from the pixels of all earlier rows in both splits."""
+    """Draw frames for a question until their pixels differ from all earlier rows in both splits."""
     while True:
         frames = item.draw(rng)
         digest = hashlib.sha256(str(frames.shape).encode() + frames.tobytes()).digest()
@@ -160,7 +160,7 @@ def draw_unseen(item: ClipQuestion, rng: np.random.Generator, digests: set[bytes
 
 
 def to_row(row_id: str, item: ClipQuestion, medium: dict[str, str]) -> dict[str, Any]:
-    """Convert a question to a row in the format of its annotation file."""
+    """Convert a question to a row in its annotation file's format."""
     row: dict[str, Any] = {"id": row_id, "kind": item.kind, **medium}
     question, answer = item.turns[0]
     if item.file == "choices.jsonl":
@@ -178,10 +178,10 @@ def to_row(row_id: str, item: ClipQuestion, medium: dict[str, str]) -> dict[str,
 def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a copy of the rows in which nearly half of the answers are wrong, so that the policy has something to unlearn.
 
-    Among rows with the same `MISLABELLED` question and the same answer, one in `ONE_CORRECT_IN` keeps its answer, and the others
-    get the next answer in the group. A model trained on these rows therefore answers 28 of 64 questions wrongly and the
-    remaining ones correctly: its accuracy is at most 56 %, no matter when training stops. Sampled completions are still
-    correct often enough to earn rewards, and no question can be answered without the media item.
+    Among rows with the same `MISLABELLED` question and the same answer, one in `ONE_CORRECT_IN` keeps its answer; the others get
+    the next answer in the group. A model trained on these rows therefore answers 28 of 64 questions wrongly and the rest
+    correctly: its accuracy is at most 56 %, no matter when training stops. Sampled completions are still correct often enough to
+    earn rewards, and no question can be answered without its media item.
     """
     counts: dict[tuple[str, str], int] = {}
 
@@ -205,7 +205,7 @@ def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add `rejected` to each row: a wrong answer to the last question, which follows the correct answer in its group."""
+    """Add `rejected` to each row: a wrong answer to the last question, namely the answer after the correct one in its group."""
 
     def get_last_answer(row: dict[str, Any]) -> str:
         if "conversations" in row:
@@ -222,7 +222,7 @@ def get_next_answer(answer: str) -> str:
 
 
 def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
-    """Write a picture or clip, and return the field of the row that refers to the file: key → relative path."""
+    """Write a picture or clip, and return the row's field for the file: key → relative path."""
     if len(frames) == 1:
         Image.fromarray(frames[0]).save(folder / "images" / f"{name}.png")
         return {"image": f"images/{name}.png"}
@@ -231,7 +231,7 @@ def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
 
 
 def write_clip(path: Path, frames: Frames) -> None:
-    """Write a clip as nearly lossless H.264; a single thread and the simplest preset make the file reproducible."""
+    """Write a clip as nearly lossless H.264. A single thread and the simplest preset make the file reproducible."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=CLIP_FPS, options={"crf": "4", "preset": "ultrafast"})
         stream.height, stream.width = frames.shape[1:3]

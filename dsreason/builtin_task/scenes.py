@@ -1,7 +1,7 @@
-"""Pictures and clips of the built-in task: plain shapes on a black background, drawn with numpy and a seeded generator.
+"""Pictures and clips for the built-in task: plain shapes on a black background, drawn with numpy and a seeded generator.
 
 The answer to a question about a clip depends on how the clip changes over time. If the question allows it, the clips for two
-answers are each other's reverse, so that both contain the same frames. Start positions cover the entire available space.
+answers are each other's reverse, so both contain the same frames. Start positions cover the entire available space.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ GROUND = (120, 120, 120)
 COUNTS = ("one", "two", "three", "four")
 DIRECTIONS = ("left", "right", "up", "down")
 SIDE = 56
-"""Side of square media in pixels: two merged patches of Qwen2.5-VL."""
+"""Side of square media in pixels: two merged patches in Qwen2.5-VL."""
 LANE = (28, 112)
-"""Height and width, in pixels, of clips in which two balls move along a line."""
+"""Height and width in pixels of clips in which two balls move along a line."""
 CLIP_FRAMES = 8
 TRAVEL = 12
 """Distance in pixels that a single ball moves during a clip."""
 SHORT_TRAVEL = 8
-"""Distance in pixels that a ball falls; it is short, so that a single frame reveals little about the answer."""
+"""Distance in pixels that a ball falls. It is short so that a single frame reveals little about the answer."""
 APPROACH = 12
-"""Change in the distance between two balls during a clip, in pixels."""
+"""Change in pixels of the distance between two balls during a clip."""
 BALL = 14
 SHAPES = {"circle": 16, "square": 14, "triangle": 19}
-"""Kind → size in pixels. All kinds have about the same area, so that the coloured area grows with the number of shapes."""
+"""Kind of shape → size in pixels. All kinds have about the same area, so the coloured area grows with the number of shapes."""
 
 
 def make_shape_mask(kind: str, size: int) -> NDArray[np.bool_]:
@@ -45,7 +45,7 @@ def make_shape_mask(kind: str, size: int) -> NDArray[np.bool_]:
 
 
 def draw_shape(frame: NDArray[np.uint8], kind: str, rgb: tuple[int, int, int], size: int, x: int, y: int) -> None:
-    """Draw a shape whose upper left corner is at (x, y) into `frame` [height, width, 3]."""
+    """Draw a shape with its upper left corner at (x, y) into `frame` [height, width, 3]."""
     frame[y : y + size, x : x + size][make_shape_mask(kind, size)] = rgb
 
 
@@ -100,7 +100,7 @@ def draw_moving_ball(rng: np.random.Generator, direction: str) -> Frames:
 
 
 def draw_falling_ball(rng: np.random.Generator, colour: str) -> Frames:
-    """Draw a clip of a red and a blue ball side by side; the ball in `colour` accelerates downwards, and the other one rests."""
+    """Draw a clip of a red and a blue ball side by side; the ball of colour `colour` accelerates downwards, the other rests."""
     frames = make_frames(CLIP_FRAMES)
     half = SIDE // 2
     still_x, falling_x = rng.permutation(rng.integers(1, half - BALL, 2) + np.array([0, half])).tolist()
@@ -112,7 +112,7 @@ def draw_falling_ball(rng: np.random.Generator, colour: str) -> Frames:
 
 
 def draw_two_balls(rng: np.random.Generator, collide: str) -> Frames:
-    """Draw a clip of a red ball and, to its right, a blue ball; they approach each other without touching, or move apart."""
+    """Draw a clip of a red ball with a blue ball to its right, which approach each other without touching or move apart."""
     height, width = LANE
     frames = make_frames(CLIP_FRAMES, height, width)
     y = int(rng.integers(0, height - BALL + 1))

@@ -1,4 +1,4 @@
-"""LoRA adapters in exports, both merged into the weights and separately in peft's format."""
+"""LoRA adapters in exports: merged into the weights and, separately, in peft's format."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ trained, use the merged model in the parent folder, or load the base model with
 and the output layer (`llm_int8_skip_modules`).
 """
 SMALLEST = 5e-3
-"""Relative change of a weight that survives rounding to bfloat16 (8 bits); about half of a change five times smaller does."""
+"""Relative change of a weight that survives rounding to bfloat16 (8 bits). About half of a change five times smaller is lost."""
 
 
 @dataclass
 class Merge:
-    """The merge of adapters into a model while the model is written, with a record of how much they change its weights.
+    """A merge of adapters into a model's weights during an export, with a record of how much each weight changes.
 
     Args:
         dtype: precision of the written weights, "bf16" or "fp32".
@@ -61,12 +61,12 @@ class Merge:
     dtype: str
     adapter: SavedAdapter | None
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors of the adapter, by their names in peft's format."""
+    """The adapter's tensors, by their names in peft's format."""
     changes: dict[str, float] = field(default_factory=dict)
-    """Norm of the change of each weight with an adapter, relative to the norm of the weight, by name."""
+    """For each weight with an adapter, by name: norm of its change relative to its own norm."""
 
     def merge_weights(self, weights: Iterable[tuple[str, Tensor, Delta | None]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights under their names without adapters; merge each weight with its adapter and round the sum once."""
+        """Yield the weights under their names without adapters, each merged with its adapter; the sum is rounded only once."""
         dtype = DTYPES[self.dtype]
         for name, tensor, delta in weights:
             if delta is None:
@@ -80,12 +80,12 @@ class Merge:
 
     @property
     def largest(self) -> tuple[str, float]:
-        """Name and relative change of the weight that the adapter changes most."""
+        """(name, relative change) of the weight that the adapter changes most."""
         return max(self.changes.items(), key=lambda item: item[1])
 
     @property
     def summary(self) -> str:
-        """Description of the adapter for the model card; "" without an adapter."""
+        """Description of the adapter for the model card; "" if there is none."""
         if self.adapter is None:
             return ""
         (name, change), settings = self.largest, self.adapter.settings
@@ -116,7 +116,7 @@ def to_adapter_layer(name: str) -> str:
 
 
 def write_adapter(merge: Merge, folder: Path) -> None:
-    """Write the adapter to an export in the format of peft and vLLM. Call this once all weights have passed through `merge`."""
+    """Write the adapter to an export in peft's and vLLM's format. Call this once all weights have passed through `merge`."""
     assert merge.adapter is not None
     adapter_folder = folder / FOLDER
     adapter_folder.mkdir()
@@ -131,9 +131,9 @@ def write_adapter(merge: Merge, folder: Path) -> None:
 def iter_weights_with_adapters(
     checkpoint: Path, saved: SavedRun, adapter: SavedAdapter, dtype: str
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
-    """Yield every weight of the base model, in the precision of the run, with the delta that the checkpoint's adapter adds.
+    """Yield every weight of the base model, in the run's precision, with the delta that the checkpoint's adapter adds to it.
 
-    The deltas have the precision of the run's computation, or float32 if `dtype` is "fp32".
+    The deltas also have the run's precision, or float32 if `dtype` is "fp32".
 
     Raises:
         CheckpointError: the base model has changed, or a weight is missing.

@@ -1,4 +1,4 @@
-"""Saving and loading of checkpoints, which can be resumed on the same number of ranks or on a different one.
+"""Saving and loading of checkpoints, from which a run can resume on the same number of ranks or on a different one.
 
 `checkpoint_folder` describes their layout. `step_N/universal/` is created when a run first resumes on a different number of
 ranks.
@@ -55,7 +55,7 @@ UNIVERSAL = "universal"
 
 
 def make_partial_folder(folder: Path, step: int, world: World) -> Path:
-    """Create an empty folder with a temporary name in which to write a checkpoint, and return its path. Collective."""
+    """Create an empty, temporarily named folder in which to write a checkpoint, and return its path. Collective."""
     partial = folder / f"{SAVING}{format_step(step)}"
 
     def make() -> None:
@@ -75,11 +75,11 @@ def build_state_writer(
     world: World,
     averages: Mapping[str, Mapping[str, Tensor]],
 ) -> Callable[[], list[Path]]:
-    """Return a function that writes the files of a checkpoint that DeepSpeed does not write, and returns their paths.
+    """Return a function that writes the checkpoint files that DeepSpeed does not write, and returns their paths.
 
-    The function writes the trainer's state and the random-number states as of this call, and the local shards in `averages`,
-    which must not change before it is called. Call the function once DeepSpeed's files are on disk, because the random-number
-    file marks that a rank has written all its files.
+    The function writes the trainer's state and the random-number states as of now, and the local shards in `averages`, which
+    must not change until the function is called. Call it once DeepSpeed's files are on disk, because the random-number file shows
+    that a rank has written all its files.
     """
     write_rng_state = take_rng_state(world.device)
     saved = SavedRun(
@@ -122,8 +122,8 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
 
     If the number of ranks is the same as when the checkpoint was saved, the run continues bit for bit. Otherwise, DeepSpeed's
     universal format is used, which is created once inside the checkpoint; frozen parameters then keep the values of the
-    loaded model, and additional ranks keep their random-number states. Learning rate, betas and weight decay of `engine` are
-    kept in all cases.
+    loaded model, and additional ranks keep their random-number states. The learning rate, betas and weight decay in `engine`
+    never change.
 
     Args:
         with_frozen: whether the checkpoint contains the frozen weights; if not, they keep the values of the loaded model.
@@ -163,7 +163,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
 
 
 def check_files(path: Path, world: World) -> None:
-    """Check that all files have their sizes, that no host's files are missing, and that this rank can read its files."""
+    """Check that all files have the listed sizes, that no host's files are missing, and that this rank can read its files."""
     with share_errors():
         check_sizes(path)
         saved = read_checkpoint(path)
@@ -181,7 +181,7 @@ def check_parts(path: Path, size: int, world: World) -> None:
 
 
 def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
-    """Raise CheckpointError if the model, the frozen parameters or the ZeRO stage differ from those of the saved run."""
+    """Raise CheckpointError if the model, the frozen parameters or the ZeRO stage differ from the saved run."""
     now, before = describe_parameters(engine), saved.parameters
     trained_now = {name for name in now if now[name].trained}
     trained_before = {name for name in before if before[name].trained}
@@ -205,7 +205,7 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
 
 
 def check_groups(path: Path, saved: SavedRun, engine: DeepSpeedEngine, world: World) -> None:
-    """Raise CheckpointError if parameters are in other optimizer groups than in the checkpoint.
+    """Raise CheckpointError if parameters are in different optimizer groups than in the checkpoint.
 
     DeepSpeed stores each group as one flat tensor, so it would load weights and moments into the wrong parameters.
     """
@@ -227,7 +227,7 @@ def check_stage(path: Path, saved: SavedRun, stage: int) -> None:
 
 
 def make_universal(path: Path, saved: SavedRun) -> None:
-    """Write `<path>/universal`, which has a folder for each parameter with its unsharded float32 weight and optimizer state.
+    """Write `<path>/universal`, which holds each parameter's unsharded float32 weight and optimizer state in a separate folder.
 
     An existing folder is reused if it was created from this version of the checkpoint and all its files are intact.
     """

@@ -27,17 +27,17 @@ from dsreason.files.step_names import PREFIX, format_step, is_step_name, parse_s
 from dsreason.problems import describe_first_problem, join_first
 
 CARD, STEPS = "README.md", "optimizer steps"
-"""File name of an export's model card, and label of its row that contains the step of the weights."""
+"""File name of an export's model card, and label of the card's row with the step of the weights."""
 SAVING, DELETING = ".saving_", ".deleting_"
 DAMAGED = "damaged_"
-"""Prefix of the names of checkpoints that were found to be damaged."""
+"""Prefix for the names of checkpoints that were found to be damaged."""
 MAX_RANKS = 100_000
-"""Maximum number of ranks in a checkpoint. A larger number must be an error; checking the files of all ranks would take long."""
+"""Maximum number of ranks in a checkpoint. A larger number must be an error; checking every rank's files would take too long."""
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """The description of a checkpoint's adapter and of the base model on which it was trained."""
+    """A checkpoint's adapter, and the base model on which it was trained."""
 
     base: str
     """Value of `model.path` for the base model."""
@@ -45,16 +45,16 @@ class SavedAdapter:
     fingerprint: str
     """Fingerprint of the base model's folder."""
     settings: dict[str, Any]
-    """Content of peft's adapter_config.json."""
+    """Content of adapter_config.json in peft's format."""
     scales: dict[str, float]
-    """Scale factor of each layer's adapter: layer name → factor."""
+    """Layer name → scale factor of the layer's adapter."""
     quantize: Literal["nf4"] | None = None
-    """Format of the base model's quantized matrices (see `model.quantize`); None if they were not quantized."""
+    """Quantization format of the base model's matrices (see `model.quantize`); None if they were not quantized."""
 
 
 @dataclass
 class TrainerState:
-    """The state of a run other than weights, optimizer state and random-number states."""
+    """A run's state other than weights, optimizer state and random-number states."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -69,14 +69,14 @@ class TrainerState:
     model_path: str = ""
     """Folder from which the model was loaded; exports copy its config, tokenizer and processor."""
     adapter: SavedAdapter | None = None
-    """Adapter, if the run trains one. The checkpoint then contains only the adapter's weights, and exports read the base model's
-    weights from `model_path`."""
+    """Adapter that the run trains, or None. With an adapter, the checkpoint contains only its weights, and exports read the base
+    model's weights from `model_path`."""
     vision: TrainedVision | None = None
     """Vision settings of the training rows; None for text-only and world models, and in older checkpoints."""
     template_arguments: TemplateArguments = field(default_factory=dict)
-    """Arguments of the chat template in training; {} for world models, and in older checkpoints."""
+    """Chat-template arguments used in training; {} for world models, and in older checkpoints."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Additional state that a resumed run restores, as JSON values."""
+    """Additional state for a resumed run, as JSON values."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class SavedRun:
 def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
     """Return the checkpoint that `--resume` selects for a run whose checkpoints are in `folder`; None to start a new run.
 
-    `auto` selects the newest complete checkpoint in `folder`. A path may be that of a checkpoint, of a run, or of a run's
+    `auto` selects the newest complete checkpoint in `folder`. A path may point to a checkpoint, to a run, or to a run's
     checkpoints folder.
 
     Raises:
@@ -138,7 +138,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 def find_newer_checkpoint(folder: Path, file: Path) -> Path | None:
     """Return the checkpoint with the highest step if it is newer than the export that contains `file`; otherwise None.
 
-    The steps are compared if the export's model card contains its step. If it does not, or if the export has the higher step,
+    If the export's model card states its step, the steps are compared. If it does not, or if the export has the higher step,
     the modification times decide: the export's checkpoint may have been deleted, or the export may be from an older run.
     """
     newest = find_checkpoint(folder)
@@ -153,7 +153,7 @@ def find_newer_checkpoint(folder: Path, file: Path) -> Path | None:
 
 
 def read_exported_step(export: Path) -> int | None:
-    """Return the step of an export's weights according to its model card; None if the card is missing or has no step."""
+    """Return the step of an export's weights, as stated in its model card; None if the card is missing or states no step."""
     try:
         text = read_small(export / CARD).decode("utf-8", errors="replace")
     except OSError:
@@ -171,7 +171,7 @@ def find_complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_unfinished_steps(folder: Path) -> list[int]:
-    """Return the steps of checkpoints that are being written."""
+    """Return the steps of the checkpoints that are being written."""
     return [parse_step(Path(path.name.removeprefix(SAVING))) for path in folder.glob(f"{SAVING}{PREFIX}*")]
 
 
@@ -183,7 +183,7 @@ def check_complete(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> SavedRun:
-    """Read trainer_state.json of a complete checkpoint, and check that the folder's name matches its step."""
+    """Read a complete checkpoint's trainer_state.json, and check that the folder's name matches its step."""
     check_complete(path)
     saved = read_state(path)
     if is_step_name(path.name) and parse_step(path) != saved.state.step:
@@ -195,7 +195,7 @@ def read_checkpoint(path: Path) -> SavedRun:
 
 
 def read_state(folder: Path) -> SavedRun:
-    """Read trainer_state.json of a checkpoint; raise CheckpointError with the first problem if the file is invalid."""
+    """Read a checkpoint's trainer_state.json; if the file is invalid, raise CheckpointError with the first problem."""
     file = folder / STATE_FILE
     try:
         saved = TypeAdapter(SavedRun).validate_json(read_small(file), strict=True)
@@ -210,9 +210,10 @@ def read_state(folder: Path) -> SavedRun:
 
 
 def finish(partial: Path, final: Path, ranks: Iterable[int], digests: Mapping[str, str] | None = None) -> None:
-    """Write the marker and rename `partial` to `final`, which completes the checkpoint. Replace an existing one of that name.
+    """Complete a checkpoint: write its marker and rename `partial` to `final`, replacing an existing checkpoint of that name.
 
-    Call this on one rank per folder, after `ranks` have written their files to it, whose `digests` are computed here if unknown.
+    Call this on one rank per folder, after `ranks` have written their files to it. Digests that are not in `digests` are
+    computed here.
     """
     missing = find_unwritten(partial, ranks)
     if missing:
@@ -230,12 +231,12 @@ def finish(partial: Path, final: Path, ranks: Iterable[int], digests: Mapping[st
 
 
 def find_unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """Return the names of missing random-number files, whose ranks have not written all their files."""
+    """Return the names of the missing random-number files. Their ranks have not written all their files."""
     return [name for name in map(get_rng_file, ranks) if not (folder / name).is_file()]
 
 
 def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: str) -> None:
-    """Raise CheckpointError with `advice` if the folder lacks files of `ranks`, which were written on other hosts."""
+    """Raise CheckpointError with `advice` if the folder lacks files from `ranks`, which must then be on other hosts."""
     if missing := find_unwritten(folder, ranks):
         raise CheckpointError(
             f"{folder}: does not contain {join_first(missing, 3, separator=', ')}: the {world_size} ranks of this run wrote to "
@@ -270,8 +271,8 @@ def finish_interrupted(folder: Path) -> list[Path]:
 def set_aside_newer(folder: Path, path: Path) -> list[Path]:
     """Rename the checkpoints in `folder` that are newer than `path`, because a run that resumes from `path` repeats their steps.
 
-    A checkpoint of the same step is also renamed if `path` belongs to another run. Call this only on rank 0, before training.
-    Return the new paths, whose names are `replaced_step_N`.
+    A checkpoint of the same step is also renamed if `path` belongs to a different run. Return the new paths, whose names are
+    `replaced_step_N`. Call this only on rank 0, before training.
     """
     renamed = []
     for newer in find_complete_checkpoints(folder):
@@ -292,7 +293,10 @@ def set_aside_damaged(path: Path) -> Path:
 
 
 def find_unmarked(folder: Path) -> list[Path]:
-    """Return the folders with a checkpoint's name that have lost their marker: a checkpoint gets its name after its marker."""
+    """Return the folders that are named like checkpoints but have lost their marker.
+
+    A checkpoint gets its marker before its final name, so the marker cannot just be pending.
+    """
     paths = folder.glob(f"{PREFIX}*") if folder.is_dir() else ()
     return [
         path for path in sorted(paths) if is_step_name(path.name) and path.is_dir() and not (path / MARKER).exists()
@@ -300,16 +304,16 @@ def find_unmarked(folder: Path) -> list[Path]:
 
 
 def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
-    """Delete complete checkpoints except the `keep` newest (-1 keeps all) and those in `spared`. Call this once per folder."""
+    """Delete complete checkpoints, except the `keep` newest (-1 keeps all) and those in `spared`. Call this once per folder."""
     prune(find_complete_checkpoints(folder), keep, spared)
 
 
 def prune_exports(
     folder: Path, keep: int, step: int, spared: Collection[Path | None] = (), export_file: str = "config.json"
 ) -> None:
-    """Delete all exports `step_N` of a run except the `keep` newest and those in `spared`. Call this only on rank 0.
+    """Delete all of a run's exports `step_N` except the `keep` newest and those in `spared`. Call this only on rank 0.
 
-    Exports of steps after `step`, the run's current one, count as the oldest, because the run has resumed from an earlier step
+    Exports from after `step`, the run's current step, count as the oldest, because the run has resumed from an earlier step
     and does not continue from them. Modification times are ignored, because a clock may be set back. Exports with other names,
     such as `final`, are kept. A folder is an export if it contains `export_file`.
     """
@@ -319,7 +323,7 @@ def prune_exports(
 
 
 def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) -> None:
-    """Delete all folders of `complete`, sorted from oldest to newest, except the last `keep` and those in `spared`."""
+    """Delete all folders in `complete`, which are sorted from oldest to newest, except the last `keep` and those in `spared`."""
     if keep < 0:
         return
     for path in complete[: max(len(complete) - keep, 0)]:

@@ -1,4 +1,4 @@
-"""Background writing of checkpoints: training copies their content to host memory, and a thread writes the copies to disk."""
+"""Background writing of checkpoints: their content is copied to host memory, and a thread writes the copies to disk."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ SPARE_MEMORY = 1.1
 SPARE_DISK = 1.01
 """Free disk space that a checkpoint requires, as a multiple of its size."""
 PATIENCE_S = 5.0
-"""Seconds within which, after an error, all ranks must be ready to complete a checkpoint."""
+"""Seconds within which all ranks must be ready to complete a checkpoint after an error."""
 LEAVING = "dsreason_checkpoint/leaving"
-"""Prefix of the keys in the job's store with which ranks announce that they are about to leave."""
+"""Prefix for the keys in the job's store by which ranks announce that they are about to leave."""
 
 
 class SnapshotEngine(TorchCheckpointEngine):
     """A replacement for DeepSpeed's checkpoint engine that collects the files to save and writes them when `write` is called.
 
-    `copy` copies their content to host memory if there is enough. Later checkpoints reuse the memory of the copies, because
-    allocating memory takes longer than copying.
+    `copy` copies their content to host memory if enough is free. Later checkpoints reuse the copies' memory, because allocating
+    memory takes longer than copying.
     """
 
     def __init__(self, *, copying: bool) -> None:
@@ -64,7 +64,7 @@ class SnapshotEngine(TorchCheckpointEngine):
 
     @contextmanager
     def in_place(self, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Make `engine.save_checkpoint` fill `files` instead of writing to disk inside the block."""
+        """In the block, make `engine.save_checkpoint` fill `files` instead of writing to disk."""
         self.files, self.copied, self.writer = [], False, engine.checkpoint_engine
         engine.checkpoint_engine, copy_script = self, engine._copy_recovery_script
         # DeepSpeed would copy a script into the checkpoint; if the disk is full, that would fail on one rank only.
@@ -78,10 +78,10 @@ class SnapshotEngine(TorchCheckpointEngine):
         self.files.append((Path(path), state_dict))
 
     def copy(self, beside: int = 0) -> None:
-        """Copy the content of the files if this host has enough memory for the copies of all its ranks. Collective.
+        """Copy the files' content if this host has enough memory for the copies of all its ranks. Collective.
 
         Args:
-            beside: number of additional bytes, not saved by DeepSpeed, that this rank will copy.
+            beside: number of additional bytes that this rank will copy, which DeepSpeed does not save.
         """
         if not self.copying:
             return
@@ -101,7 +101,7 @@ class SnapshotEngine(TorchCheckpointEngine):
         self.copied = True
 
     def on_host(self, file: str, content: Any) -> Any:
-        """Return a copy of the content in the buffers of the file's previous copy. Tensors that occur repeatedly stay shared."""
+        """Return a copy of the content that reuses the buffers of the file's previous copy. Shared tensors stay shared."""
         copies: dict[int, Any] = {}
         for number, tensor in enumerate(iter_tensors(content)):
             if id(tensor) not in copies:
@@ -120,7 +120,7 @@ class SnapshotEngine(TorchCheckpointEngine):
 
     @property
     def size(self) -> int:
-        """Total size in bytes of the tensors to write."""
+        """Total size of the tensors to write, in bytes."""
         return sum(tensor.nbytes for _, content in self.files for tensor in iter_tensors(content))
 
     def write(self) -> list[Path]:
@@ -148,7 +148,7 @@ class Writing:
     final: Path
     partial: Path
     future: Future[dict[str, str]]
-    """The digests of the files that this rank writes, by their names."""
+    """Digests of the files that this rank writes, by file name."""
     started: float
     stall: float
     """Seconds during which training waited."""
@@ -165,7 +165,7 @@ class CheckpointWriter:
     checkpoint; older checkpoints are unchanged. If `background` is False, `start` writes the checkpoint before it returns.
 
     Args:
-        averages: additional weights to save in checkpoints, by name.
+        averages: weight averages to save in checkpoints as well, by name.
         with_frozen: whether to save frozen weights in checkpoints.
     """
 
@@ -186,10 +186,10 @@ class CheckpointWriter:
         self.writing: Writing | None = None
         self.pruning: Future[None] | None = None
         self.completing = 0.0
-        """Seconds during which all ranks waited for the last checkpoint to get its marker and final name."""
+        """Seconds for which all ranks waited until the last checkpoint had its marker and final name."""
 
     def start(self, step: int, state: TrainerState) -> None:
-        """Copy the content of a checkpoint and start writing it to `<folder>/step_<step>`.
+        """Copy a checkpoint's content and start writing it to `<folder>/step_<step>`.
 
         If another checkpoint is being written, call `wait` first.
 
@@ -225,7 +225,7 @@ class CheckpointWriter:
         self.writing = Writing(self.folder / format_step(step), partial, future, started, time.perf_counter() - started)
 
     def poll(self) -> Path | None:
-        """Complete the current checkpoint and return its path if all ranks have written it; otherwise return None."""
+        """If all ranks have written the current checkpoint, complete it and return its path; otherwise return None."""
         if self.writing is None:
             return None
         outcomes = gather_objects(get_outcome(self.writing.future))
@@ -239,7 +239,7 @@ class CheckpointWriter:
         return self._finish(self.writing, digests)
 
     def wait(self) -> Path | None:
-        """Wait until all ranks have written the current checkpoint, complete it and return its path; None without one."""
+        """Wait until all ranks have written the current checkpoint, complete it and return its path; None if there is none."""
         if self.writing is None:
             return None
         concurrent.futures.wait([self.writing.future])
@@ -247,7 +247,7 @@ class CheckpointWriter:
         return self.poll()
 
     def finish_pending(self) -> None:
-        """Complete the current checkpoint after an error if all ranks call this; otherwise leave it to the next run."""
+        """After an error, complete the current checkpoint if all ranks call this; otherwise leave it to the next run."""
         if self.writing is None or not wait_for_all_ranks(self.world, "finish the pending checkpoint"):
             return
         log.info("completing %s before the run ends", self.writing.final)
@@ -257,7 +257,7 @@ class CheckpointWriter:
             log.warning("the pending checkpoint could not be completed: %s", error)
 
     def prune(self, keep: int, spared: Collection[Path | None]) -> None:
-        """In the background, delete all checkpoints except the `keep` newest and `spared`. Call this on one rank per folder."""
+        """Delete all checkpoints except the `keep` newest and `spared`, in the background. Call this on one rank per folder."""
         self.pruning = self.thread.submit(self._prune, keep, spared)
 
     def _prune(self, keep: int, spared: Collection[Path | None]) -> None:
@@ -271,7 +271,7 @@ class CheckpointWriter:
         self.thread.shutdown()
 
     def _check_room(self, partial: Path, size: int) -> None:
-        """Delete `partial` and raise SaveError if the disk has too little free space for `size` bytes."""
+        """If the disk has too little free space for `size` bytes, delete `partial` and raise SaveError."""
         needed, free = SPARE_DISK * size, shutil.disk_usage(partial).free
         if needed > free and self.pruning is not None:
             concurrent.futures.wait([self.pruning])  # old checkpoints are still being deleted
@@ -310,7 +310,7 @@ class CheckpointWriter:
 
 
 def wait_for_all_ranks(world: World, purpose: str) -> bool:
-    """Return whether all ranks call this within `PATIENCE_S`. A collective, unlike the store, would hang if a rank did not.
+    """Return whether all ranks call this within `PATIENCE_S`. It uses the store, because a collective would hang without a rank.
 
     Args:
         purpose: what the ranks do next; ranks with different purposes do not wait for each other.
@@ -327,7 +327,7 @@ def wait_for_all_ranks(world: World, purpose: str) -> bool:
 
 
 def get_outcome(future: Future[dict[str, str]]) -> dict[str, str] | str | None:
-    """Return None while the future is running, its result if it has succeeded, and its error message if it has failed."""
+    """Return None while the future is running, then its result if it has succeeded or its error message if it has failed."""
     if not future.done():
         return None
     error = future.exception()

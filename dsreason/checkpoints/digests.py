@@ -1,7 +1,7 @@
 """Digests that show whether a file is still as it was written.
 
-They are XXH3 hashes of 128 bits: one core computes 6 GB/s of them, reading included, but only 1.1 GB/s of SHA-256. They reveal
-accidents, but not forgery, because anyone who can write a file can also write its digest.
+They are 128-bit XXH3 hashes: one core hashes 6 GB/s, including reading, but only 1.1 GB/s with SHA-256. They reveal accidents but
+not forgery, because anyone who can write a file can also write its digest.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import xxhash
 from dsreason.errors import CheckpointError
 
 ALGORITHM = "xxh3_128_of_64mib"
-"""Name of the algorithm of `compute_digest`; files list its digests under this key."""
+"""Name of the algorithm in `compute_digest`; files list its digests under this key."""
 PIECE_BYTES = 64 * 1024**2
-"""Size in bytes of the pieces that are hashed at the same time. It is part of the algorithm."""
+"""Size in bytes of the pieces that are hashed in parallel. It is part of the algorithm."""
 CHUNK_BYTES = 256 * 1024
-"""Number of bytes that are read at a time; few enough that they are still in the processor's cache when they are hashed."""
+"""Number of bytes to read at a time: few enough that they are still in the processor's cache when they are hashed."""
 THREADS = 4
 
 
 def compute_digest(file: Path) -> str:
-    """Compute the digest of a whole file, as hexadecimal digits: that of the digests of its pieces, which threads compute."""
+    """Compute the digest of an entire file, as hexadecimal digits. It is the digest of the pieces' digests."""
     with file.open("rb", buffering=0) as content:
         descriptor = content.fileno()
         starts = range(0, os.fstat(descriptor).st_size, PIECE_BYTES)
@@ -48,7 +48,7 @@ def _hash_piece(descriptor: int, start: int) -> bytes:
 
 
 def compare_sizes(folder: Path, sizes: Mapping[str, Any], listing: str, advice: str) -> None:
-    """Raise CheckpointError if a file in a folder is missing or has another size than `listing`, the file that lists it, says."""
+    """Raise CheckpointError if a file is missing or does not have the size that `listing`, the file with the sizes, states."""
     for name, expected in sizes.items():
         file = folder / name
         if not os.path.isfile(file):  # unlike Path.is_file, this returns False for a name that is too long
@@ -67,7 +67,7 @@ def compare_digests(
     compute: Callable[[Path], str] = compute_digest,
     threads: int = 1,
 ) -> None:
-    """Raise CheckpointError if a file does not have the digest that `listing` lists; `threads` files are read at a time."""
+    """Raise CheckpointError if a file does not have the digest that `listing` states; `threads` files are read at a time."""
 
     def read(name: str) -> str:
         try:

@@ -39,7 +39,7 @@ HEADER_BYTES = 160
 
 
 def parse_size(text: str) -> int:
-    """Convert a size to bytes in decimal units, as Hugging Face does: "4GB" → 4,000,000,000. Raise ConfigError if invalid."""
+    """Convert a size in decimal units to bytes, as Hugging Face does: "4GB" → 4,000,000,000. Raise ConfigError if invalid."""
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
     if size is None or float(size[1]) == 0:
         raise ConfigError(f"max-shard-size must be a size such as 500MB or 4GB; got {text!r}")
@@ -60,23 +60,23 @@ def write_model_folder(
     trust_remote_code: bool = False,
     durable: bool = True,
 ) -> Path:
-    """Write `tensors` as safetensors files, and copy the config, tokenizer and processor files of `source`.
+    """Write `tensors` as safetensors files, and copy the config, tokenizer and processor files from `source`.
 
-    The weights and the model card of `source` are not copied; generation_config.json also names the token that ends a turn in the
-    chat template. Memory holds at most one shard (`max_shard_size`, or one larger tensor) and one other tensor at a time. The
-    folder gets its final name only once it is complete.
+    The weights and the model card in `source` are not copied. The token that ends a turn in the chat template is added to
+    generation_config.json. Memory holds at most one shard (`max_shard_size`, or one larger tensor) and one other tensor at a
+    time. The folder gets its final name only once it is complete.
 
     Args:
         dtype: precision of the weights, "bf16" or "fp32".
-        merge: the merge that yields `tensors`, if the model has adapters, which are then also written separately.
+        merge: the merge that yields `tensors`; its adapter is also written separately. None if the model has no adapter.
         card: function that returns the text of the model card; called after all other files have been written.
-        limits: limits of training for the processor's files; None copies them unchanged.
-        template_arguments: arguments of the chat template in training, which the export records.
-        trust_remote_code: whether to copy the Python files of `source`, too.
+        limits: training's media limits, written to the processor's files; None copies these unchanged.
+        template_arguments: chat-template arguments used in training, which the export records.
+        trust_remote_code: whether to copy the Python files in `source`, too.
         durable: whether to write digests and sync the files to disk; False for a folder that is deleted after use.
 
     Raises:
-        CheckpointError: `output` is not empty, `source` is not a model folder, or a file of it is a link that leaves it.
+        CheckpointError: `output` is not empty, `source` is not a model folder, or a file in it is a link that leads outside it.
         ConfigError: another process is writing `output`.
         SaveError: the folder cannot be written; it has been removed.
     """
@@ -102,7 +102,7 @@ def write_model_folder(
 
 
 def rename_for_export(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors under the names and in the layout that exports of the model family use."""
+    """Yield the tensors under the names and in the layout that the model family uses in exports."""
     family = get_family(read_model_config(source).model_type)
     for name, tensor in tensors:
         yield family.to_exported_name(name), family.swap_axes(name, tensor)
@@ -119,7 +119,7 @@ def write_settings(file: Path, dtype: str, family: Family) -> None:
 
 
 def set_dtype(config: Any, dtype: str) -> Any:
-    """Return `config` with every `dtype` or older `torch_dtype` key set, including those in its text and vision sections."""
+    """Return `config` with every `dtype` or older `torch_dtype` key set, even in its text and vision sections."""
     if not isinstance(config, dict):
         return config
     return {key: dtype if key in ("dtype", "torch_dtype") else set_dtype(value, dtype) for key, value in config.items()}
@@ -156,7 +156,7 @@ def write_weights(
 def cut_shards(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Copy tensors to the CPU and yield them, in order, in shards whose files are at most `max_bytes` large if possible."""
+    """Copy tensors to the CPU and yield them in order, in shards whose files have at most `max_bytes` if possible."""
     shard: dict[str, Tensor] = {}
     size = HEADER_BYTES
     for name, tensor in tensors:
@@ -185,7 +185,7 @@ def export_engine(
     template_arguments: Mapping[str, Any] = NO_ARGUMENTS,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Export the policy that is being trained. Collective; rank 0 writes the files.
+    """Export the policy being trained. Collective; rank 0 writes the files.
 
     Args:
         source: folder from which the model was loaded.
@@ -193,9 +193,9 @@ def export_engine(
         run: folder of the run, for the model card; None writes no card.
         step: step of the weights, for the model card.
         adapter: description of the adapter, which is then also written separately; None if the model has no adapter.
-        vision: vision settings of training, for the processor's files; None copies them unchanged.
-        template_arguments: arguments of the chat template in training, which the export records.
-        trust_remote_code: whether to copy the Python files of `source`, too.
+        vision: training's vision settings, for the processor's files; None copies these files unchanged.
+        template_arguments: chat-template arguments used in training, which the export records.
+        trust_remote_code: whether to copy the Python files in `source`, too.
     """
     weights = iter_unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
     run_on_rank_zero(lambda: check_target(source, output, with_code=trust_remote_code))
@@ -224,7 +224,7 @@ def export_engine(
                     trust_remote_code=trust_remote_code,
                 )
         finally:
-            # All ranks must take part in gathering every tensor; on rank 0 tensors remain only if writing has failed.
+            # All ranks must take part in gathering every tensor; on rank 0, tensors remain only if writing has failed.
             for _ in weights:
                 pass
     return output
@@ -239,10 +239,10 @@ def export_checkpoint(
     scores: Sequence[CardScore] = (),
     durable: bool = True,
 ) -> Path:
-    """Export the model of a saved checkpoint in a single process, without loading the model or starting ranks.
+    """Export the model in a saved checkpoint from a single process, without loading the model or starting ranks.
 
     Args:
-        dtype: precision of the weights: "bf16", "fp32", or "auto" for the precision of the run.
+        dtype: precision of the weights: "bf16", "fp32", or "auto" for the run's precision.
         scores: evaluation scores for the model card.
         durable: whether to write digests and sync the files to disk; False for a folder that is deleted after use.
     """
@@ -282,22 +282,22 @@ def export_checkpoint(
 
 
 def describe_inputs(limits: ProcessorLimits | None, template_arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Describe for the model card how training rendered conversations, and which sizes and frames their media had."""
+    """Describe, for the model card, how training rendered conversations and which sizes and frames their media had."""
     rows = {"chat template arguments": f"`{format_arguments(template_arguments)}`"} if template_arguments else {}
     return rows | (limits.describe() if limits else {})
 
 
 def trusts_remote_code(run: Path) -> bool:
-    """Return whether the run was started with `model.trust_remote_code`; False if its folder has no record of that."""
+    """Return whether the run used `model.trust_remote_code`; False if its folder has no record of the configuration."""
     record = find_run_record(run)
     model = record["config"].get("model") if record else None
     return isinstance(model, dict) and model.get("trust_remote_code") is True
 
 
 def find_limits(source: Path, trained: TrainedVision | None, run: Path | None) -> ProcessorLimits | None:
-    """Return the limits of training for the processor of `source`; None if the settings of training are unknown.
+    """Return training's media limits for the processor in `source`; None if training's settings are unknown.
 
-    Without `trained` settings, as in older checkpoints, those of the `run` apply.
+    If `trained` is None, as for older checkpoints, the settings of `run` apply.
     """
     family = get_family(read_model_config(source).model_type).vision
     if family is None:

@@ -1,4 +1,4 @@
-"""Digests of an export's files, so that damage is noticed before a file is used or uploaded.
+"""Digests of an export's files, which reveal damage before a file is used or uploaded.
 
 {"files": {"model.safetensors": {"size": 123, "xxh3_128_of_64mib": "…"}, "adapter/adapter_model.safetensors": …}}
 """
@@ -22,9 +22,9 @@ from dsreason.problems import describe_first_problem
 
 DIGESTS_FILE = "dsreason_digests.json"
 UNLISTED = (CARD, DIGESTS_FILE)
-"""Names of files without a digest; model cards are meant to be edited."""
+"""Names of files without a digest, such as model cards, which are meant to be edited."""
 THREADS = 8
-"""Maximum number of files that are read at the same time."""
+"""Maximum number of files to read at the same time."""
 
 
 class FileDigest(TypedDict):
@@ -51,7 +51,7 @@ def write_digests(folder: Path) -> None:
 
 
 def check_digests(folder: Path) -> None:
-    """Compare the files of an export with its digests. A folder without digests, such as an older export, is not checked.
+    """Compare an export's files with its digests. A folder without digests, such as an older export, is not checked.
 
     Raises:
         CheckpointError: a file is missing or differs; the message names it.
@@ -66,7 +66,7 @@ def check_digests(folder: Path) -> None:
 
 
 def list_unlisted(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the `names` that are not in the digests of an export, so that something else wrote them; [] without digests."""
+    """Return the `names` that are missing from an export's digests, because something else wrote them; [] without digests."""
     if not (folder / DIGESTS_FILE).exists():
         return []
     files = read_digests(folder)

@@ -1,4 +1,4 @@
-"""Folders of exports: drafts, which only one process at a time can write, and the files copied from the base model's folder."""
+"""Export folders: drafts, which only one process at a time can write, and the files copied from the base model's folder."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ TAKEN = re.compile(
     r"chat_template\.(json|jinja)|additional_chat_templates/[^/.][^/]*\.jinja|"
     r"(?i:(licen[cs]e|notice)(\.md|\.txt)?)"
 )
-"""Pattern of the base model's files that an export copies: the files that transformers reads for config, tokenizer and processor,
-and the license, which must accompany a changed model."""
+"""Pattern for the base-model files that an export copies: the files from which transformers reads the config, tokenizer and
+processor, and the license, which must accompany a changed model."""
 CODE = re.compile(r"[A-Za-z_]\w*\.py")
-"""Pattern of files with a model's own code, which an export copies only with `model.trust_remote_code`."""
+"""Pattern for files with a model's own code, which an export copies only with `model.trust_remote_code`."""
 
 
 ATTEMPTS = 100
-"""Number of attempts to lock a folder that other processes delete."""
+"""Number of attempts to lock a folder that other processes keep deleting."""
 
 
 @contextmanager
 def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `output` once the block has succeeded.
+    """Yield a temporary folder that is renamed to `output` once the block has succeeded.
 
     Args:
-        durable: add a file with digests, and sync all files to disk before renaming, so that a complete folder survives a power
-            failure.
+        durable: whether to add a file with digests, and to sync all files to disk before renaming, so that a complete folder
+            survives a power failure.
 
     Raises:
         CheckpointError: `output` is not empty.
@@ -72,8 +72,8 @@ def write_folder_atomically(output: Path, *, durable: bool = True) -> Iterator[P
 def hold_draft(output: Path) -> Iterator[Path]:
     """Yield a new folder beside `output`, and delete it at the end of the block. A lock keeps other processes from creating one.
 
-    Drafts of killed processes are deleted first. Each draft has a unique name, so that a process that has lost its lock cannot
-    rename the draft of another process.
+    Drafts left by killed processes are deleted first. Each draft has a unique name, so a process that has lost its lock cannot
+    rename another process's draft.
     """
     drafts = output.with_name(f".{output.name}.partial")
     try:
@@ -97,7 +97,7 @@ def hold_draft(output: Path) -> Iterator[Path]:
 
 
 def lock_drafts(drafts: Path, lock: FolderLock) -> None:
-    """Create the folder for drafts and lock it; try again if another process, which is just ending, deletes it in between."""
+    """Create the folder for drafts and lock it; retry if another process that is just ending deletes it in between."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             if drafts.is_symlink() or not drafts.is_dir():
@@ -120,13 +120,13 @@ def delete_drafts(drafts: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Sync a folder to disk, with all files and folders in it."""
+    """Sync a folder to disk, including all files and folders in it."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
 
 def flush_parents(output: Path, existing: Path) -> None:
-    """Sync the entries of the parents of `output` up to `existing`, the nearest one that existed before."""
+    """Sync the parent folders of `output` to disk, up to `existing`, the nearest one that existed before."""
     for folder in output.absolute().parents:
         flush(folder)
         if folder == existing:
@@ -143,7 +143,7 @@ def check_target(source: Path, output: Path, *, with_code: bool) -> None:
 
 
 def check_base_links(source: Path, *, with_code: bool) -> None:
-    """Raise CheckpointError if a file that exports copy from the base model's folder is a link that leads outside this folder."""
+    """Raise CheckpointError if a file that exports copy from the base model's folder is a link leading outside that folder."""
     for path in list_base_files(source, with_code=with_code):
         check_link(path, source)
 
@@ -154,14 +154,14 @@ def check_target_empty(output: Path) -> None:
 
 
 def list_base_files(source: Path, *, with_code: bool) -> list[Path]:
-    """Return the files of the base model that belong to its config, tokenizer or processor, and its code if `with_code`."""
+    """Return the base model's config, tokenizer, processor and license files, and its code if `with_code`."""
     paths = sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")])
     names = {path: path.relative_to(source).as_posix() for path in paths if path.is_file()}
     return [file for file, name in names.items() if TAKEN.fullmatch(name) or (with_code and CODE.fullmatch(name))]
 
 
 def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
-    """Copy the files of `list_base_files` and no other files.
+    """Copy the files that `list_base_files` returns, and no others.
 
     Raises:
         CheckpointError: one of these files is a link that leads outside the folder.
@@ -171,7 +171,7 @@ def copy_base_files(source: Path, output: Path, *, with_code: bool) -> None:
 
 
 def copy_file(source: Path, name: str, output: Path) -> None:
-    """Copy the file `name` of a folder; raise CheckpointError if it is a link that leads outside the folder."""
+    """Copy the file `name` from a folder; raise CheckpointError if it is a link that leads outside the folder."""
     check_link(source / name, source)
     (output / name).parent.mkdir(exist_ok=True)
     shutil.copyfile(source / name, output / name)

@@ -1,4 +1,4 @@
-"""The marker of a complete folder, which lists the size and the digest of each of its files. This module does not need torch.
+"""The marker of a complete folder, which lists the size and digest of each file in it. This module does not need torch.
 
 COMPLETE    {"files": {"trainer_state.json": 214, …}, "xxh3_128_of_64mib": {"trainer_state.json": "9f0c…", …}}
 
@@ -22,7 +22,8 @@ MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
 ENDS = "ends"
 KEYS = {"files", "made_of", ALGORITHM, ENDS}
-"""All keys of a marker. Any other key may be one of these with a damaged bit, whose absence would disable a check."""
+"""All keys of a marker. An unknown key is an error: it may be one of these with a flipped bit, and a missing key would disable a
+check."""
 HASHES: Mapping[str, Callable[[Path], str]] = {ALGORITHM: compute_digest, ENDS: hash_end}
 ADVICE = "choose another checkpoint, or restore the original file"
 
@@ -32,20 +33,20 @@ class Marker:
     """The content of a marker."""
 
     sizes: dict[str, int]
-    """Size in bytes of each file, by its path in the folder."""
+    """Path in the folder → size in bytes."""
     digests: dict[str, str]
-    """Digest of each file; empty if the marker has none."""
+    """Path in the folder → digest; empty if the marker has no digests."""
     kind: str
-    """Kind of the digests, a key of `HASHES`; "" if the marker has none."""
+    """Kind of the digests, which is a key in `HASHES`; "" if the marker has no digests."""
 
     @property
     def full_digests(self) -> dict[str, str]:
-        """Digests of whole files; empty if the marker has only others."""
+        """Digests of entire files; empty if the marker has none of this kind."""
         return self.digests if self.kind == ALGORITHM else {}
 
     @property
     def gaps(self) -> str:
-        """Description of what the check of an older checkpoint does not cover; "" if it covers everything."""
+        """Description of what cannot be verified in an older checkpoint; "" if everything can be."""
         if self.kind == ALGORITHM:
             return ""
         checked = "its size and its last 64 KiB" if self.kind == ENDS else "its size"
@@ -53,7 +54,7 @@ class Marker:
 
 
 def write_marker(folder: Path, digests: Mapping[str, str] | None = None, **facts: str) -> None:
-    """Write the marker that lists all files of a folder and so declares it complete; also store `facts` in it.
+    """Write the marker, which lists all files in a folder and thereby declares it complete; `facts` are also stored in it.
 
     Args:
         digests: digests of files that have already been flushed to disk; other files are flushed and hashed here.
@@ -69,7 +70,7 @@ def write_marker(folder: Path, digests: Mapping[str, str] | None = None, **facts
 
 
 def read_marker(folder: Path) -> Marker:
-    """Read the marker of a folder; raise CheckpointError if it is damaged."""
+    """Read a folder's marker; raise CheckpointError if it is damaged."""
     file = folder / MARKER
     document = read_json(file)
     if unknown := sorted(document.keys() - KEYS):
@@ -102,7 +103,7 @@ def check_sizes(folder: Path) -> Marker:
 
 
 def check_content(folder: Path, names: Collection[str] | None = None) -> Marker:
-    """Check sizes with `check_sizes` and then the digests of the files `names` (None: of all), which are read completely."""
+    """Check sizes with `check_sizes`, then the digests of the files in `names` (None: all files), which are read completely."""
     marker = check_sizes(folder)
     digests = {name: digest for name, digest in marker.digests.items() if names is None or name in names}
     if digests:

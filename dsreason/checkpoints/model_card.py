@@ -1,4 +1,4 @@
-"""The model card of an export, a README.md whose metadata header the Hugging Face Hub reads."""
+"""An export's model card: a README.md with a metadata header for the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 @dataclass(frozen=True)
 class CardScore:
-    """The accuracy of a model, between 0 and 1, in an evaluation with `count` questions."""
+    """A model's accuracy, between 0 and 1, in an evaluation with `count` questions."""
 
     dataset: str
     answer_type: str
@@ -50,11 +50,11 @@ def build_model_card(
     adapter: str = "",
     inputs: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Build the text of the README.md for an export of the weights after `step`.
+    """Build the README.md text for an export of the weights after `step`.
 
-    The content comes from `config.json` and `metrics.jsonl` in the folder `run`; without these files the card is short. It
-    lists base models and data sets that are on the Hub. If the base model is itself an export by dsreason, their names come
-    from the card of that export. `adapter` describes the adapter that was merged into the weights. `inputs` has additional rows.
+    The content comes from `config.json` and `metrics.jsonl` in the folder `run`; without these files, the card is short. It
+    lists the base models and data sets that are on the Hub. If the base model is itself a dsreason export, their names come from
+    its card. `adapter` describes the adapter merged into the weights. `inputs` contains additional table rows: label → value.
     """
     record = read_run_record(run)
     config = record.get("config", {})
@@ -91,7 +91,7 @@ def build_model_card(
 
 
 def read_run_record(run: Path) -> dict[str, Any]:
-    """Read `config.json` of a run; return {} if the file is missing or invalid."""
+    """Read a run's `config.json`; return {} if the file is missing or invalid."""
     file = run / CONFIG_FILE
     if not os.path.lexists(file):
         return {}
@@ -103,7 +103,7 @@ def read_run_record(run: Path) -> dict[str, Any]:
 
 
 def find_origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:
-    """Return the Hub names of the base models and of the data sets, with None in place of an empty list."""
+    """Return the Hub names of the base models and of the data sets, each None instead of an empty list."""
     data = config.get("data", {})
     path = config.get("model", {}).get("path", "")
     bases = [path] if is_hub_name(path) else []
@@ -119,7 +119,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def read_card(folder: Path) -> ModelCardData | None:
-    """Read the header of an export's model card; return None unless dsreason wrote the card."""
+    """Read the header of an export's model card; return None if dsreason did not write the card."""
     try:
         card = ModelCard((folder / CARD).read_text(encoding="utf-8"), ignore_metadata_errors=True)
     except (OSError, ValueError, TypeError):  # the library raises any of these for an invalid header
@@ -129,7 +129,7 @@ def read_card(folder: Path) -> ModelCardData | None:
 
 
 def to_strings(value: Any) -> list[str]:
-    """Return the strings in a header field, which may be a string, a list, or anything else because people edit headers."""
+    """Return the strings in a header field, which may be a string, a list or, since people edit headers, anything else."""
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
 

@@ -1,4 +1,4 @@
-"""Limits for a model folder's image and video processors that reproduce those of training, as far as processors can express them.
+"""Limits for a model folder's image and video processors that match those in training, as far as processors can express them.
 
 Image processors limit the pixels of each image, as training does. For videos, `size` limits each frame in Qwen2.5-VL and all
 frames together in Qwen3-VL; `cap_pixels_per_frame` adds the other limit of qwen-vl-utils. See `resize` in transformers'
@@ -23,23 +23,23 @@ IMAGE_FILE, VIDEO_FILE, BOTH_FILE = (
     "processor_config.json",
 )
 VIDEO_BUDGET = 0.9
-"""Fraction of `max_video_tokens` that Qwen2.5-VL's processor uses for the frames of a video."""
+"""Fraction of `max_video_tokens` that Qwen2.5-VL's processor uses for a video's frames."""
 
 
 @dataclass(frozen=True)
 class ProcessorLimits:
-    """Keys and values for the processor files with which media get the same sizes as in training."""
+    """Keys and values for the processor files that give media the same sizes as in training."""
 
     trained: TrainedVision
     image: dict[str, Any]
     video: dict[str, Any]
     server: dict[str, Any]
-    """Settings with which vLLM reads the same frames of a clip as in training."""
+    """Settings with which vLLM reads the same frames from a clip as training does."""
     unexpressed: list[str] = field(default_factory=list)
-    """Settings of training that the files cannot express."""
+    """Training settings that the files cannot express."""
 
     def describe(self) -> dict[str, str]:
-        """Return the rows of the model card's table: label → value."""
+        """Return rows for the model card's table: label → value."""
         settings = self.trained.settings
         rows = {"vision settings": f"`{format_settings(settings)}`" if settings else "the defaults"}
         if self.trained.differing:
@@ -72,7 +72,7 @@ def get_pixel_limits(processor: Any) -> vision.PixelLimits:
 
 
 def compute_frames(settings: dict[str, float], family: Vision, patch: int) -> dict[str, float]:
-    """Return `fps` and the bounds of the number of frames; both bounds are equal if the number is fixed."""
+    """Return `fps` and the bounds on the number of frames, which are equal if the number is fixed."""
     if "nframes" in settings:
         count = max(patch, round(settings["nframes"] / patch) * patch)
         return {"fps": family.fps, "min_frames": count, "max_frames": count}
@@ -104,7 +104,7 @@ def compute_total_limits(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the keys for a processor whose `size` limits all frames together, and the settings that they cannot express.
 
-    The processor's own total limit remains unless `total_pixels` is set, because vLLM would reserve more memory for a higher one.
+    The processor keeps its own total limit unless `total_pixels` is set: for a higher limit, vLLM would reserve more memory.
     """
     smallest, largest, total = vision.choose_frame_bounds(patch, own, family, patch)
     most = min(largest, settings.get("max_pixels", largest))
@@ -143,7 +143,7 @@ def write_limits(folder: Path, limits: ProcessorLimits) -> None:
 
 
 def change_limits(document: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """Return a processor's settings with `keys` changed, including those under the older names `min_pixels` and `max_pixels`."""
+    """Return a processor's settings with `keys` changed, also under the older names `min_pixels` and `max_pixels`."""
     older = {"min_pixels": keys["size"]["shortest_edge"], "max_pixels": keys["size"]["longest_edge"]}
     return document | keys | {name: value for name, value in older.items() if name in document}
 

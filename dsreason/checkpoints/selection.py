@@ -32,7 +32,7 @@ def choose_sound(folder: Path, resume: str | None, world: World) -> Path | None:
     With `auto`, damaged checkpoints are renamed to `damaged_step_N`, and the newest sound one is returned.
 
     Raises:
-        CheckpointError: the checkpoint that `resume` names is damaged, or all checkpoints are; raised on every rank.
+        CheckpointError: the checkpoint named by `resume`, or every checkpoint, is damaged; raised on every rank.
     """
     if resume != "auto":
         checkpoint = choose_common(folder, resume, world)
@@ -69,16 +69,16 @@ def check_together(path: Path, world: World) -> None:
 
 
 def check_readable(path: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError if one of these files exists but this user may not read it, which must not count as damage."""
+    """Raise ConfigError if one of the files exists but this user may not read it, because that must not count as damage."""
     for name in names:
         if os.access(path / name, os.F_OK) and not os.access(path / name, os.R_OK):
             raise ConfigError(f"{path / name}: this user may not read it; change its permissions")
 
 
 def is_checked_by(name: str, world: World) -> bool:
-    """Return whether this rank checks this file of a checkpoint.
+    """Return whether this rank checks the checkpoint file `name`.
 
-    Each rank checks the files that it will load, because it then finds them in its host's page cache.
+    Each rank checks the files that it will load, which are then in its host's page cache.
     """
     match = re.search(r"rank_([0-9]{1,9})", name)
     owner = int(match[1]) if match else 0
@@ -95,7 +95,7 @@ def set_damaged_aside(path: Path, damage: str) -> None:
 
 
 def check_not_all_damaged(folder: Path) -> None:
-    """Raise CheckpointError if the folder has damaged checkpoints but no complete one: the user may not want a new run."""
+    """Raise CheckpointError if the folder has only damaged checkpoints, because the user may not want to start a new run."""
     damaged = sorted(path.name for path in folder.glob(f"{DAMAGED}{PREFIX}*"))
     if damaged and not find_complete_checkpoints(folder):
         raise CheckpointError(
@@ -105,10 +105,10 @@ def check_not_all_damaged(folder: Path) -> None:
 
 
 def choose_common(folder: Path, resume: str | None, world: World) -> Path | None:
-    """Return the checkpoint that `--resume` selects; if hosts have separate folders, it is complete on all hosts. Collective.
+    """Return the checkpoint that `--resume` selects; if hosts have separate folders, it is complete on all of them. Collective.
 
-    If the selected checkpoint is incomplete on some host, the newest one that is complete on all hosts is returned instead,
-    unless `resume` names a single checkpoint.
+    If the selected checkpoint is incomplete on some host, the newest checkpoint that is complete on all hosts is returned
+    instead, unless `resume` names a single checkpoint.
 
     Raises:
         CheckpointError: some hosts have checkpoints, but none is complete on all hosts.

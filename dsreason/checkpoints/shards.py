@@ -1,4 +1,4 @@
-"""Readers for the files that DeepSpeed writes for each rank; they need no model and never run pickled code."""
+"""Readers for the files that DeepSpeed writes for each rank. They need no model and never run pickled code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNREADABLE = (
     *(OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, struct.error, AssertionError),
     *(LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError),
 )
-"""Exceptions that may be raised when a file is damaged or not part of a checkpoint."""
+"""Exceptions that may be raised if a file is damaged or not part of a checkpoint."""
 
 
 @contextlib.contextmanager
@@ -43,13 +43,13 @@ def load_safely() -> Iterator[None]:
 def iter_checkpoint_tensors(
     checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every unsharded parameter of a checkpoint in the model's order: in float32 if trained, otherwise as loaded.
+    """Yield every parameter in a checkpoint, unsharded and in the model's order; trained parameters are float32.
 
     Args:
         with_frozen: whether to include frozen parameters, which some checkpoints do not contain.
 
     Raises:
-        CheckpointError: a rank's file is missing, damaged, or from another run.
+        CheckpointError: a rank's file is missing, damaged, or from a different run.
     """
     ranks = range(saved.world_size)
     if len(saved.stored_ranks) < len(ranks):
@@ -74,7 +74,7 @@ def convert_read_errors(checkpoint: Path) -> Iterator[None]:
 def iter_sliced_tensors(
     checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True
 ) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
-    """Yield the name of every parameter, its parts ordered by rank, and its shape."""
+    """Yield (name, parts ordered by rank, shape) for every parameter."""
     ranks = range(saved.world_size)
     untrained_names = find_untrained(saved) if with_frozen else []
     states = [load_optimizer_file(checkpoint, rank)["optimizer_state_dict"] for rank in ranks]
@@ -98,7 +98,7 @@ def iter_sliced_tensors(
 def check_names(checkpoint: Path, saved: SavedRun) -> None:
     """Raise CheckpointError if a rank's files contain parameters that trainer_state.json does not list.
 
-    Call this before DeepSpeed's converter, which creates a folder for each name; one such as `../../x` would be outside the
+    Call this before DeepSpeed's converter, which creates a folder for each name: a name such as `../../x` would lead outside the
     checkpoint.
     """
     if (num_files := len(list(checkpoint.glob("*_optim_states.pt")))) != saved.world_size:
@@ -125,14 +125,14 @@ def find_untrained(saved: SavedRun) -> list[str]:
 
 
 def assemble(slices: list[Tensor], shape: torch.Size) -> Tensor:
-    """Join the parts of a parameter and drop the padding; raise ValueError if a part is larger than the storage in its file."""
+    """Join a parameter's parts and drop the padding; raise ValueError if a part is larger than its storage in the file."""
     if any(piece.nbytes > piece.untyped_storage().nbytes() for piece in slices):
         raise ValueError(f"parts of a parameter of shape {list(shape)} are larger than their storage")
     return torch.cat([piece.reshape(-1) for piece in slices])[: shape.numel()].view(shape)
 
 
 def slice_stage3(states: list[Any], groups: list[dict[str, torch.Size]]) -> dict[str, list[Tensor]]:
-    """Return the parts of each parameter. ZeRO-3 pads and splits each parameter equally, and concatenates the parts per group."""
+    """Return each parameter's parts. ZeRO-3 pads and splits each parameter equally, and concatenates the parts per group."""
     result: dict[str, list[Tensor]] = {}
     for group, shapes in enumerate(groups):
         offset = 0
@@ -144,7 +144,7 @@ def slice_stage3(states: list[Any], groups: list[dict[str, torch.Size]]) -> dict
 
 
 def slice_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
-    """Return the parts of each parameter. ZeRO-1 and ZeRO-2 split entire groups, and each rank stores the parameters' ranges."""
+    """Return each parameter's parts. ZeRO-1 and ZeRO-2 split entire groups, and each rank stores the parameters' ranges."""
     result: dict[str, list[Tensor]] = {}
     for state in states:
         groups = zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)
@@ -155,12 +155,12 @@ def slice_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
 
 
 def load_optimizer_file(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """Load the file with the float32 weights and optimizer states of a rank."""
+    """Load the file with a rank's float32 weights and optimizer states."""
     return load_file(checkpoint, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
 def load_model_file(checkpoint: Path, rank: int, zero_stage: int) -> dict[str, Any]:
-    """Load the file with shapes and frozen weights; ZeRO-3 has one for each rank, and other stages have one for all ranks."""
+    """Load the file with shapes and frozen weights. ZeRO-3 has one per rank; other stages have a single one."""
     return load_file(checkpoint, f"{f'zero_pp_rank_{rank}_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt")
 
 
@@ -187,7 +187,7 @@ def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
 
 
 def check_stored(file: Path) -> None:
-    """Raise ValueError for a file with compressed entries: torch never writes these, and they may expand to any size."""
+    """Raise ValueError if the file has compressed entries, which torch never writes and which may expand to any size."""
     with ZipFile(file) as archive:
         if packed := [part.filename for part in archive.infolist() if part.compress_type != ZIP_STORED]:
             raise ValueError(f"its entry {packed[0]:.80} is compressed")

@@ -1,4 +1,4 @@
-"""The chat-template arguments with which a model was trained, which exports record."""
+"""The chat-template arguments with which a model was trained, as recorded in exports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dsreason.files.disk import read_small
 from dsreason.problems import describe_first_problem
 
 TEMPLATE_FILE = "dsreason_template.json"
-"""Name of the file in an export; an export of a run without arguments has no such file."""
+"""Name of the file in an export; it is missing if the run used no arguments."""
 
 
 class RecordedArguments(TypedDict):
-    """Content of the file."""
+    """Content of the file in an export."""
 
     arguments: TemplateArguments
 
@@ -31,7 +31,7 @@ def write_template_arguments(folder: Path, arguments: Mapping[str, Any]) -> None
 
 
 def read_template_arguments(folder: Path) -> dict[str, Any]:
-    """Return the arguments that an export records; {} if it records none, or is not an export.
+    """Return the arguments recorded in an export; {} if it records none, or if the folder is not an export.
 
     Raises:
         CheckpointError: the export's file is invalid.

@@ -1,4 +1,4 @@
-"""The vision settings with which a model was trained, which checkpoints (`trainer_state.json`) and exports store."""
+"""The vision settings with which a model was trained, as stored in checkpoints (`trainer_state.json`) and exports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 VISION_FILE = "dsreason_vision.json"
 """Name of the file in an export."""
 OF_ROWS = ("video_start", "video_end")
-"""Settings that select a part of each training clip; they are not stored, because they do not apply to other clips."""
+"""Settings that select a part of each training clip. They are not stored, because they do not apply to other clips."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TrainedVision:
     """The vision settings of a run's training rows. Example: `TrainedVision({"fps": 2.0, "max_pixels": 81920})`."""
 
     settings: dict[str, int | float]
-    """Keys that were set in `[data.vision]`; if there are several sources, those of the first one."""
+    """Keys that were set in `[data.vision]`; with several sources, those of the first source."""
     differing: list[str] = field(default_factory=list)
     """Paths (or adapters) of the sources with different settings."""
 
@@ -49,7 +49,7 @@ def collect_trained_vision(sources: Sequence[tuple[str, VisionConfig]]) -> Train
 
 
 def read_trained_vision(folder: Path) -> TrainedVision | None:
-    """Return the settings of an export, or else those of the run that contains it; None if neither has any.
+    """Return an export's settings, or else the settings of the run that contains it; None if neither has any.
 
     Raises:
         CheckpointError: the export's file is invalid.
@@ -70,7 +70,7 @@ def read_trained_vision(folder: Path) -> TrainedVision | None:
 
 
 def read_run_vision(run: Path) -> TrainedVision | None:
-    """Return the settings in a run's `config.json`, for exports and checkpoints of older versions; None if it has none."""
+    """Return the settings in a run's `config.json`, for exports and checkpoints from older versions; None if it has none."""
     data = (find_run_record(run) or {"config": {}})["config"].get("data")
     if not isinstance(data, dict):
         return None

@@ -44,10 +44,10 @@ def verify(
 
 
 def list_folders(path: Path) -> list[Path]:
-    """Return the checkpoint or export at `path`, or all of the run at `path`, checkpoints first, each sorted by step.
+    """Return the checkpoint or export at `path`. If `path` is a run, return its checkpoints and then its exports, by step.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: `path` contains neither a checkpoint nor an export.
     """
     from dsreason.checkpoints.marker import MARKER, STATE_FILE
     from dsreason.files.step_names import is_step_name, parse_step
@@ -74,7 +74,7 @@ def list_folders(path: Path) -> list[Path]:
 
 
 def verify_folder(folder: Path) -> str:
-    """Verify a checkpoint or export, and return what was verified; raise CheckpointError if it is damaged."""
+    """Verify a checkpoint or export, and return a summary for the user; raise CheckpointError if it is damaged."""
     from dsreason.checkpoints.checkpoint_folder import read_checkpoint
     from dsreason.checkpoints.export_digests import DIGESTS_FILE
     from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_content

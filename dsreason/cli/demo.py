@@ -34,7 +34,7 @@ HELD_OUT = Path("builtin_eval.toml")
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the demo, with its duration on 2 idle cores: seconds for the optimizer steps, and for everything else."""
+    """A stage of the demo. Durations are in seconds on 2 idle cores: `steps` for the optimizer steps, `around` for the rest."""
 
     title: str
     steps: float
@@ -123,7 +123,7 @@ def run_answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) 
 
 
 def run_world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
-    """Train a model that generates clips: first on partly wrong captions, then with rewards, using two algorithms."""
+    """Train a model that generates clips: first on clips with partly wrong captions, then with rewards, using two algorithms."""
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
     started, start = time.monotonic(), f"model.path={to_toml(str(folder / 'sft' / 'export' / 'final'))}"
     for number, (name, recipe) in enumerate(WORLD_RECIPES.items(), 1):
@@ -140,7 +140,7 @@ def run_world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) ->
 
 @contextmanager
 def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iterator[None]:
-    """Print the stage and the estimated remaining time of the demo; progress bars in the block show the same information."""
+    """Print the stage and the demo's estimated remaining time; progress bars in the block show the same information."""
     stage = stages[number - 1]
     before, remaining = (
         sum(stage_part.seconds for stage_part in some) for some in (stages[: number - 1], stages[number - 1 :])
@@ -156,7 +156,7 @@ def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iter
 
 
 def evaluate_export(folder: Path) -> Path:
-    """Evaluate the exported model on the held-out rows, as `dsreason eval` does, and return the folder of the reports."""
+    """Evaluate the exported model on the held-out rows, as `dsreason eval` does, and return the reports' folder."""
     from dsreason.evaluation.report.report import write_reports
     from dsreason.evaluation.run import evaluate
 
@@ -179,7 +179,7 @@ def compute_accuracies(results: Path) -> dict[str, float]:
 
 
 def build_results_table(folder: Path, evaluated: dict[str, float]) -> Table:
-    """Build the table of held-out accuracies: of the random model, after SFT, after GRPO, and in the evaluation of the export."""
+    """Build the table of held-out accuracies: with random weights, after SFT, after GRPO, and in the export's evaluation."""
     random, warm = read_first_and_last(folder / "sft" / "metrics.jsonl", prefix="val/accuracy")
     _, trained = read_first_and_last(folder / "grpo" / "metrics.jsonl", prefix="val/accuracy")
     table = Table(
@@ -192,7 +192,7 @@ def build_results_table(folder: Path, evaluated: dict[str, float]) -> Table:
 
 
 def build_world_table(folder: Path) -> Table:
-    """Build the table of the held-out prompts' rewards, for the same noise, and of metrics that reveal reward hacking."""
+    """Build the table of rewards for the held-out prompts, all from the same noise, and of metrics that reveal reward hacking."""
     titles = ("after SFT", "after FlowGRPO", "after NFT")
     last = [read_first_and_last(folder / name / "metrics.jsonl", prefix="val/")[1] for name in WORLD_RECIPES]
     table = Table("held-out prompts", *titles, title="dsreason demo --world")
@@ -204,7 +204,7 @@ def build_world_table(folder: Path) -> Table:
 
 
 def read_first_and_last(metrics: Path, *, prefix: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Read the first and the last value of each metric whose name starts with `prefix` from a metrics.jsonl file."""
+    """Return the first and the last value of each metric in a metrics.jsonl file whose name starts with `prefix`."""
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     for line in metrics.read_bytes().splitlines():

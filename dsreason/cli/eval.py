@@ -1,4 +1,4 @@
-"""`dsreason eval`: evaluation of a model by grading its answers to questions."""
+"""`dsreason eval`: evaluate a model by grading its answers to questions."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from dsreason.world.schema import WorldConfig
 RECIPE = "eval.toml"
 FINAL = Path("export") / "final"
 EXPORTED = ("model_index.json", "pytorch_lora_weights.safetensors")
-"""Files that identify a folder with a world model or its adapter; every such folder contains one of them."""
+"""Files by which a folder with a world model or its adapter is recognised."""
 TP_SIZE, TP_KEY = "TP_SIZE", "model.tensor_parallel_size"
-"""Environment variable that cosmos-reason1's guides use for the tensor-parallel size, and the equivalent key."""
+"""Environment variable for the tensor-parallel size in cosmos-reason1's guides, and the equivalent key."""
 
 
 def evaluate(
@@ -134,19 +134,19 @@ def evaluate(
 
 @dataclass(frozen=True)
 class WorldSource:
-    """The configuration of a world model's evaluation, and its origin."""
+    """The configuration for evaluating a world model, and its origin."""
 
     values: dict[str, Any]
     name: str
     arguments: list[str]
-    """Command-line arguments with which a rank finds the same configuration."""
+    """Command-line arguments by which a rank finds the same configuration."""
 
 
 def find_world(config: Path | None, model: str | None) -> WorldSource | None:
-    """Return the configuration of a world model: `config`, or without it the configuration of the run of `model`.
+    """Return the configuration for a world model: `config` or, if it is None, the configuration of the run that made `model`.
 
     Returns:
-        None if the configuration or the run does not belong to a world model.
+        The configuration and its origin; None if it is not for a world model.
     """
     if config is not None:
         values = read_config(config)
@@ -162,10 +162,10 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
 
 
 def read_recorded_values(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the run in `folder`; {} if it has no `config.json`, or that of a model.
+    """Return the configuration of the run in `folder`; {} if its `config.json` is missing or belongs to a model.
 
     Raises:
-        ConfigError: the file of a run is damaged.
+        ConfigError: the `config.json` of a run is damaged.
     """
     try:
         return dict(read_record(folder)["config"])
@@ -178,8 +178,10 @@ def read_recorded_values(folder: Path) -> dict[str, Any]:
 
 
 def list_possible_runs(path: Path) -> list[Path]:
-    """List possible folders of the run that `RUN`, `RUN/export/…` or `RUN/checkpoints/…` belongs to; empty if `path` does not
-    exist."""
+    """Return folders that may be the run to which `path` belongs (`RUN`, `RUN/export/…` or `RUN/checkpoints/…`).
+
+    The list is empty if `path` does not exist.
+    """
     path = path.absolute()
     if not path.exists():
         return []
@@ -188,8 +190,7 @@ def list_possible_runs(path: Path) -> list[Path]:
 
 
 def is_world(values: dict[str, Any]) -> bool:
-    """Return whether a configuration is for world models: it has `[world]`, or keys that only the training of a world model
-    has."""
+    """Return whether a configuration is for world models: it has `[world]`, or has keys that exist only for training them."""
     if "world" in values:
         return True
     return bool(split_unknown(EvalConfig, values)[1]) and not split_unknown(WorldConfig, values)[1]
@@ -199,7 +200,7 @@ def resolve_export(model: str) -> str:
     """Return the final export if `model` is a run, or else `model` unchanged.
 
     Raises:
-        ConfigError: a run or checkpoint has no export, or the run has a checkpoint that is newer than its export.
+        ConfigError: `model` is a run or a checkpoint without an export, or the run has a checkpoint newer than its export.
     """
     folder = Path(model).expanduser()
     final = folder / FINAL
@@ -270,7 +271,7 @@ def evaluate_world(
 
 
 def load(config: Path | None, changes: list[str]) -> EvalConfig:
-    """Load the configuration. The environment variable TP_SIZE overrides the file, and the command line overrides both."""
+    """Load the configuration. The environment variable TP_SIZE overrides the file; the command line overrides both."""
     tensor_parallel_size = os.environ.get(TP_SIZE)
     if not tensor_parallel_size:
         return load_config(EvalConfig, config, changes, default_recipe=RECIPE)
@@ -301,9 +302,9 @@ def build_question_overrides(datasets: list[str], data: str | None, adapter: str
     """Build the overrides that select the questions.
 
     Args:
-        data: folder of benchmarks, file of rows, or path for the adapter.
-        named: whether the configuration lists benchmarks; if so, a folder in `data` only sets their location, otherwise all
-            benchmarks in it are used.
+        data: folder with benchmarks, file with rows, or path for the adapter.
+        named: whether the configuration lists benchmarks. If so, a folder in `data` only sets their location; otherwise, all
+            benchmarks in the folder are used.
     """
     changes = []
     if adapter is not None or (data is not None and Path(data).is_file()):
@@ -343,7 +344,7 @@ def list_benchmarks(folder: Path) -> list[str]:
 
 
 def build_model_overrides(model: str | None, server: str | None) -> list[str]:
-    """Build the overrides that select the model or server; they replace the one in the configuration file."""
+    """Build the overrides that select the model or server instead of the one in the configuration file."""
     if model is not None and server is not None:
         raise ConfigError(f"--model {model} and --server {server} are mutually exclusive; remove one")
     return [] if model is None and server is None else ["server.url=null", f"model.path={to_toml(model)}"]

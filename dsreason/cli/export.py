@@ -61,7 +61,7 @@ def export(
 
 
 def check_run_does_not_write(output: Path) -> None:
-    """Raise ConfigError if a run that is in progress writes, replaces or deletes this export itself."""
+    """Raise ConfigError if `output` is an export that a running job writes, replaces or deletes itself."""
     exports = output.absolute().parent
     if exports.name == "export" and (output.name == "final" or is_step_name(output.name)):
         check_not_in_use(exports.parent)

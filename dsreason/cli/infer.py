@@ -158,7 +158,7 @@ def infer(
 
 
 def parse_template_arguments(options: list[str]) -> dict[str, Any]:
-    """Parse options such as `enable_thinking=false`; values are written as in TOML, and other texts need no quotes."""
+    """Parse options such as `enable_thinking=false`. Values have TOML syntax; any other text is a string and needs no quotes."""
     values = {}
     for option in options:
         name, equals, value = option.partition("=")
@@ -176,7 +176,7 @@ def parse_template_arguments(options: list[str]) -> dict[str, Any]:
 
 
 def choose_prompt(video: bool) -> str:
-    """Return the default question that adapters ask about a video, or its equivalent for an image."""
+    """Return the adapters' default question about a video, or its equivalent for an image."""
     question = str(SourceConfig.model_fields["question"].default)
     return question if video else question.replace("video", "image")
 
@@ -200,7 +200,7 @@ def write_json(answering: StreamedAnswer, stdout: TextIO) -> None:
 
 
 def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> None:
-    """Print the answer as it is generated; thoughts are dimmed on a terminal."""
+    """Print the answer as it is generated; on a terminal, reasoning is dimmed."""
     if heading:
         write(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)
     for text, thought in split_thoughts(answering):
@@ -214,9 +214,9 @@ def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> N
 
 
 def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield pairs (text, whether it is part of the thoughts).
+    """Yield (text, whether it is reasoning) pairs.
 
-    Tags count as part of the thoughts, and may be split across pieces.
+    The tags count as reasoning, and may be split across pieces.
     """
     buffer, thinking = "", False
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Shared parts of the training commands: their options, the checks before ranks start, and the start of the ranks."""
+"""Code that the training commands share: their options, the checks before ranks start, and starting the ranks."""
 
 from __future__ import annotations
 
@@ -64,21 +64,21 @@ C = TypeVar("C", bound=JobConfig)
 class Trainer(Generic[C]):
     """A training command.
 
-    Its package has `preflight.py` with `check(config)`, `describe_modules(config)` and, if it trains a vision-language model,
-    `build_row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. Both modules need torch and are
-    imported only when they are used.
+    Its package has a module `preflight` with `check(config)`, `describe_modules(config)` and, for vision-language models,
+    `build_row_encoder(config, encoder)`, and a module `loop` with `run(config, output_dir, resume)`. Both modules need torch and
+    are imported only when used.
     """
 
     name: str
     schema: type[C]
     recipe: str
-    """Name of the shipped recipe that is used without --config."""
+    """Name of the shipped recipe to use without --config."""
     help: str
     package: str = ""
     """Name of the trainer's package; empty: `dsreason.train.<name>`."""
 
     def check(self, config: C) -> None:
-        """Check data and model before any rank starts."""
+        """Check the data and the model before any rank starts."""
         self._import_module("preflight").check(config)
 
     def describe_modules(self, config: C) -> str:
@@ -90,7 +90,7 @@ class Trainer(Generic[C]):
         return cast("Callable[[Sample], object]", self._import_module("preflight").build_row_encoder(config, encoder))
 
     def run(self, config: C, output_dir: Path | None, resume: str | None) -> None:
-        """Run the training loop of one rank; if `output_dir` is None, the ranks agree on a folder."""
+        """Run the training loop on one rank; if `output_dir` is None, the ranks agree on a folder."""
         self._import_module("loop").run(config, output_dir, resume)
 
     def _import_module(self, name: str) -> ModuleType:
@@ -99,7 +99,7 @@ class Trainer(Generic[C]):
 
     @property
     def own_sections(self) -> set[str]:
-        """The names of the sections that this command has in addition to those of `RunConfig`."""
+        """Names of the sections that this command has in addition to those in `RunConfig`."""
         return self.schema.model_fields.keys() - RunConfig.model_fields.keys()
 
     def command(self) -> Callable[..., None]:
@@ -124,7 +124,7 @@ class Trainer(Generic[C]):
 def find_trainers() -> dict[str, Trainer[Any]]:
     """Find all trainers, by name.
 
-    For each folder of `dsreason.train`, and for `world`, `dsreason.cli` has a module of the same name that defines `TRAINER`.
+    For each folder in `dsreason.train`, and for `world`, `dsreason.cli` has a module with the same name that defines `TRAINER`.
     """
     names = [module.name for module in iter_modules(train.__path__) if module.ispkg and module.name != "common"]
     return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in [*names, "world"]}
@@ -162,7 +162,7 @@ class TrainingCommand(Generic[C]):
 
 
 def load_job(job: TrainingCommand[C]) -> C:
-    """Load the run configuration, including the command-line options; without --config, report which recipe is used.
+    """Load the run configuration and apply the command-line options; without --config, report which recipe is used.
 
     A cosmos-rl configuration is converted, and a report on its keys is printed.
     """
@@ -191,10 +191,10 @@ def check_job(trainer: Trainer[C], config: C, resume: str | None) -> None:
 
 
 def run_job(job: TrainingCommand[C], *, ranks_on_cpu: int = 1) -> Path | None:
-    """Run as a rank if this process is one; otherwise, check everything and start the ranks.
+    """Train if this process is a rank; otherwise, check everything and start the ranks.
 
     Returns:
-        The output folder; None if it is not known.
+        The output folder; None if it is unknown.
     """
     config = load_job(job)
     if launch.is_rank():
@@ -260,7 +260,7 @@ def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
 
 
 def _list_checkpoints(output_dir: Path) -> dict[str, str]:
-    """List the complete checkpoints of a run, each with a value that identifies its current version."""
+    """Return a run's complete checkpoints: name → text that identifies the checkpoint's current version."""
     from dsreason.checkpoints.checkpoint_folder import find_complete_checkpoints
     from dsreason.checkpoints.marker import MARKER
 
@@ -271,8 +271,8 @@ def _list_checkpoints(output_dir: Path) -> dict[str, str]:
 def _choose_resume(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
     """Return the value of `--resume` for an attempt: "auto" if this job has written a checkpoint, else the requested value.
 
-    Checkpoints of an earlier job, listed in `before`, must not replace a requested path. They are compared by identity,
-    because the clocks of hosts may differ.
+    Checkpoints from before this job, listed in `before`, must not replace a requested path. They are recognised by their identity
+    instead of their age, because the hosts' clocks may differ.
     """
     if attempt == 0 or (resume is not None and not _list_checkpoints(output_dir).items() - before.items()):
         return resume

@@ -1,4 +1,4 @@
-"""The `dsreason` command: its subcommands, and the conversion of a `DsReasonError` to a message and an exit code."""
+"""The `dsreason` command, which runs a subcommand and converts a `DsReasonError` to a message and an exit code."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def handle_global_options(
 
 def main() -> None:
     wrap_terminal()
-    # Mask secrets in log lines and threads' tracebacks before `setup_logs` is called, and in commands without ranks.
+    # Mask secrets in log lines and in threads' tracebacks, both before `setup_logs` is called and in commands without ranks.
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(HidingFormatter())
     logging.setLogRecordFactory(VisibleRecord)

@@ -1,4 +1,4 @@
-"""`dsreason plan`: an estimate of whether a run fits on the GPUs, made without GPUs."""
+"""`dsreason plan`: estimate whether a run fits on the GPUs, without needing any GPU."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def plan(
 
 
 def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int) -> Machine:
-    """Return the machine to plan for; unset options default to the values of this machine.
+    """Return the machine to plan for; unset options default to this machine's values.
 
     Raises:
         ConfigError: `gpus` is None and this machine has no GPU, or `gpu_memory` is out of range.
@@ -141,7 +141,7 @@ def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int)
 
 
 def find_rates(card: str | None, machine: Machine) -> Rates:
-    """Return the rates of the named card, or else of the local card, or else of a card with the same memory."""
+    """Return the rates for the named card, or else for the local card, or else for a card with the same memory."""
     import torch
 
     from dsreason.tools.planning.duration.rates import CARDS, find_card

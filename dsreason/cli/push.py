@@ -18,7 +18,7 @@ from dsreason.screen import print_message
 
 
 class FolderKind(StrEnum):
-    """The kinds of folders, as an enumeration because Typer does not support lists of literals."""
+    """Kinds of folders, as an enum because Typer does not support lists of literals."""
 
     export = "export"
     checkpoint = "checkpoint"
@@ -69,10 +69,10 @@ def push(
 
 
 def list_folders(run: Path, include: Sequence[FolderKind]) -> list[Path]:
-    """Return a run's complete folders of the given kinds, logs last; report incomplete folders.
+    """Return a run's complete folders of the given kinds, logs last; incomplete folders are reported to the user.
 
     Raises:
-        CheckpointError: the run has no such folder.
+        CheckpointError: the run has no complete folder of these kinds.
     """
     from dsreason.storage.package import LOGS, get_folder_kind, is_logs, list_finished, list_unfinished
 

@@ -1,4 +1,4 @@
-"""`dsreason sft`: supervised fine-tuning."""
+"""`dsreason sft`: supervised fine-tuning of a vision-language model."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Run configuration: schemas, functions that load a configuration, and functions that merge it with a DeepSpeed JSON."""
+"""Run configuration: its schemas, and functions that load it and merge it with a DeepSpeed JSON."""

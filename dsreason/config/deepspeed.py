@@ -22,7 +22,7 @@ from dsreason.problems import build_config_error, find_nearest
 Device = Literal["cpu", "cuda"]
 
 SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""Name of a DeepSpeed scheduler → equivalent value of `optim.schedule`."""
+"""DeepSpeed scheduler name → equivalent value of `optim.schedule`."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Owned:
     values: tuple[Any, ...]
     """Values that the JSON may contain; if empty, no concrete value is allowed."""
     fact: str
-    """Setting that determines the value, in the wording of messages: `train.global_batch_size is 32`."""
+    """Statement of what determines the value, for messages: `train.global_batch_size is 32`."""
     by_config: bool = True
-    """Whether the run configuration determines the value; if False, the trainer does, and the value is the same in every run."""
+    """Whether the run configuration determines the value; if False, the trainer fixes it for every run."""
 
 
 def resolve_deepspeed(
@@ -48,8 +48,8 @@ def resolve_deepspeed(
         config_name: name of the run configuration in error messages.
 
     Raises:
-        ConfigError: lists all contradictions and all unknown or removed keys at once. DeepSpeed itself checks the keys of
-            `zero_optimization`; see `check_deepspeed`.
+        ConfigError: the JSON has contradictions, or unknown or removed keys; the message lists all of them. DeepSpeed itself
+            checks the keys in `zero_optimization`; see `check_deepspeed`.
     """
     document = read_deepspeed(name)
     problems = list(_find_key_problems(document)) or list(_find_zero_problems(document, world_size))
@@ -72,7 +72,7 @@ def read_deepspeed(name: str) -> dict[str, Any]:
 
 
 def read_zero_section(name: str) -> dict[str, Any]:
-    """Return the `zero_optimization` section of a DeepSpeed JSON without its `"auto"` entries."""
+    """Return a DeepSpeed JSON's `zero_optimization` section without keys set to `"auto"`."""
     section: dict[str, Any] = _remove_auto(read_deepspeed(name).get("zero_optimization", {}))
     return section
 
@@ -85,7 +85,7 @@ def build_trial_settings(name: str, config: JobConfig) -> dict[str, Any]:
 
 
 def get_micro_batch_size(config: JobConfig) -> int:
-    """Return the micro-batch size for DeepSpeed's configuration; if a token budget is used instead, the value 1 is a dummy."""
+    """Return the micro-batch size for DeepSpeed's configuration; with a token budget, the result is the dummy value 1."""
     return config.train.micro_batch_size or 1
 
 
@@ -191,7 +191,7 @@ def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _get_concrete(document: Any, path: tuple[str, ...]) -> Any:
-    """Return the value at `path` in the document; None if the value is absent or `"auto"`."""
+    """Return the value at `path` in the document; None if it is absent or `"auto"`."""
     for key in path:
         if not isinstance(document, dict):
             return None
@@ -221,7 +221,7 @@ def _find_key_problems(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _find_value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
-    """Yield problems of a value that DeepSpeed would report without naming the key, or would not report at all."""
+    """Yield problems with a value that DeepSpeed would report without naming the key, or not at all."""
     if kind == "object":
         if not isinstance(value, dict):
             yield f"{key}: must be an object ({{…}}); got {format_json(value)}"
@@ -261,7 +261,7 @@ UNUSED = {
     "tensorboard": MONITORING,
     "wandb": MONITORING,
 }
-"""Block that would read or write other files or start processes → reason why the block is not supported."""
+"""Unsupported DeepSpeed block → reason."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 PARAMS = {
     "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
@@ -300,8 +300,8 @@ def _find_zero_problems(document: dict[str, Any], world_size: int) -> Iterator[s
 
 def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _remove_auto(document)
-    # The trainer builds its own optimizer and scheduler; bfloat16 is an old name for bf16; DeepSpeed enables datastates_ckpt even
-    # if its value is null; with sequence_parallel_size, DeepSpeed would expect a smaller train_batch_size than the one set below.
+    # The trainer builds its own optimizer and scheduler. bfloat16 is an old name for bf16. DeepSpeed enables datastates_ckpt even
+    # if its value is null. With sequence_parallel_size, DeepSpeed would expect a smaller train_batch_size than the one set below.
     for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16", "sequence_parallel_size"):
         result.pop(key, None)
     micro, steps = get_micro_batch_size(config), compute_accumulation_steps(config, world_size)
@@ -326,10 +326,10 @@ def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, 
 def _get_stage3_defaults(config: JobConfig) -> dict[str, Any]:
     """Return defaults for keys that a DeepSpeed JSON leaves unset; stages 1 and 2 ignore these keys.
 
-    By default, DeepSpeed keeps a gathered parameter if the parameter is used again within 1e9 parameter elements, which DeepSpeed
-    finds out by walking its trace for every module. It also wraps each linear layer in a Python autograd function, so that the
-    graph does not hold gathered weights between the forward and the backward pass; with gradient checkpointing, this is not
-    necessary, because the graph then holds the weights of only one block.
+    By default, DeepSpeed keeps a gathered parameter if it is used again within 1e9 parameter elements, which requires walking the
+    trace for every module; a distance of 0 avoids that. DeepSpeed also wraps each linear layer in a Python autograd function, so
+    that the graph does not hold gathered weights between the forward and the backward pass. This is unnecessary with gradient
+    checkpointing, because the graph then holds the weights of only one block.
     """
     return {
         "stage3_max_reuse_distance": 0,
@@ -338,7 +338,7 @@ def _get_stage3_defaults(config: JobConfig) -> dict[str, Any]:
 
 
 def _remove_auto(value: Any) -> Any:
-    """Return a copy without `"auto"` entries, which are filled in later or get DeepSpeed's defaults."""
+    """Return a copy without keys set to `"auto"`, which are filled in later or get DeepSpeed's defaults."""
     if isinstance(value, dict):
         return {key: _remove_auto(item) for key, item in value.items() if item != "auto"}
     if isinstance(value, list):
@@ -349,7 +349,7 @@ def _remove_auto(value: Any) -> Any:
 
 
 def _fit_device(zero: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Adapt a copy of `zero` to the device: on a GPU, pin offloaded memory by default; on a CPU, disable pinning and overlap."""
+    """Return a copy of `zero` for the device. By default, a GPU pins offloaded memory; on a CPU, pinning and overlap are off."""
     zero = dict(zero)
     for block in ("offload_optimizer", "offload_param"):
         if block in zero:

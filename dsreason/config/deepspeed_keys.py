@@ -1,4 +1,4 @@
-"""Top-level keys that DeepSpeed 0.19 reads, and the replacements of keys that DeepSpeed has removed."""
+"""Top-level keys that DeepSpeed 0.19 reads, and replacements for keys that it has removed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TOP_LEVEL: dict[str, Kind] = {
     "zero_force_ds_cpu_optimizer": "any",
     "zero_optimization": "object",
 }
-"""Key → kind of value; values of the kind `any` are validated elsewhere or by DeepSpeed."""
+"""Key → kind of value; values of kind `any` are validated elsewhere or by DeepSpeed."""
 FLOPS_PROFILER: dict[str, Kind] = {
     "detailed": "flag",
     "enabled": "flag",

@@ -1,4 +1,4 @@
-"""Check of the setting `engine_options`, which contains arguments for vLLM's `LLM` that no other key sets."""
+"""Check for the setting `engine_options`, which contains arguments for vLLM's `LLM` that no other key sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that look up the keys of a configuration schema and suggest corrections for misspelt keys."""
+"""Functions that look up keys in a configuration schema and suggest corrections for misspelt keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from dsreason.problems import find_nearest
 
 KeyPath = tuple[str | int, ...]
-"""Path of a key: `("data", "sources", 0, "path")` stands for `data.sources.0.path`."""
+"""Path to a key: `("data", "sources", 0, "path")` stands for `data.sources.0.path`."""
 
 
 def join_path(path: KeyPath) -> str:
@@ -19,7 +19,7 @@ def join_path(path: KeyPath) -> str:
 
 
 def find_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section type in a field's annotation, even inside a list or a union; None if the field has only plain values."""
+    """Return the section type in a field's annotation, even in a list or a union; None if the field has only plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):
@@ -29,24 +29,24 @@ def find_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def list_aliases(field: FieldInfo) -> list[str]:
-    """Return all names of a field with aliases, including the field's own name; an empty list if it has no aliases."""
+    """Return all names of a field that has aliases, including its own name; [] if it has no aliases."""
     alias = field.validation_alias
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else []
 
 
 def find_field(schema: type[BaseModel], key: str) -> FieldInfo | None:
-    """Return the field of a section whose name or alias is `key`, or None if the section has no such field."""
+    """Return the section's field whose name or alias is `key`, or None if it has no such field."""
     return next((field for name, field in schema.model_fields.items() if key in (name, *list_aliases(field))), None)
 
 
 def find_synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
-    """Return the other names that the key at `path` has in its section."""
+    """Return the other names for the key at `path`."""
     field = find_field_at(schema, path)
     return set(list_aliases(field)) - {str(path[-1])} if field else set()
 
 
 def find_field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """Return the field at `path`, ignoring list indexes, or None if the schema has no such field."""
+    """Return the field at `path`, ignoring list indices; None if the schema has no such field."""
     section: type[BaseModel] | None = schema
     field = None
     for name in (part for part in path if isinstance(part, str)):
@@ -58,7 +58,7 @@ def find_field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
 
 
 def split_unknown(schema: type[BaseModel], document: dict[str, Any]) -> tuple[dict[str, Any], list[KeyPath]]:
-    """Return the document without the keys that the schema does not know, and the paths of these unknown keys."""
+    """Return the document without keys that are unknown to the schema, and the paths of the unknown keys."""
     known_values: dict[str, Any] = {}
     unknown: list[KeyPath] = []
     for key, value in document.items():
@@ -81,7 +81,7 @@ def _split_value(section: type[BaseModel] | None, value: Any) -> tuple[Any, list
 
 
 def iter_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield the path of every key of every section; paths into lists contain no index."""
+    """Yield the path of every key in every section; paths into lists contain no index."""
     for name, field in schema.model_fields.items():
         yield (*prefix, name)
         if section := find_section(field.annotation):

@@ -26,7 +26,7 @@ S = TypeVar("S", bound=BaseModel)
 
 RECIPES = "launch/recipes"
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
-"""Limits on a configuration file: without limits, a few lines of YAML aliases could expand to any number of values."""
+"""Limits on a configuration file. Without them, a few lines of YAML aliases could expand to any number of values."""
 MAX_NUMBER = 10**300
 """Maximum absolute value of an integer; TOML, YAML and JSON allow numbers that no float can represent."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
@@ -59,7 +59,7 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
 
 
 def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> S:
-    """Build the configuration from `values` and apply the overrides; error messages call the origin of the values `name`.
+    """Build the configuration from `values` and apply the overrides; `name` is the origin of the values in error messages.
 
     Raises:
         ConfigError: the configuration is invalid; the message lists all problems.
@@ -81,7 +81,7 @@ def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: S
 
 
 def dump_config(config: BaseModel) -> dict[str, Any]:
-    """Convert the configuration to JSON values that can be loaded again; secrets are masked, also in `reward.options`."""
+    """Convert the configuration to JSON values that can be loaded again; secrets are masked, even in `reward.options`."""
     document: dict[str, Any] = hide_in_json(config.model_dump(mode="json"))
     if document.get("data", {}).get("sources"):
         # If `sources` is set, the loader would reject keys of a single source in the section itself.
@@ -95,7 +95,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_document(file: Path, name: str) -> dict[str, Any]:
-    """Read a TOML, YAML or JSON file, depending on the suffix, as a mapping; error messages call the file `name`."""
+    """Read a TOML, YAML or JSON file, depending on its suffix, as a mapping; `name` is the file's name in error messages."""
     text = _read_text(file, name)
     try:
         document = _parse(text, file.suffix, name)
@@ -134,7 +134,10 @@ def _read_text(file: Path, name: str) -> str:
 
 
 def _check_extent(value: Any, name: str) -> None:
-    """Raise ConfigError if the document has too many values, levels or digits; each use of a YAML alias counts separately."""
+    """Raise ConfigError if the document has too many values or levels, or a number with too many digits.
+
+    Each use of a YAML alias counts separately.
+    """
     waiting, count = [(value, 0)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -179,7 +182,7 @@ def _check_unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str, name: str) -> Any:
-    """Parse YAML as users expect: `1e-6` is a number, although PyYAML reads a string, and a repeated key is an error."""
+    """Parse YAML as users expect: unlike in PyYAML, `1e-6` is a number instead of a string, and a repeated key is an error."""
     node = yaml.compose(text, Loader=_YamlLoader)
     _check_extent(node, name)  # must precede yaml.load, which copies the targets of aliases and merges (`<<`)
     _reject_duplicates(node)
@@ -242,14 +245,14 @@ def parse_value(text: str) -> Any:
 
 
 def copy_json(value: Any) -> Any:
-    """Return a deep copy of JSON values with string keys, so that overrides do not modify the original values."""
+    """Return a deep copy of JSON values with string keys, which overrides can modify without changing the original."""
     if isinstance(value, dict):
         return {str(key): copy_json(item) for key, item in value.items()}
     return [copy_json(item) for item in value] if isinstance(value, list) else value
 
 
 def _apply(document: dict[str, Any], override: Override, replaced: Collection[str]) -> None:
-    """Set the value of an override in the document, and remove its synonyms `replaced` from the same section."""
+    """Set an override's value in the document, and remove the key's synonyms `replaced` from the same section."""
     node: Any = document
     for depth, part in enumerate(override.path):
         is_last = depth == len(override.path) - 1
@@ -288,7 +291,7 @@ def _format_problem(
 
 
 def _find_origin(name: str, key: KeyPath, file_values: dict[str, Any], overrides: Sequence[Override]) -> str:
-    """Return the file or `--set` that set a key's value, or all of them if the value is a section with several origins."""
+    """Return the file or `--set` that set a key, or all of them if the key is a section with several origins."""
     for override in reversed(overrides):
         if override.path == key[: len(override.path)]:
             return f"--set {override.text}"

@@ -1,4 +1,4 @@
-"""Functions that reword pydantic's validation errors for users: messages give the value, the bound, and what to do."""
+"""Functions that reword pydantic's validation errors for users: messages state the value, the bound, and what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPECTED = {
     "model_type": "a section",
     "model_attributes_type": "a section",
 }
-"""Error type of pydantic → description of the expected value."""
+"""Pydantic error type → description of the expected value."""
 
 
 def translate_errors(
@@ -47,7 +47,7 @@ def translate_errors(
 
 
 def find_document_path(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
-    """Convert pydantic's `loc` to a path in the document, by removing the names of union members, which are not keys."""
+    """Convert pydantic's `loc` to a path in the document by removing the names of union members, which are not keys."""
     path: list[str | int] = []
     for part in loc:
         in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)

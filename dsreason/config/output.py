@@ -1,4 +1,4 @@
-"""Functions for the output folder: its default name, the checks before a run uses it, and the configuration stored in it."""
+"""Functions for the output folder: its default name, checks before a run uses it, and the configuration stored in it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ MAY_DIFFER = frozenset(
         *("reward.workers", "reward.time_limit", "reward.enqueue_url", "reward.fetch_url"),
     }
 )
-"""Keys that a resumed run may change, because they affect speed or memory use, but not the results."""
+"""Keys that a resumed run may change, because they affect speed or memory use but not the results."""
 
 
 class Source(BaseModel):
-    """Fields that are read from a section that names a model or data."""
+    """Fields that are read from a section for a model or a data set."""
 
     path: StrictStr = ""
 
@@ -75,7 +75,7 @@ def build_default_output_dir(command: str) -> Path:
 
 
 def resolve_output_dir(resume: str | None, output_dir: Path | None) -> Path | None:
-    """Return the output folder; if it is unset, derive it from the checkpoint to resume from (`D/checkpoints/step_N` → `D`)."""
+    """Return the output folder; if unset, it is derived from the checkpoint to resume from (`D/checkpoints/step_N` → `D`)."""
     if resume == "auto" and output_dir is None:
         raise ConfigError("--resume auto needs the folder of the run; specify the folder with --output-dir")
     if resume in (None, "auto"):
@@ -89,11 +89,11 @@ def resolve_output_dir(resume: str | None, output_dir: Path | None) -> Path | No
 
 
 def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> None:
-    """Check that the folder is writable, is not in use, and contains no run except the one to resume; create nothing.
+    """Check that the folder is writable, not in use, and contains no run except the one to resume; create nothing.
 
     Raises:
-        ConfigError: the folder cannot be used; if it contains a different run, the message lists the keys that differ, with
-            both values.
+        ConfigError: the folder cannot be used. If it contains a run with different settings, the message lists them with both
+            values.
     """
     check_writable(folder, "--output-dir")
     check_not_in_use(folder)
@@ -114,14 +114,14 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
 
 
 def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) -> None:
-    """Write `config.json`, with the configuration under `config`, and `facts` (versions, git state, world size) at top level."""
+    """Write `config.json`: the configuration under `config`, and `facts` (versions, git state, world size) at the top level."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"config": dump_config(config), **hide_in_json(dict(facts))}
     write_file(folder / CONFIG_FILE, json.dumps(document, indent=2) + "\n")
 
 
 def find_run_record(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a dsreason run's `config.json`; None if the file is missing or belongs to a model."""
+    """Return the content of a dsreason run's `config.json`; None if the file is missing, damaged, or a model's."""
     try:
         return read_record(folder)
     except (OSError, ValueError, RecursionError):
@@ -129,7 +129,7 @@ def find_run_record(folder: Path) -> dict[str, Any] | None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read the `config.json` of a dsreason run.
+    """Read a dsreason run's `config.json`.
 
     Raises:
         OSError, ValueError, RecursionError: the file cannot be read, or does not describe a run.
@@ -151,7 +151,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def read_run_config(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration of the run in `folder`; None if the folder has no `config.json`."""
+    """Return the configuration of the run in `folder`; None if it has no `config.json`."""
     file = folder / CONFIG_FILE
     if not os.path.lexists(file):
         return None
@@ -165,7 +165,7 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _find_run(checkpoint: Path) -> Path:
-    """Return the folder of the run to which a checkpoint belongs; a folder outside `checkpoints` is the run's folder itself."""
+    """Return the folder of a checkpoint's run; a folder that is not in `checkpoints` is returned unchanged."""
     return checkpoint.parent.parent if checkpoint.absolute().parent.name == CHECKPOINTS else checkpoint
 
 
@@ -198,9 +198,9 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
 def find_differing_keys(
     before: dict[str, Any], now: dict[str, Any], sections: Collection[str], defaults: dict[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Return (key, old value, new value) for each key that affects the results of a run and has different values.
+    """Return (key, old value, new value) for each key that affects a run's results and has changed.
 
-    If an older version did not have a key, the key's old value is its default.
+    For a key that the older version did not have, the old value is the default.
     """
     new = flatten_keys(now)
     old = {key: value for key, value in flatten_keys(defaults).items() if key in new} | flatten_keys(before)

@@ -1,4 +1,4 @@
-"""Schema of the run configuration, which defines the type, bounds and meaning of every key.
+"""Schema for the run configuration, which defines the type, bounds and meaning of every key.
 
 Validators are pure functions: they do not use files, the network, environment variables or torch. Settings that depend on the
 number of ranks are checked once at start-up, by `RunConfig.check_ranks`.
@@ -21,14 +21,14 @@ from dsreason.errors import ConfigError
 
 class JobModelConfig(Section):
     gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass, which saves memory, but makes a step take about a third longer."""
+    """Recompute activations in the backward pass, which saves memory but makes a step take about a third longer."""
 
 
 class ModelConfig(JobModelConfig):
     path: str = "tiny:qwen2_5_vl"
     """Hugging Face model: a folder, a name on the Hub, or `s3://…`. `tiny:<model_type>` is a small model with random weights for
-    trials: `qwen2_5_vl`, `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5`, `cosmos3_omni` or `cosmos3_edge`, or `qwen2` or `qwen3`
-    (Qwen2.5, Qwen3), which read only text."""
+    trials: `qwen2_5_vl`, `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5`, `cosmos3_omni`, `cosmos3_edge`, or the text-only `qwen2` and
+    `qwen3` (Qwen2.5, Qwen3)."""
     revision: str | None = None
     """Revision of the model on the Hub: a branch, tag or commit. Unset: the default branch."""
     max_length: int = Field(4096, ge=8)
@@ -36,14 +36,14 @@ class ModelConfig(JobModelConfig):
     on_too_long: Literal["error", "skip"] = "error"
     """What to do with a sample that exceeds `max_length`: stop with an error that names the sample, or skip and list it."""
     freeze: tuple[str, ...] = ()
-    """Regular expressions that select the parameters to freeze (`visual`, `language_model\\.layers\\.[0-3]\\.`). An expression
-    may match any part of a name, and must match at least one name."""
+    """Regular expressions for the parameters to freeze (`visual`, `language_model\\.layers\\.[0-3]\\.`). An expression may match
+    any part of a name, and must match at least one name."""
     quantize: Literal["nf4"] | None = None
     """Store the weight matrices of the language model in 4 bits (`nf4`, QLoRA, 2305.14314); requires adapters (`lora.rank`).
     Unset: no quantization."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention implementation. `auto` is dsreason's, which separates the samples of a packed row; it uses torch's flash
-    attention on a GPU, and torch's scaled-dot-product attention otherwise. The other values select implementations of the
+    """Attention implementation. `auto` is dsreason's, which separates the samples in a packed row; it uses torch's flash
+    attention on a GPU, and torch's scaled-dot-product attention otherwise. The other values select implementations from the
     transformers library, for comparison; each completion is then computed with its own copy of the prompt."""
     fused_kernels: bool = True
     """Compute RMSNorm, SwiGLU and rotary embeddings with fused kernels (from torch and Liger-Kernel) when training on a GPU."""
@@ -60,9 +60,9 @@ class OptimConfig(Section):
     lr: float = Field(1e-5, gt=0)
     """Peak learning rate. If this is unset and `lora.rank` is set: 1e-4 in sft, and 2e-5 in grpo and dpo."""
     lr_multipliers: dict[Pattern, Annotated[float, AfterValidator(check_multiplier)]] = {}
-    """Factors for the learning rate of parts of the model: regular expression for parameter names, as in `model.freeze` → factor
-    (`{'visual' = 0.1, 'visual\\.merger' = 1.0}`). The narrowest matching expression applies; an adapter counts as the weight that
-    it changes. An expression without effect is an error."""
+    """Learning-rate factors for parts of the model: regular expression for parameter names, as in `model.freeze` → factor
+    (`{'visual' = 0.1, 'visual\\.merger' = 1.0}`). The narrowest matching expression applies; an adapter has the factor of the
+    weight that it changes. An expression without effect is an error."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates for the first and second moments."""
     eps: float = Field(1e-8, gt=0)
@@ -70,12 +70,12 @@ class OptimConfig(Section):
     weight_decay: float = Field(0.01, ge=0)
     """Weight decay of matrices; norms and biases have none. If this is unset and `lora.rank` is set: 0 in sft, grpo and dpo."""
     warmup: Share | Count = 0.03
-    """Length of the warmup: an integer is a number of steps (at most all steps of the run), and a number below 1 is a fraction
+    """Length of the warmup: an integer is a number of steps (at most all of the run's steps), and a number below 1 is a fraction
     of all steps."""
     warmup_start: float = Field(0.0, ge=0, le=1)
-    """Learning rate of the first warmup step, as a fraction of `lr`."""
+    """Learning rate in the first warmup step, as a fraction of `lr`."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
-    """Schedule of the learning rate after the warmup: constant, or a form of decay (`wsd` is constant at first, and then a
+    """Learning-rate schedule after the warmup: constant, or a form of decay (`wsd` is constant at first, and then follows a
     square-root decay during the last `decay_share`)."""
     decay_share: float | None = Field(None, gt=0, le=1)
     """Fraction of all steps, at the end of the run, during which the learning rate decays; until then, the rate is constant.
@@ -83,8 +83,8 @@ class OptimConfig(Section):
     min_lr_share: float = Field(0.0, ge=0, le=1)
     """Final learning rate, as a fraction of `lr`."""
     schedule_steps: int | None = Field(None, ge=1)
-    """Length of warmup and schedule in steps. A shorter run ends within the schedule, and a longer one keeps the final learning
-    rate. Unset: all steps of the run."""
+    """Length of the learning-rate schedule in steps, including the warmup. A shorter run ends within the schedule; a longer run
+    keeps the final learning rate. Unset: all of the run's steps."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm, to which larger gradients are scaled down. 0: the norm is logged, but gradients are not clipped."""
 
@@ -99,7 +99,7 @@ class OptimConfig(Section):
 
 
 class JobTrainConfig(Section):
-    """Keys of `[train]` that all trainers share."""
+    """Keys in `[train]` that all trainers share."""
 
     epochs: int = Field(1, ge=1)
     """Number of passes over the training rows."""
@@ -108,19 +108,18 @@ class JobTrainConfig(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights and activations; master weights, gradient accumulation and reduction are always in fp32."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do if a loss or gradient is NaN or infinite: save the step's samples and stop, or skip the step."""
+    """What to do if the loss or a gradient is NaN or infinite: save the step's samples and stop, or skip the step."""
     seed: int = Field(0, ge=0)
-    """Random seed for the order of rows and for sampling. The choice of held-out rows does not depend on it."""
+    """Random seed for the row order and for sampling. The choice of held-out rows does not depend on it."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Number of samples per forward pass on one rank. If neither this nor a token budget is set, `packing` determines the
-    number."""
+    """Number of samples per forward pass on one rank. Unset, and without a token budget: `packing` determines it."""
 
 
 class UpdateConfig(JobTrainConfig):
-    """Keys of `[train]` that all trainers of vision-language models share."""
+    """Keys in `[train]` that all trainers for vision-language models share."""
 
     packing: bool = True
-    """Concatenate the samples of a forward pass into one packed row without padding; completions of the same prompt share the
+    """Concatenate the samples in a forward pass into one packed row without padding; completions of the same prompt share the
     prompt. The length of a row is limited by max_tokens_per_micro_batch or, if neither that nor micro_batch_size is set, by
     model.max_length. If false, samples are padded to the same length, and a forward pass has one sample if neither key is set."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
@@ -128,14 +127,14 @@ class UpdateConfig(JobTrainConfig):
     several ranks compute a packed row together, the limit applies to the entire packed row."""
     sequence_parallel_size: int = Field(1, ge=1)
     """Number of ranks on one host that compute each packed row together, which allows samples that are too long for one GPU. 1:
-    each rank has its own packed rows."""
+    every rank computes its own packed rows."""
     activation_offload: bool = False
-    """Keep the layer inputs that are saved for the backward pass in host memory, which allows packed rows whose inputs do not fit
-    on the GPU. Requires model.gradient_checkpointing."""
+    """Keep the layer inputs that are saved for the backward pass in host memory, which allows packed rows whose layer inputs do
+    not fit on the GPU. Requires model.gradient_checkpointing."""
     router_loss_weight: float = Field(0.0, ge=0)
-    """Weight of the load-balancing loss of a mixture of experts (2101.03961, equations 4 to 6), which is added to the loss. It is
-    computed per forward pass. Unlike all other losses, it therefore depends on which samples share a row. 0: no such loss; the
-    metrics `router/balance_loss` and `router/max_load` show the balance."""
+    """Weight of the load-balancing loss for a mixture of experts (2101.03961, equations 4 to 6), which is added to the loss. It
+    is computed per forward pass and therefore, unlike all other losses, depends on which samples share a row. 0: no such loss;
+    the metrics `router/balance_loss` and `router/max_load` show the balance."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -154,11 +153,11 @@ class UpdateConfig(JobTrainConfig):
 
 class TrainConfig(UpdateConfig):
     global_batch_size: int = Field(32, ge=1)
-    """Number of samples per step, over all ranks. The number of gradient-accumulation steps follows from this number."""
+    """Number of samples per step, over all ranks. It determines the number of gradient-accumulation steps."""
 
 
 class JobValidationConfig(Section):
-    """Keys of `[validation]` that all trainers share."""
+    """Keys in `[validation]` that all trainers share."""
 
     every: int = Field(0, ge=0)
     """Number of steps between validations. 0: validate only before the first and after the last step."""
@@ -168,19 +167,19 @@ class JobValidationConfig(Section):
 
 class ValidationConfig(JobValidationConfig):
     micro_batch_size: int = Field(8, ge=1)
-    """Number of samples per forward pass on one rank. The transformers engine answers at least this number of rows at a time, and
-    more if they fit into memory."""
+    """Number of samples per forward pass on one rank. The transformers engine answers at least this many rows at a time, and more
+    if they fit into memory."""
     generate: bool = True
     """Also generate answers and compare them with the references (`val/accuracy`)."""
     max_completion_length: int = Field(64, ge=1)
     """Maximum length of a generated answer in tokens."""
     media_memory_gib: float = Field(4.0, gt=0)
-    """Host memory per rank for decoded media, in GiB. If all media fit, one call of the engine answers all rows; otherwise, each
+    """Host memory per rank for decoded media, in GiB. If all media fit, a single engine call answers all rows; otherwise, each
     call contains at least the number of rows that the engine answers at a time."""
     max_samples: int | None = Field(None, ge=1)
     """Maximum number of held-out rows to use. Unset: all rows."""
     temperature: Annotated[float, AfterValidator(check_temperature)] = Field(0.0, ge=0)
-    """Sampling temperature of the generated answers; 0 always picks the most probable token."""
+    """Sampling temperature for the generated answers; 0 always picks the most probable token."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample only from the smallest set of most probable tokens whose total probability reaches this value."""
     show: int = Field(4, ge=0)
@@ -204,7 +203,7 @@ Phase = Literal[
     "export",
     "other",
 ]
-"""Phases into which the time of a run is divided; `other` is the remaining time. The time of a nested phase counts separately."""
+"""Phases into which a run's time is divided; `other` is the remaining time. A nested phase's time is counted separately."""
 
 
 class MonitorConfig(Section):
@@ -219,9 +218,9 @@ class MonitorConfig(Section):
     wandb: bool = False
     """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
     wandb_project: str = "dsreason"
-    """Name of the project in Weights & Biases."""
+    """Project name in Weights & Biases."""
     wandb_name: str | None = None
-    """Name of the run in Weights & Biases; unset: the name of the output folder."""
+    """Run name in Weights & Biases. Unset: the name of the output folder."""
 
     @field_validator("profile")
     @classmethod
@@ -235,7 +234,7 @@ RewardWeight = Annotated[float, Field(ge=-10_000, le=10_000)]
 
 
 class RewardFunctionsConfig(Section):
-    """Keys of `[reward]` that all trainers with rewards share."""
+    """Keys in `[reward]` that all trainers with rewards share."""
 
     functions: dict[str, RewardWeight] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -254,10 +253,10 @@ class JobConfig(Section):
     """Keys that all training commands share."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = ("optim",)
-    """Sections that determine what a run computes; a resumed run must have the same values in them."""
+    """Sections that determine what a run computes. Their values must not change when a run is resumed."""
 
     output_dir: str | None = None
-    """Folder of the run; unset: `outputs/<command>-<time>`."""
+    """Output folder for the run. Unset: `outputs/<command>-<time>`."""
     deepspeed: str = "zero3.json"
     """DeepSpeed JSON: a path, or the name of a shipped file. The option `--ds-config` takes precedence."""
     model: JobModelConfig = JobModelConfig()
@@ -280,7 +279,7 @@ class JobConfig(Section):
     @property
     @abstractmethod
     def batch_fact(self) -> str:
-        """Setting that determines `samples_per_step`, in the wording of messages."""
+        """Statement of what determines `samples_per_step`, for messages."""
 
     def check_ranks(self, num_ranks: int) -> list[str]:
         """Return warnings about a run on `num_ranks` ranks.
@@ -314,9 +313,9 @@ class RunConfig(JobConfig):
     rows_need_answers: ClassVar[bool] = True
     """Whether a row without anything to train on is an error."""
     held_out_as_trained: ClassVar[bool] = False
-    """Whether held-out rows are read in the same way as training rows; if False, they are read as complete conversations."""
+    """Whether held-out rows are encoded like training rows; if False, they are encoded as complete conversations."""
     adapter_lr: ClassVar[float] = 1e-4
-    """Default learning rate for adapters, which is ten times the default for training all weights."""
+    """Default learning rate for adapters: ten times the default for training all weights."""
 
     model: ModelConfig = ModelConfig()
     lora: LoRAConfig = LoRAConfig()
@@ -362,7 +361,7 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def fit_optim_to_adapters(self) -> Self:
-        """Set unset keys of `[optim]` to their defaults for adapters, so that the saved configuration contains these values."""
+        """Set unset keys in `[optim]` to their defaults for adapters, so that the saved configuration contains the values."""
         adapter_values = {"lr": self.adapter_lr, "weight_decay": 0.0}
         unset = {name: value for name, value in adapter_values.items() if name not in self.optim.model_fields_set}
         if not (self.lora.rank and unset):
@@ -402,7 +401,7 @@ class RunConfig(JobConfig):
 
 
 class SFTConfig(RunConfig):
-    """Configuration of a `dsreason sft` run."""
+    """Configuration for a `dsreason sft` run."""
 
     train: TrainConfig = TrainConfig()
 

@@ -1,4 +1,4 @@
-"""Schema of the settings for checkpoints, exports and uploads."""
+"""Schema for the settings for checkpoints, exports and uploads."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class CheckpointConfig(Section):
     every: int = Field(500, ge=0)
     """Number of steps between checkpoints. 0: no checkpoints before the last step."""
     last: bool = True
-    """Also write a checkpoint after the last step. If `last` and `keep_best` are false and `every` is 0, no checkpoint is
-    written, not even on a stop signal, and the run cannot be resumed. `export` does not depend on this key."""
+    """Also write a checkpoint after the last step. If `last` and `keep_best` are false and `every` is 0, no checkpoint is ever
+    written, even on a stop signal, and the run cannot be resumed. `export` does not depend on this key."""
     background: bool = True
     """Write checkpoints from a copy in host memory while training continues. If false, training waits until they are written."""
     keep: int = Field(2, ge=-1)
@@ -57,14 +57,14 @@ class CheckpointConfig(Section):
     """Number of most recent exports `export/step_N` to keep if `export = "all"`; -1 keeps all. `export/final` is always kept and,
     with `keep_best`, so is the export of the best step."""
     export_dtype: Literal["bf16", "fp32", "auto"] = "auto"
-    """Data type of the exported weights; `auto` is the same as `train.precision`."""
+    """Data type of the exported weights; `auto` uses the type in `train.precision`."""
     max_shard_size: str = Field("4GB", pattern=r"^\d*[1-9]\d*(\.\d+)?\s*[KMG]B$")
     """Maximum size of one safetensors file."""
     upload: AddressOrNone | tuple[Address | UploadConfig, ...] = ""
     """Upload targets: `s3://bucket/prefix` or `hub:user/name[@branch]`, a list of such targets, or a table for each target
     (`[checkpoint.upload]` for a single target). Training continues during uploads. Empty: nothing is uploaded."""
     upload_what: UploadWhat = "final"
-    """Folders to upload: only the folders of the last step, or every checkpoint and export."""
+    """Folders to upload: only those for the last step, or every checkpoint and export."""
     upload_include: UploadKinds | None = None
     """Kinds of folders to upload. Checkpoints are about seven times as large as exports; logs are the configuration, the
     metrics and the log files of the ranks. Unset: exports, and also checkpoints if the target is on S3."""
@@ -88,7 +88,7 @@ class CheckpointConfig(Section):
 
     @property
     def targets(self) -> tuple[UploadTarget, ...]:
-        """Upload targets, each with the kinds of folders to upload."""
+        """Upload targets with their selection of folders."""
         listed = (self.upload,) if isinstance(self.upload, str) and self.upload else tuple(self.upload)
         uploads = [UploadConfig(to=target) if isinstance(target, str) else target for target in listed]
         return tuple(self._build_target(parse_target(upload.to), upload) for upload in uploads)

@@ -1,4 +1,4 @@
-"""Schema of the section `[data]`, which selects the rows and determines how their media are sampled and resized."""
+"""Schema for the section `[data]`, which selects the rows and determines how their media are sampled and resized."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSED_BY_US = (
     *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
     *("chat_template", "tokenize", "return_assistant_tokens_mask", "return_tensors", "return_dict", "processor_kwargs"),
 )
-"""Names that a chat template, or transformers' function that renders it, gets from dsreason."""
+"""Argument names that dsreason itself passes to the chat template or to transformers' function that renders it."""
 
 
 def check_argument_names(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -39,30 +39,30 @@ TemplateArguments = Annotated[
 
 
 class VisionConfig(Section):
-    """Settings for sampling and resizing media. If a sample's media part sets the same key, its value takes precedence."""
+    """Settings for sampling and resizing media. A key that is also set in a sample's media part takes its value from there."""
 
     fps: float | None = Field(None, gt=0)
     """Frames per second to sample from a video. If neither this nor `nframes` is set, the default is 2, and all frames of a video
     that consists of image files are used."""
     nframes: int | None = Field(None, ge=1)
-    """Number of frames to sample, as an alternative to `fps`. The number is rounded to a multiple of 2, because the models merge
-    pairs of frames."""
+    """Number of frames to sample, as an alternative to `fps`. It is rounded to a multiple of 2, because the models merge pairs of
+    frames."""
     min_frames: int | None = Field(None, ge=1)
     """Minimum number of frames if `fps` is used. Unset: 4, or `max_frames` if that is lower."""
     max_frames: int | None = Field(None, ge=1)
     """Maximum number of frames if `fps` is used. Unset: 768, or `min_frames` if that is higher."""
     min_pixels: int | None = Field(None, ge=1)
-    """Minimum number of pixels of an image or frame. Unset: the equivalent of 4 tokens for an image, and 128 for a frame."""
+    """Minimum number of pixels in an image or frame. Unset: the equivalent of 4 tokens for an image, and 128 for a frame."""
     max_pixels: int | None = Field(None, ge=1)
-    """Maximum number of pixels of an image or frame. Unset: the equivalent of 16384 tokens for an image, and 768 for a
+    """Maximum number of pixels in an image or frame. Unset: the equivalent of 16384 tokens for an image, and 768 for a
     frame."""
     total_pixels: int | None = Field(None, ge=1)
     """Maximum total number of pixels in the frames of one video, unless min_pixels requires more; two frames that the model
     merges count as one. Unset: the equivalent of 115200 tokens."""
     video_start: float | None = Field(None, ge=0)
-    """Start of the part of a video to use, in seconds. Unset: the beginning."""
+    """Start of the clip to use from a video, in seconds. Unset: the start of the video."""
     video_end: float | None = Field(None, gt=0)
-    """End of the part of a video to use, in seconds. Unset: the end of the video."""
+    """End of the clip to use from a video, in seconds. Unset: the end of the video."""
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
@@ -73,7 +73,7 @@ class VisionConfig(Section):
         return self
 
     def override(self, defaults: VisionConfig) -> dict[str, Any]:
-        """Merge the keys that are set with `defaults`; if either `fps` or `nframes` is set, it replaces both defaults."""
+        """Merge this section's set keys with `defaults`; if `fps` or `nframes` is set, the defaults of both are dropped."""
         own, base = (vision.model_dump(exclude_none=True) for vision in (self, defaults))
         if {"fps", "nframes"} & own.keys():
             base = {key: value for key, value in base.items() if key not in ("fps", "nframes")}
@@ -89,18 +89,18 @@ class VisionConfig(Section):
 
 
 class SourceConfig(Section):
-    """Settings of one data set."""
+    """Settings for one data set."""
 
     adapter: str = "auto"
-    """Name of a shipped adapter, `package.module:attr`, or the path of a Python file. `auto` determines the format of the rows
-    from their columns; if `path` is empty, it reads the built-in task."""
+    """Name of a shipped adapter, `package.module:attr`, or the path of a Python file. `auto` detects the row format from the
+    columns; if `path` is empty, it reads the built-in task."""
     path: str = ""
-    """Data that the adapter reads: a file, a folder, the name of a data set on the Hub, or `s3://…`."""
+    """Data for the adapter to read: a file, a folder, the name of a data set on the Hub, or `s3://…`."""
     name: str | None = None
-    """Name of the data set. It is stored in the field `data_source` of rows that do not have one; `reward.only` and the metrics
-    per data set use this field."""
+    """Name of the data set. Rows without a field `data_source` get this name in it; `reward.only` and the metrics per data set
+    use this field."""
     media_path: str = ""
-    """Folder to which relative media paths refer. Empty: the folder of the annotation file."""
+    """Folder against which relative media paths are resolved. Empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None
     """Allow media at absolute paths outside the media folder, and at `s3://`, `http://` and `https://` URLs. Unset: such media
     are allowed unless `media_path` is set or the data set comes from the Hub, where somebody else may have written it."""
@@ -113,19 +113,19 @@ class SourceConfig(Section):
     revision: str | None = None
     """Revision of a data set on the Hub: a branch, tag or commit. Unset: the default branch."""
     split: str | tuple[str, ...] = "train"
-    """Name of a split, or several splits to concatenate. A range selects rows of a split, as in `train[:100]`."""
+    """Name of a split, or several splits to concatenate. A range selects rows in a split, as in `train[:100]`."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of rows to use, counted from the first row. Unset: all rows."""
     columns: dict[str, str] = {}
-    """Field that the adapter reads → column of the data: `{question = "problem", answer = "solution"}`."""
+    """Field that the adapter reads → column in the data: `{question = "problem", answer = "solution"}`."""
     system_prompt: str = ""
     """System message for samples that have none. Empty: no system message is added."""
     question: str = "Describe what you see in this video."
-    """Question for rows of a data set that has only labels (adapter `local_labels`)."""
+    """Question for the rows in a data set that has only labels (adapter `local_labels`)."""
     video_pattern: str | None = None
-    """Pattern of the names of the video files that belong to labels (adapter `local_labels`), such as
-    `*.camera_front_wide_120fov.mp4`. `*` stands for the label's id, and may be omitted before a dot. Unset: each label must have
-    exactly one video named after its id, with or without the name of a camera."""
+    """Pattern for the file names of the labels' videos (adapter `local_labels`), such as `*.camera_front_wide_120fov.mp4`. `*`
+    stands for the label's id, and may be omitted before a dot. Unset: each label must have exactly one video named after its id,
+    with or without a camera name."""
     vision: VisionConfig = VisionConfig()
 
     @field_validator("video_pattern")
@@ -142,7 +142,7 @@ class SourceConfig(Section):
 
 class WeightedSourceConfig(SourceConfig):
     weight: float = Field(1.0, gt=0)
-    """Number of times that each row appears in an epoch. With 0.5, half of the rows appear, chosen at random with the seed."""
+    """Number of times that each row appears in an epoch. With 0.5, half of the rows appear, drawn at random with the seed."""
 
 
 class DataConfig(SourceConfig):
@@ -159,11 +159,11 @@ class DataConfig(SourceConfig):
     shuffle: bool = True
     """Shuffle the rows in every epoch, with a seed derived from `train.seed`."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
-    """Library that decodes the videos of training and held-out rows; `dsreason eval`, `infer` and `world` always use pyav.
-    torchcodec is a separate package, which needs the FFmpeg libraries and is not restricted to the formats that docs/security.md
-    lists."""
+    """Library that decodes the videos in training and held-out rows; `dsreason eval`, `infer` and `world` always use pyav.
+    torchcodec is a separate package that needs the FFmpeg libraries. It is not restricted to the formats listed in
+    docs/security.md."""
     balance: str | None = None
-    """Field whose values should be equally frequent in training: `answer`, or a field of the rows that the adapter stores in
+    """Field whose values should be equally frequent in training: `answer`, or a row field that the adapter stores in
     `sample.meta` (`label.weather` for a nested field). Unset: rows are not balanced. Held-out rows are never balanced."""
 
     template_arguments: TemplateArguments = {}
@@ -191,7 +191,7 @@ class DataConfig(SourceConfig):
         return self
 
     def list_sources(self) -> tuple[WeightedSourceConfig, ...]:
-        """Return the training sources: `sources`, or the section itself as the only source."""
+        """Return the training sources: `sources` or, if empty, the section itself as the only source."""
         if self.sources:
             return self.sources
         return (WeightedSourceConfig(**{k: getattr(self, k) for k in SourceConfig.model_fields}),)

@@ -1,4 +1,4 @@
-"""Schema of a DPO run's configuration, which adds keys to `RunConfig`."""
+"""Schema for a DPO run's configuration, which adds keys to `RunConfig`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dsreason.config.section import Section
 LossName = Literal["sigmoid", "hinge", "ipo", "robust", "bco"]
 
 MPO: dict[str, float] = {"sigmoid": 0.8, "bco": 0.2}
-"""Loss weights of mixed preference optimization (2411.10442), which also has an SFT term with weight 1."""
+"""Loss weights in mixed preference optimization (2411.10442), which also has an SFT term with weight 1."""
 
 
 class PreferenceConfig(Section):
-    """Settings of the algorithm that computes updates from pairs of a better and a worse answer."""
+    """Settings for the algorithm that computes updates from pairs of a better and a worse answer."""
 
     loss: Literal["sigmoid", "hinge", "ipo", "robust", "bco", "mpo"] = "sigmoid"
     """Loss function: `sigmoid` is DPO; `mpo` is 0.8 sigmoid + 0.2 bco + 1.0 SFT. The formulas are in
@@ -26,13 +26,13 @@ class PreferenceConfig(Section):
     """Weights of several losses, whose weighted sum replaces `loss`, such as `{sigmoid = 0.5, hinge = 0.5}`. Empty: `loss` is
     used."""
     beta: float = Field(0.1, gt=0)
-    """Factor that multiplies differences in log-probability; a small value lets the policy move farther from the reference."""
+    """Factor for differences in log-probability; a small value lets the policy move farther from the reference."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed fraction of pairs in which the two answers are swapped; applies only to sigmoid (cDPO) and robust."""
     sft_weight: float | None = Field(None, ge=0)
     """Weight of the mean negative log-likelihood of the chosen answers. Unset: 1 for mpo, and 0 for the other losses."""
     reference: Literal["model", "precomputed", "adapter_off", "none"] = "model"
-    """Source of the reference log-probabilities: `model` computes them once, before the first step, with the initial model;
+    """Source of the reference log-probabilities: `model` computes them once with the initial model, before the first step;
     `precomputed` reads them from the rows (`ref_chosen_logprob`, `ref_rejected_logprob`) or from `reference_file`;
     `adapter_off` computes them in every step with the adapters disabled (needs `lora.rank`); `none` uses no reference."""
     reference_file: str | None = None
@@ -80,17 +80,17 @@ class PreferenceConfig(Section):
 
 class DPOValidationConfig(ValidationConfig):
     generate: bool = False
-    """Also generate answers and compare them with the references (`val/accuracy`); this is useful for short answers."""
+    """Also generate answers and compare them with the references (`val/accuracy`), which is useful for short answers."""
 
 
 class DPOCheckpointConfig(CheckpointConfig):
     best_metric: Literal["val/preference_accuracy", "val/accuracy", "val/loss"] = "val/preference_accuracy"
-    """Metric that selects the best checkpoint: the fraction of held-out pairs whose margin is positive, the fraction of correct
+    """Metric that selects the best checkpoint: the fraction of held-out pairs with a positive margin, the fraction of correct
     answers, or the loss."""
 
 
 class DPOConfig(RunConfig):
-    """Configuration of a `dsreason dpo` run."""
+    """Configuration for a `dsreason dpo` run."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = (*RunConfig.deciding_sections, "dpo")
     held_out_as_trained: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Schema of an evaluation's configuration. cosmos-reason1's `evaluate.yaml` can be loaded unchanged."""
+"""Schema for an evaluation's configuration. cosmos-reason1's `evaluate.yaml` can be loaded unchanged."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DEFAULT_FPS = 4.0
 
 
 class EvalSourceConfig(SourceConfig):
-    """Data set whose rows are questions. Keys that are unset in the data set's `vision` default to those in `[vision]`."""
+    """Data set whose rows are questions. Keys that are unset in its `vision` default to those in `[vision]`."""
 
     name: str | None = None
-    """Name of the data set in the results. Unset: `subset`, or else the name of the file or folder, or else the name of the
-    adapter."""
+    """Name of the data set in the results. Unset: `subset`, or else the name of the file or folder, or else the adapter's
+    name."""
     kind: QuestionKind | None = None
-    """Kind of the questions, which determines the grading. Unset: each row's `question_kind`, or else the kind that fits the
-    row's options and answer."""
+    """Kind of question, which determines the grading. Unset: each row's `question_kind`, or else the kind that fits the row's
+    options and answer."""
 
     @property
     def dataset(self) -> str:
@@ -40,18 +40,18 @@ class EvalSourceConfig(SourceConfig):
 
 
 class EvalModelConfig(Section):
-    """Settings of the model that the job loads to answer the questions. For a model on a server, see `[server]`."""
+    """Settings for the model that the job loads to answer the questions. For a model on a server, see `[server]`."""
 
     path: str | None = Field(None, validation_alias=AliasChoices("path", "model_name"))
-    """Hugging Face folder, name on the Hub, dsreason run (its final export, or a checkpoint completed after the export), or a
+    """Hugging Face folder, name on the Hub, dsreason run (its final export, or a checkpoint completed after that export), or a
     run's checkpoint; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are models with random weights. Alias: `model_name`."""
     revision: str | None = None
     """Revision of the model on the Hub: a branch, tag or commit. Unset: the default branch."""
     tokenizer_model_name: str | None = None
     """Accepted but ignored, because the tokenizer and processor are always read from the model's folder."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] | None = None
-    """Data type of the weights; `auto` uses the type in the model's config.json. Unset: bfloat16 on a GPU, and float32 on a CPU,
-    so that an answer does not depend on the other questions in the batch."""
+    """Data type of the weights; `auto` uses the type in the model's config.json. Unset: bfloat16 on a GPU; float32 on a CPU, so
+    that an answer does not depend on the other questions in the batch."""
     tensor_parallel_size: int = Field(
         1, ge=1, le=1024, validation_alias=AliasChoices("tensor_parallel_size", "tp_size")
     )
@@ -60,21 +60,21 @@ class EvalModelConfig(Section):
     """Maximum total length of prompt and answer, in tokens. Unset: the model's maximum."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """Engine that generates the answers; `auto` uses vLLM if it is installed and supports the model. The transformers engine
-    distributes a model that is larger than one GPU across all GPUs of its rank (`--nproc 1`: all GPUs of the host); weights that
-    do not fit into memory are read from their files when they are needed, which is slow."""
+    distributes a model that is larger than one GPU across all of its rank's GPUs (with `--nproc 1`, all GPUs on the host).
+    Weights that do not fit into memory are read from their files when needed, which is slow."""
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
     """Fraction of a GPU's memory that vLLM may use."""
     enforce_eager: bool = False
-    """Run vLLM without compiled graphs, which saves memory and start-up time, but makes vLLM slower."""
+    """Run vLLM without compiled graphs, which saves memory and start-up time but makes vLLM slower."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Set this to true only if you have read the code."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention implementation of the transformers engine; `auto` is torch's scaled-dot-product attention."""
+    """Attention implementation for the transformers engine; `auto` is torch's scaled-dot-product attention."""
 
     @model_validator(mode="before")
     @classmethod
     def check_named_once(cls, document: Any) -> Any:
-        """Reject a key that has different values under its two names; if the values are equal, drop the second name."""
+        """Reject a key that is set to different values under its two names; if the values are equal, drop the second name."""
         if not isinstance(document, dict):
             return document
         deduplicated = dict(document)
@@ -90,7 +90,7 @@ class EvalModelConfig(Section):
 
 
 class ServerConfig(Section):
-    """Settings of an OpenAI-compatible server that answers the questions instead of `[model]`."""
+    """Settings for an OpenAI-compatible server that answers the questions instead of `[model]`."""
 
     url: str | None = None
     """URL of the server, such as `http://localhost:8000/v1` (`/v1` may be omitted). Unset: no server is used."""
@@ -107,12 +107,12 @@ class ServerConfig(Section):
     """Maximum number of times a failed request is retried. The pause doubles after each retry, unless the server requests a
     different pause."""
     video: Literal["file", "frames"] = "file"
-    """Form in which a clip is sent: as a video (only to vLLM, started with `--trust-request-mm-kwargs`), or as images of its
-    frames. In both forms, the model sees the frames that training would use; vLLM by itself would choose different frames."""
+    """Form in which a clip is sent: as a video (only to a vLLM server started with `--trust-request-mm-kwargs`), or as images of
+    its frames. Either way, the model sees the frames that training would use; vLLM by itself would choose different ones."""
     folder: str | None = None
-    """Local folder of the server's model; its vision settings are the defaults of `[vision]`, and frames have the same sizes as
-    in training. Unset: the folder that the server reports, if it exists on this machine. If there is no such folder, frames have
-    the sizes that Qwen2.5-VL uses."""
+    """Local folder of the server's model. Its vision settings are the defaults for `[vision]`, and frames have the same sizes as
+    in training. Unset: the folder that the server reports, if it exists on this machine; otherwise, frames have the sizes that
+    Qwen2.5-VL uses."""
 
     @field_validator("url")
     @classmethod
@@ -134,7 +134,7 @@ class ServerConfig(Section):
 
 
 def has_valid_port(parts: SplitResult) -> bool:
-    """Return whether the URL has no port or a valid one."""
+    """Return whether the URL's port is valid or missing."""
     try:
         return parts.port != 0
     except ValueError:
@@ -146,24 +146,23 @@ class EvaluationConfig(Section):
     """Form of the responses: `letter` requests only the answer, and `reasoning` requests
     `<think>…</think> <answer>…</answer>`."""
     parser: Literal["default", "compat", "digit"] = "default"
-    """Parser of the answers; `compat` works exactly like the parser of cosmos-reason1, which takes the first capital letter.
-    `digit` takes the first standalone digit from 1 to 5 as the answer to a question of the kind `ordinal`."""
+    """Answer parser; `compat` works exactly like cosmos-reason1's parser, which takes the first capital letter. `digit` takes the
+    first standalone digit from 1 to 5 as the answer to a question of kind `ordinal`."""
     num_processes: int | None = Field(None, ge=1)
     """Number of worker processes that decode media, at most one per core. Unset: one per core."""
     batch_size: int | None = Field(None, ge=1)
-    """Number of questions that are passed to the engine at a time. The groups are always the same, so that an interrupted
-    evaluation gives the same answers in any precision. Unset: all unanswered questions for vLLM, and 64 for the transformers
-    engine."""
+    """Number of questions passed to the engine at a time. The groups are always the same, so that an interrupted evaluation gives
+    the same answers in any precision. Unset: all unanswered questions for vLLM, and 64 for the transformers engine."""
     media_memory_gib: float = Field(4.0, gt=0)
-    """Host memory per rank for decoded media that wait for the engine, in GiB. If the media need more, the questions are passed
-    to the engine in several parts, each large enough to keep it fully occupied."""
+    """Host memory per rank for decoded media waiting for the engine, in GiB. If the media need more, the questions are passed to
+    the engine in several parts, each large enough to keep it fully occupied."""
     skip_saved: bool = True
     """Accepted but ignored, because saved answers are always kept unless `overwrite` is set."""
     overwrite: bool = False
-    """Delete the results of an earlier evaluation of the same model, answer type and data set before starting."""
+    """Before starting, delete the results of an earlier evaluation of the same model, answer type and data set."""
     fps: float | None = Field(DEFAULT_FPS, gt=0)
     """Frames per second to sample from a video if `[vision]` sets neither `fps` nor `nframes`. The default applies only to
-    models whose folder lacks the vision settings of their training. Null: the same frames as in training without `fps`."""
+    models whose folder does not record their training's vision settings. Null: the same frames as in training without `fps`."""
     seed: int = Field(1, ge=0)
     """Random seed for sampling."""
     limit: int | None = Field(None, ge=1)
@@ -172,22 +171,22 @@ class EvaluationConfig(Section):
     """System message; `""` sends no system message. Unset: "Answer the questions." for benchmark folders, and the row's own
     system message for rows."""
     template_arguments: TemplateArguments = {}
-    """Arguments for the chat template, such as `{enable_thinking = false}`. Arguments that are unset have the values with which
-    the model was trained, if its folder records them, or else the template's own defaults. A server gets them as
+    """Arguments for the chat template, such as `{enable_thinking = false}`. Unset arguments have the values with which the model
+    was trained, if its folder records them, or else the template's own defaults. They are sent to a server as
     `chat_template_kwargs`."""
     similarity_model: str | None = None
-    """Folder of a sentence-embedding model, which scores the semantic similarity of free texts. Unset: no similarity is
+    """Folder of a sentence-embedding model that scores the semantic similarity of free texts. Unset: no similarity is
     computed."""
     scorer: str | None = None
     """Reward function that computes an additional score for each answer, either built in or your own (`package.module:attr`,
     `file.py:attr`). The report contains the mean score. Unless `scorer_threshold` is set, the score does not affect whether an
     answer is correct. Unset: no additional score."""
     scorer_options: dict[str, Any] = {}
-    """Keyword arguments of `scorer`, as in `[reward.options]`."""
+    """Keyword arguments for `scorer`, as in `[reward.options]`."""
     scorer_threshold: float | None = Field(None, allow_inf_nan=False)
-    """Minimum score of `scorer` at which a parsed answer counts as correct. Unset: `scorer` does not affect correctness."""
+    """Minimum score from `scorer` at which a parsed answer counts as correct. Unset: `scorer` does not affect correctness."""
     engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=EVALUATION))] = {}
-    """Additional arguments of vLLM's `LLM`, passed unchanged, such as `max_num_seqs` or `attention_backend`."""
+    """Additional arguments for vLLM's `LLM`, passed unchanged, such as `max_num_seqs` or `attention_backend`."""
 
     @model_validator(mode="after")
     def check_scorer(self) -> Self:
@@ -206,8 +205,8 @@ class GenerationConfig(Section):
     """Settings for sampling answers. `letter` always picks the most probable token, as cosmos-reason1 does."""
 
     max_retries: int = Field(10, ge=0, le=100)
-    """Maximum number of times a question is asked again if its answer could not be parsed. Each retry allows 256 more tokens and
-    raises the temperature by 0.05."""
+    """Maximum number of retries for a question whose answer could not be parsed. Each retry allows 256 more tokens and raises the
+    temperature by 0.05."""
     max_tokens: int | None = Field(None, ge=1)
     """Maximum length of an answer in tokens. Unset: 1024 for `reasoning`, and 256 for text answers with `letter` (for other
     answers, see `letter_max_tokens`)."""
@@ -221,8 +220,8 @@ class GenerationConfig(Section):
     top_k: int = Field(0, ge=0)
     """Sample only from the `top_k` most probable tokens (`reasoning` only); 0: all tokens."""
     repetition_penalty: float = Field(1.0, ge=0.01, le=2)
-    """Divisor of the logits of tokens that the prompt or the answer already contains; 1: no penalty. With the parser `compat`,
-    the penalties apply to `reasoning` only."""
+    """Divisor for the logits of tokens that the prompt or the answer already contains; 1: no penalty. With the parser `compat`,
+    the penalties apply only to `reasoning`."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Amount subtracted from the logits of tokens that the answer already contains; 0: no penalty."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -230,7 +229,7 @@ class GenerationConfig(Section):
 
 
 class EvalConfig(Section):
-    """Configuration of a `dsreason eval` run."""
+    """Configuration for a `dsreason eval` run."""
 
     datasets: tuple[str, ...] = ()
     """Names of benchmark folders: robovqa, av, agibot, bridgev2, holoassist, robofail, or any other folder that contains
@@ -309,7 +308,7 @@ class EvalConfig(Section):
         return merged if merged.nframes is not None else merged.fill(VisionConfig(fps=self.evaluation.fps))
 
     def set_vision(self) -> VisionConfig:
-        """Return the vision settings that the user has set for all data sets: `[vision]` and, if it is set, `evaluation.fps`."""
+        """Return the vision settings that the user has set for all data sets: `[vision]` and, if set, `evaluation.fps`."""
         has_rate = "fps" in self.evaluation.model_fields_set and self.vision.nframes is None
         return self.vision.fill(VisionConfig(fps=self.evaluation.fps)) if has_rate else self.vision
 
@@ -361,7 +360,7 @@ class EvalConfig(Section):
         return problems
 
     def _note_unused_values(self, names: Set[str], reason: str) -> list[str]:
-        """Return a note about the keys in `names` that are set in `[generation]`, although `letter` does not use them."""
+        """Return a note about keys in `names` that are set in `[generation]` although `letter` does not use them."""
         set_values = self.generation.model_dump(include=self.generation.model_fields_set & names)
         values = ", ".join(f"generation.{name} ({value})" for name, value in sorted(set_values.items()))
         verb = "are" if len(set_values) > 1 else "is"

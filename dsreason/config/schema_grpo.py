@@ -1,4 +1,4 @@
-"""Schema of a GRPO run's configuration, which adds keys to `RunConfig`."""
+"""Schema for a GRPO run's configuration, which adds keys to `RunConfig`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OffloadMode = Literal["auto", "always", "never"]
 
 
 class AlgorithmConfig(Section):
-    """Settings of the algorithm that computes updates from completions. Unset keys have the preset's values."""
+    """Settings for the algorithm that computes updates from completions. Unset keys have the preset's values."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
     """Published recipe that provides loss, advantages, clipping, KL and filters (`dsreason/losses/presets.py`)."""
@@ -28,17 +28,17 @@ class AlgorithmConfig(Section):
     optimizer_steps_per_rollout: int = Field(1, ge=1)
     """Number of optimizer steps per rollout; each step uses an equal share of the rollout's completions."""
     advantage: Literal["group_normalized", "group_centered", "leave_one_out", "batch_normalized"] | None = None
-    """Formula that computes the advantages of a group from its rewards."""
+    """Formula for a group's advantages, computed from its rewards."""
     clip_low: float | None = Field(None, ge=0)
     """Clipping range below 1: the probability ratio is clipped at 1 - clip_low."""
     clip_high: float | None = Field(None, ge=0)
     """Clipping range above 1: the probability ratio is clipped at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Maximum of the probability ratio for negative advantages (usually 3). Unset: the ratio has no maximum."""
+    """Maximum probability ratio for negative advantages (usually 3). Unset: the ratio has no maximum."""
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = "token_truncate"
-    """Importance weights that correct for differences between the trainer's and the engine's log-probabilities."""
+    """Type of importance weights, which correct for differences between the trainer's and the engine's log-probabilities."""
     correction_low: float | None = Field(None, ge=0)
     """Lower limit of the correction's importance weights. Unset: the published value."""
     correction_high: float | None = Field(None, gt=0)
@@ -48,17 +48,17 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3", "bias_corrected_k3"] = "k3"
     """Estimator of the KL divergence from the reference policy."""
     kl_clamp: float | None = Field(None, gt=0)
-    """Maximum of a token's k3 estimate (10 in cosmos-rl). Unset: the estimate has no maximum."""
+    """Maximum k3 estimate per token (10 in cosmos-rl). Unset: the estimate has no maximum."""
     reference_reset_every: int = Field(0, ge=0)
-    """Number of steps after which the current policy becomes the reference. 0: the reference is always the initial model."""
+    """Number of steps after which the current policy becomes the new reference. 0: the reference is always the initial model."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the loss."""
     overlong_filter: bool | None = None
-    """Exclude completions that were truncated at the maximum length from training; reward statistics still include them."""
+    """Exclude completions that are truncated at the maximum length from training; reward statistics still include them."""
     dynamic_sampling: bool | None = None
-    """Replace groups whose rewards are all equal with groups of other prompts."""
+    """Replace groups whose rewards are all equal with groups for different prompts."""
     dynamic_tolerance: float = Field(0.0, ge=0)
-    """Maximum difference at which the rewards of a group still count as equal."""
+    """Maximum difference at which the rewards in a group still count as equal."""
     max_refills: int = Field(3, ge=1)
     """Maximum number of additional rollouts per batch under dynamic sampling."""
 
@@ -109,16 +109,16 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """Number of ranks that share one copy of vLLM's model."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
-    """Fraction of a GPU's memory that vLLM may use while it is awake, which is during rollouts."""
+    """Fraction of a GPU's memory that vLLM may use while it is awake, that is, during rollouts."""
     offload: OffloadMode = "auto"
     """How much of the optimizer state to move to host memory during rollouts: "auto" moves enough to make room for vLLM
     (everything for the transformers engine), "always" moves everything, and "never" moves nothing."""
     sleep_level: Literal[1, 2] = 2
     """Sleep level of vLLM between rollouts: 2 discards vLLM's weights, and 1 keeps a copy of them in host memory."""
     enforce_eager: bool = False
-    """Run vLLM without compiled graphs, which saves memory and start-up time, but makes vLLM slower."""
+    """Run vLLM without compiled graphs, which saves memory and start-up time but makes vLLM slower."""
     engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=ROLLOUT))] = {}
-    """Additional arguments of vLLM's `LLM`, passed unchanged, such as `max_num_seqs` or `attention_backend`."""
+    """Additional arguments for vLLM's `LLM`, passed unchanged, such as `max_num_seqs` or `attention_backend`."""
     temperature: float = Field(1.0, ge=0.01)
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -135,7 +135,7 @@ class RolloutConfig(Section):
     show: int = Field(4, ge=0)
     """Number of completions that TensorBoard displays with their media."""
     show_every: int = Field(20, ge=0)
-    """Number of steps between steps whose completions are displayed. 0: completions are never displayed."""
+    """Number of steps from one display of completions to the next. 0: completions are never displayed."""
     self_test: bool = True
     """Test the engine before training: perturb its weights, put it to sleep, wake it, sync the weights, and check that the
     original log-probabilities are restored."""
@@ -163,7 +163,7 @@ class RolloutConfig(Section):
 
 
 class RemoteRewardConfig(Section):
-    """Settings of the server that computes rewards named `remote:<score>`. The token is read only from the environment."""
+    """Settings for the server that computes rewards named `remote:<score>`. The token is read only from the environment."""
 
     url: str | None = None
     """URL of the server. Unset: the environment variable REMOTE_REWARD_URL or WFM_REWARD_URL. The query part is masked in
@@ -173,29 +173,29 @@ class RemoteRewardConfig(Section):
     concurrency: int = Field(4, ge=1)
     """Maximum number of concurrent requests per rank."""
     time_limit: float | None = Field(None, gt=0)
-    """Time limit of one request, in seconds. Unset: the environment variable REMOTE_REWARD_ENQUEUE_TIMEOUT_S, or else 60."""
+    """Time limit per request, in seconds. Unset: the environment variable REMOTE_REWARD_ENQUEUE_TIMEOUT_S, or else 60."""
     retries: int = Field(4, ge=0)
     """Maximum number of times a failed request is retried; the pause doubles after each retry."""
 
 
 class DistillConfig(Section):
-    """Settings of a teacher, whose log-probabilities of the student's completions become advantages, with or without rewards."""
+    """Settings for a teacher whose log-probabilities for the student's completions become advantages, with or without rewards."""
 
     teacher: str | None = None
     """Teacher: a model folder, a name on the Hub or `tiny:<name>`, as in model.path; or, for prompts without media, the URL of an
-    OpenAI-compatible server (`http://host:8000/v1`) that can return the log-probabilities of a prompt, such as vLLM. The
-    server's API key is read from TEACHER_API_KEY. Unset: no teacher is used."""
+    OpenAI-compatible server (`http://host:8000/v1`) that can return a prompt's log-probabilities, such as vLLM. The server's API
+    key is read from TEACHER_API_KEY. Unset: no teacher is used."""
     revision: str | None = None
     """Revision of the teacher on the Hub: a branch, tag or commit. Unset: the default branch."""
     coef: float = Field(1.0, gt=0)
-    """Weight of the advantage that a token gets from the teacher (log teacher - log student), which is added to the advantage
-    from rewards."""
+    """Weight of a token's advantage from the teacher (log teacher - log student), which is added to the advantage from
+    rewards."""
     discount: float = Field(0.0, ge=0, le=1)
-    """Discount factor per token with which the teacher's advantages of later tokens are added to a token's advantage. 0: later
+    """Discount factor per token with which the teacher's advantages for later tokens are added to a token's advantage. 0: later
     tokens do not count."""
     offload: bool = True
-    """Keep the teacher's weights in host memory, and copy each layer to the GPU when it is needed. If false, every rank keeps its
-    shard of the weights on the GPU, even during rollouts."""
+    """Keep the teacher's weights in host memory and copy each layer to the GPU when needed. If false, every rank keeps its shard
+    of the weights on the GPU, even during rollouts."""
     server_model: str | None = None
     """Name of the teacher on the server; required if the teacher is a URL."""
     time_limit: float = Field(120.0, gt=0)
@@ -233,14 +233,14 @@ class DistillConfig(Section):
 
 class RewardConfig(RewardFunctionsConfig):
     functions: dict[str, RewardWeight] = {}
-    """Name of a reward (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) → weight of the reward."""
+    """Name of a reward (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) → its weight."""
     options: dict[str, dict[str, Any]] = {}
     """Name of a reward → keyword arguments, such as `format.pattern`. Values of `api_key`, `token` and similar keys are masked in
     saved configurations."""
     only: dict[str, dict[str, list[str | int | float | bool]]] = {}
-    """Name of a reward → conditions on the rows that it scores. A condition names a field and its allowed values, such as
+    """Name of a reward → conditions for the rows that it scores. A condition names a field and its allowed values, such as
     `data_source = ["driving"]`; the adapter must store the field in `sample.meta` (`label.weather` is a nested field). A reward
-    without an entry scores all rows."""
+    without conditions scores all rows."""
     workers: int = Field(2, ge=1)
     """Number of processes per rank that compute rewards."""
     time_limit: float = Field(30.0, gt=0)
@@ -259,7 +259,7 @@ class RewardConfig(RewardFunctionsConfig):
 
 
 class GRPOConfig(RunConfig):
-    """Configuration of a `dsreason grpo` run."""
+    """Configuration for a `dsreason grpo` run."""
 
     deciding_sections = (*RunConfig.deciding_sections, "grpo", "distill")
     rows_need_answers = False

@@ -1,4 +1,4 @@
-"""Schema for adapters that are trained instead of a model's weights (LoRA, 2106.09685)."""
+"""Schema for adapters, which are trained instead of a model's weights (LoRA, 2106.09685)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from dsreason.config.section import Section, check_regex, choose_pronoun
 
 LARGEST_RANK = 2**16
-"""Upper limit for the rank of an adapter, because no layer has more inputs."""
+"""Maximum rank of an adapter; no layer has more inputs."""
 Pattern = Annotated[str, AfterValidator(check_regex)]
 
 
@@ -17,9 +17,9 @@ class AdapterConfig(Section):
     """Adapter keys that are the same for all kinds of models."""
 
     rank: int = Field(0, ge=0, le=LARGEST_RANK)
-    """Rank of the adapters. 0: there are no adapters, and all weights are trained."""
+    """Rank of the adapters. 0: no adapters are used, and all weights are trained."""
     alpha: float | None = Field(None, gt=0)
-    """Numerator of the adapters' scale; the output of an adapter is multiplied by alpha / rank. Unset: twice the rank."""
+    """Numerator of the adapters' scale: an adapter's output is multiplied by alpha / rank. Unset: twice the rank."""
 
     @model_validator(mode="after")
     def check_rank(self) -> Self:
@@ -39,22 +39,21 @@ class AdapterConfig(Section):
 
 
 class LoRAConfig(AdapterConfig):
-    """Keys for the adapters of a vision-language model."""
+    """Keys for a vision-language model's adapters."""
 
     dropout: float = Field(0.0, ge=0, lt=1)
     """Probability with which an adapter's inputs are dropped during training; not supported by grpo."""
     targets: tuple[Pattern, ...] = ()
-    """Regular expressions that select the linear layers that get an adapter (`language_model.*\\.[qv]_proj`). An expression may
-    match any part of a name, and must match at least one name. Empty: the attention and feed-forward layers of the language
-    model."""
+    """Regular expressions for the linear layers that get an adapter (`language_model.*\\.[qv]_proj`). An expression may match any
+    part of a name, and must match at least one name. Empty: the language model's attention and feed-forward layers."""
     vision: bool = False
     """Also add adapters to the linear layers of the vision tower and its mergers."""
     rslora: bool = False
     """Scale the output by alpha / sqrt(rank), so that high ranks learn as fast as low ranks (rsLoRA, 2312.03732)."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=LARGEST_RANK)]] = {}
-    """Ranks of individual layers: regular expression, as in targets → rank (`{"visual" = 4}`). The first match applies."""
+    """Ranks for individual layers: regular expression, as in targets → rank (`{"visual" = 4}`). The first match applies."""
     alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = {}
-    """Alpha of individual layers: regular expression, as in targets → alpha. The first match applies. Layers without a match use
+    """Alpha for individual layers: regular expression, as in targets → alpha. The first match applies. Layers without a match use
     `alpha`, even if `rank_pattern` matches them."""
 
 

@@ -1,4 +1,4 @@
-"""Base class of all configuration sections, and validators that several sections use."""
+"""Base class for all configuration sections, and validators that several sections share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class Section(BaseModel):
-    """Base class of all configuration sections; unknown keys are errors, and values cannot change after loading."""
+    """Base class for all configuration sections. Unknown keys are errors, and values cannot change after loading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     def differing(self) -> list[str]:
-        """Return the names of the fields whose values differ from the default, because a saved configuration sets all fields."""
+        """Return the names of the fields whose values differ from the default.
+
+        `model_fields_set` alone is not enough, because a saved configuration sets all fields.
+        """
         return [
             name
             for name, field in type(self).model_fields.items()
@@ -40,7 +43,7 @@ class Section(BaseModel):
 
 
 def refuse_flag(value: object) -> object:
-    """Return the value unchanged; raise ValueError if it is a bool, which pydantic would convert to a number of rows, 0 or 1."""
+    """Return the value unchanged; raise ValueError if it is a bool, which pydantic would convert to 0 or 1 rows."""
     if isinstance(value, bool):
         raise ValueError(f"must be a fraction or a number of rows, such as 0.1; got {value}")
     return value
@@ -56,7 +59,7 @@ def check_regex(pattern: str) -> str:
 
 
 def check_multiplier(value: float) -> float:
-    """Return the multiplier of a learning rate unchanged; raise ValueError if it is not positive."""
+    """Return a learning-rate multiplier unchanged; raise ValueError if it is not positive."""
     if value <= 0:
         raise ValueError(
             f"must be greater than 0; got {value:g}; to keep parameters unchanged, use model.freeze instead"
@@ -65,12 +68,12 @@ def check_multiplier(value: float) -> float:
 
 
 def choose_pronoun(names: Sized) -> str:
-    """Return the pronoun with which a message refers to `names`: "it" or "them"."""
+    """Return the pronoun for `names` in a message: "it" or "them"."""
     return "them" if len(names) > 1 else "it"
 
 
 def check_temperature(value: float) -> float:
-    """Return the temperature unchanged; raise ValueError if it is so low that the division of logits would overflow."""
+    """Return the temperature unchanged; raise ValueError if it is so low that dividing the logits by it could overflow."""
     if 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(f"must be 0 or at least {LOWEST_TEMPERATURE}; got {value:g}")
     return value

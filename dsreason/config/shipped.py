@@ -1,4 +1,4 @@
-"""Functions that find the files shipped with the package, DeepSpeed JSON files and recipes, in a checkout or a wheel."""
+"""Functions that find the DeepSpeed JSON files and recipes shipped with the package, in a checkout or a wheel."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Data pipeline that turns rows into the batches of a step: sources, chat template, row order, collation, worker processes."""
+"""Data pipeline that turns rows into each step's batches: sources, chat template, row order, collation and worker processes."""

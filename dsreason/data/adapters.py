@@ -1,7 +1,7 @@
-"""Lookup of adapters, which convert the raw rows of a data set to `Sample` objects.
+"""Lookup of data adapters, which convert a data set's raw rows to `Sample` objects.
 
-An adapter is a module, or an object in a module, with a function `to_sample(row, data) -> Sample`, which may omit the parameter
-`data`. An adapter may also have a function `rows(data) -> Sequence`, which replaces the default reader,
+An adapter is a module, or an object in a module, with a function `to_sample(row, data) -> Sample`; the parameter `data` is
+optional. An adapter may also have a function `rows(data) -> Sequence`, which replaces the default reader,
 `dsreason.data.rows.read_rows`. This function is called once per split, with a plain name as `data.split`; ranges such as
 `train[:100]` and `data.limit` are applied to the rows that it returns.
 """
@@ -24,14 +24,14 @@ from dsreason.user_code import find_code
 
 @dataclass(frozen=True)
 class Adapter:
-    """Functions of a data adapter, and the name by which it was looked up."""
+    """A data adapter's functions and the name by which it was looked up."""
 
     name: str
     to_sample: Callable[[Any, SourceConfig], Sample]
     read: Callable[[SourceConfig], Sequence[Any]]
 
     def rows(self, data: SourceConfig) -> NamedRows:
-        """Read the rows that `data` selects with its splits, ranges and limit."""
+        """Read the rows selected by the splits, ranges and limit in `data`."""
         parts = []
         for split in parse_splits(data.split):
             rows = self._read(data.model_copy(update={"split": split.name}))
@@ -68,7 +68,7 @@ def list_shipped_adapters() -> list[str]:
 
 
 def find_adapter(name: str) -> Adapter:
-    """Find an adapter by name: a shipped one, `package.module`, or the path of a `.py` file, optionally followed by `:attr`.
+    """Find an adapter by name: a shipped adapter, `package.module`, or the path of a `.py` file, optionally followed by `:attr`.
 
     Raises:
         ConfigError: the adapter does not exist, cannot be imported, or has no `to_sample`.
@@ -104,7 +104,7 @@ class Split:
     stop: str | None = None
 
     def span(self, length: int) -> range:
-        """Return the selected positions in `length` rows; bounds beyond the end are clipped, as in a Python slice."""
+        """Return the row indices that the split selects from `length` rows; bounds are clipped, as in a Python slice."""
         return range(length)[_parse_bound(self.start, length) : _parse_bound(self.stop, length)]
 
 
@@ -142,7 +142,7 @@ def select(parts: Iterable[tuple[NamedRows, Split]], limit: int | None) -> Named
 
 
 def rename_columns(row: Any, columns: dict[str, str]) -> Any:
-    """Rename the columns of a row to the fields that the adapter reads; a renamed column replaces a column that has the new name.
+    """Rename a row's columns to the fields that the adapter reads; an existing column with the new name is replaced.
 
     Raises:
         DataError: the row lacks a column that `columns` names.

@@ -2,7 +2,7 @@
 
 A plan, made only from media headers and the chat template, determines the token count (`measure`) and the exact size of every
 media item. `encode` then decodes each file once, resizes its image or frames once to the planned size, and calls the Hugging Face
-processor with resizing and frame sampling disabled, so that a rollout engine can receive the same decoded media and the same ids.
+processor with resizing and frame sampling disabled. A rollout engine can therefore receive the same decoded media and token ids.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dsreason.media import images, videos, vision
 from dsreason.media.frames import describe_video_path
 
 MAX_MEDIA_TOKENS = 1_000_000
-"""Maximum number of media tokens per sample, which exceeds every model's limit; longer samples are rejected before encoding."""
+"""Maximum number of media tokens per sample, far above any model's limit. Samples with more are rejected before encoding."""
 
 
 OPENING_TOKENS = 16
-"""Number of tokens at the end of a prompt among which `<think>` is searched for; a vocabulary may need several tokens for it."""
+"""Number of tokens at the end of a prompt to search for `<think>`, which may take several tokens in some vocabularies."""
 
 
 class SampleTooLong(DataError):
@@ -42,18 +42,18 @@ class SampleTooLong(DataError):
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Prompt for generation. `prompt_ids` has one placeholder per media item; `encoded.input_ids` has one per vision token."""
+    """Prompt for generation: `prompt_ids` has one placeholder per media item, `encoded.input_ids` one per vision token."""
 
     sample: Sample
     encoded: EncodedSample
     prompt_ids: list[int]
     media: list[Medium]
     opening: str = ""
-    """The tag with which the prompt already opens the reply's thoughts, such as `<think>\\n`; "" if it opens none."""
+    """Opening reasoning tag at the end of the prompt, such as `<think>\\n`; "" if the prompt has none."""
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of memory that the decoded media and their pixel values occupy."""
+        """Memory occupied by the decoded media and their pixel values, in bytes."""
         decoded = [
             m.width * m.height * len(m.getbands()) if isinstance(m, Image.Image) else m[0].nbytes for m in self.media
         ]
@@ -76,9 +76,9 @@ class Encoder:
     position_ids: Callable[[Tensor, dict[str, Tensor]], Tensor]
     max_length: int
     max_length_key: str = "model.max_length"
-    """Name of the setting that determines `max_length`, for error messages."""
+    """Name of the setting behind `max_length`, for error messages."""
     needs_reply: bool = True
-    """Whether to reject samples without an assistant turn; otherwise, such a sample is a prompt without trained tokens."""
+    """Whether to reject samples without an assistant turn; if False, they are encoded as prompts without trained tokens."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template; see `data.template_arguments`."""
@@ -93,7 +93,7 @@ class Encoder:
         return int(self.processor.tokenizer.pad_token_id)
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """Encode the conversation; the text and the end-of-turn token of every assistant turn are trained.
+        """Encode the conversation; the loss mask selects the text and the end-of-turn token of every assistant turn.
 
         Raises:
             DataError: the sample cannot be encoded; the message names the sample.
@@ -103,7 +103,7 @@ class Encoder:
         return encoded
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
-        """Encode the generation prompt, with all messages except a final assistant turn; ids from `encode` start with its ids."""
+        """Encode the generation prompt: all messages except a final assistant turn. The ids from `encode` start with its ids."""
         prompt, segments = self._render_prompt(sample)
         encoded, loaded = self._encode(prompt, segments)
         ids = [token for segment in segments for token in segment.ids]
@@ -180,7 +180,7 @@ class Encoder:
         return len(ids)
 
     def build_dummy(self, kind: MediaKind) -> EncodedSample:
-        """Build an untrained sample: the smallest black media item that the model accepts, with its start and end tokens."""
+        """Build an untrained sample: the smallest black image or video that the model accepts, with its start and end tokens."""
         side, frames = self._get_pixel_limits(kind).factor, self._temporal_patch
         size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
         info = vision.VideoInfo(frames, 1.0, side, side, float(frames))
@@ -198,7 +198,7 @@ class Encoder:
     # ------------------------------------------------------------ planning
 
     def plan_media(self, sample: Sample) -> list[PlannedMedium]:
-        """Plan the sample's images and videos, in order, from their headers. Raise DataError if a file cannot be used."""
+        """Plan the sample's images and videos from their headers, in order. Raise DataError if a file cannot be used."""
         planned = []
         for number, message in enumerate(sample.messages):
             for part in list_media_parts([message]):
@@ -214,7 +214,7 @@ class Encoder:
         return planned
 
     def _count_group_tokens(self, medium: PlannedMedium) -> int:
-        """Return the number of tokens of an image, or of one frame group of a video."""
+        """Return the number of tokens for an image, or for each frame group of a video."""
         _, height, width = medium.grid
         merge: int = self.processor.image_processor.merge_size
         return height * width // merge**2
@@ -317,11 +317,11 @@ class Encoder:
         return tokens
 
     def _expand_placeholder(self, medium: PlannedMedium) -> list[int]:
-        """Return the ids that replace a placeholder; the text of a video may include timestamps, as for Qwen3-VL."""
+        """Return the ids that replace a placeholder; for a video, they may include timestamps, as in Qwen3-VL."""
         per_group = self._count_group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
-        # The processor writes one token per group, whose id is repeated below: this is cheaper than tokenizing repeated text.
+        # The processor writes one token per group and its id is repeated below, which is cheaper than tokenizing repeated text.
         merge = self.processor.image_processor.merge_size
         inputs = {
             "video_grid_thw": torch.tensor([[medium.grid[0], merge, merge]]),
@@ -375,7 +375,7 @@ class Encoder:
         )
 
     def _build_mm_kwargs(self, loaded: list[Medium]) -> dict[str, Tensor]:
-        """Run the processor on media that already have their final size; return keyword arguments for the model's forward."""
+        """Run the processor on media that already have their final size; return the media arguments for the model's forward."""
         pictures = [medium for medium in loaded if isinstance(medium, Image.Image)]
         clips = [medium for medium in loaded if not isinstance(medium, Image.Image)]
         inputs: dict[str, Any] = {}
@@ -384,7 +384,7 @@ class Encoder:
         ):  # the image processor is called directly: the full processor would merge all settings for every row
             inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
         if clips:
-            # Without resizing, the limit of a frame has no effect, but Qwen's processors warn if it is unset.
+            # Without resizing, the limit per frame has no effect, but Qwen's processors warn if it is unset.
             caps = {"cap_pixels_per_frame": False} if self._vision.caps_frames else {}
             inputs |= self.processor(
                 videos=[frames for frames, _ in clips],
@@ -394,7 +394,7 @@ class Encoder:
                 do_rescale=False,
                 do_normalize=False,
                 **caps,
-                return_metadata=True,  # which Cosmos3-Edge's processor needs to write the timestamps
+                return_metadata=True,  # Cosmos3-Edge's processor needs the metadata to write timestamps
                 return_tensors="pt",
             )
             inputs.pop("video_metadata")
@@ -402,7 +402,7 @@ class Encoder:
         return {key: _cast_to_forward_dtype(value) for key, value in inputs.items()}
 
     def _normalise_patches(self, patches: Tensor) -> Tensor:
-        """Rescale and normalise uint8 patches [N, values per patch] in the same way as the processor.
+        """Rescale and normalise uint8 patches [N, values per patch] as the processor does.
 
         Frames are cut into patches before they are normalised, because cutting uint8 is four times as fast as cutting float32.
         """

@@ -21,9 +21,9 @@ GRIDS: dict[MediaKind, str] = {"image": "image_grid_thw", "video": "video_grid_t
 
 
 def pack(samples: Sequence[EncodedSample]) -> Batch:
-    """Pack one or more samples into a row without padding; a parent appears only once, before the first sample that continues it.
+    """Pack samples into one row without padding; a parent appears only once, before the first sample that continues it.
 
-    `targets` follow the order of the samples, except that samples with the same parent are moved together.
+    `targets` are in the order of the samples, except that samples with the same parent are moved next to each other.
     """
     row: list[EncodedSample] = []
     segments: list[Segment] = []
@@ -68,7 +68,7 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
 
 
 def group_by_parent(samples: Sequence[S]) -> list[S]:
-    """Move samples with the same parent next to each other, after the first of them; otherwise, keep the order."""
+    """Move samples that share a parent to directly after the first of them; otherwise, keep the order."""
     firsts: dict[int, int] = {}
     order = [
         firsts.setdefault(i if sample.parent is None else id(sample.parent), i) for i, sample in enumerate(samples)
@@ -79,7 +79,7 @@ def group_by_parent(samples: Sequence[S]) -> list[S]:
 def collate(
     samples: Sequence[EncodedSample], *, pad_id: int, padding_side: Literal["left", "right"] = "right"
 ) -> Batch:
-    """Collate one or more samples into padded rows; a row starts with the parent's tokens, and media are in row order."""
+    """Collate samples into padded rows. A row starts with the tokens of the sample's parent; media are in row order."""
     rows = [join_parent(sample) for sample in samples]
     padded = partial(pad_sequence, batch_first=True, padding_side=padding_side)
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
@@ -134,7 +134,7 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
 
 
 def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
-    """Append untrained samples to a packed row. The caller joins the samples' media with the media of the batch."""
+    """Append untrained samples to a packed row. The caller must join the samples' media with the batch's media."""
     segments = list(batch.segments)
     for sample in samples:
         segments.append(Segment(segments[-1].end, len(sample)))
@@ -151,7 +151,7 @@ def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
 
 
 def make_padding_sample(pad_id: int, length: int = 2) -> EncodedSample:
-    """Return an untrained sample of padding tokens, which fills the end of a row, or a batch that a rank has no samples for."""
+    """Return an untrained sample of padding tokens, which fills the end of a row or a batch for which a rank has no samples."""
     return EncodedSample(
         id="",
         input_ids=torch.full((length,), pad_id),
@@ -179,7 +179,7 @@ def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: 
         return rows
 
     def convert_indices(indices: Tensor) -> Tensor:
-        """Convert indices into the flattened rows to indices into the flattened, wider rows."""
+        """Convert indices into the flattened original rows to indices into the flattened widened rows."""
         return indices + indices // width * more
 
     ids = torch.cat([sample.input_ids for sample in samples])
@@ -219,7 +219,7 @@ def join_pixels(batch: Batch) -> Tensor:
 
 
 def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """Join the rows' `mm_kwargs`, without repeating identical tensors; return the batch's `mm_kwargs` and `media_numbers`."""
+    """Join the rows' `mm_kwargs`, keeping shared tensors only once; return the batch's `mm_kwargs` and `media_numbers`."""
     firsts: dict[int, int] = {}
     totals = dict.fromkeys(PIXELS, 0)
     numbers: dict[str, tuple[int, ...]] = {}

@@ -25,18 +25,18 @@ from dsreason.text import split_response
 log = logging.getLogger(__name__)
 
 SHORT_ANSWER = 40
-"""Maximum number of characters of an answer that counts as a label."""
+"""Maximum number of characters in an answer that counts as a label."""
 MANY_TIMES = 10
 """Number of times that a row may appear in an epoch before a warning is logged."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """Row counts of a label. Example: for 8 rows with "no" and 2 with "yes", the label "yes" is `Label(rows=2, per_epoch=5)`."""
+    """Row counts for a label. Example: with 8 rows labelled "no" and 2 labelled "yes", "yes" has `Label(rows=2, per_epoch=5)`."""
 
     rows: int
     per_epoch: int
-    """Number of rows with this label in an epoch; a row that is repeated counts each time."""
+    """Number of rows with this label in an epoch, including repetitions."""
 
 
 def get_answer_label(sample: Sample) -> str | None:
@@ -51,13 +51,13 @@ def get_answer_label(sample: Sample) -> str | None:
 
 
 def extract_short_answer(text: str) -> str | None:
-    """Return the text inside the `<answer>` tags, or else after the reasoning; None if it is empty, too long or multi-line."""
+    """Return the text in the `<answer>` tags, or else after the reasoning; None if it is empty, too long or multi-line."""
     answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
 def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[WeightedRows]:
-    """Return the parts for `StepOrder`: one per source or, if `data.balance` is set, one per label and source.
+    """Return the weighted parts for `StepOrder`: one per source or, if `data.balance` is set, one per label and source.
 
     Raises:
         DataError: a row has no label and `data.on_bad_row` is "error", or no row has a label.
@@ -82,20 +82,20 @@ def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[Weighted
 
 
 def count_labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Label]:
-    """Return label → row counts; {} if `data.balance` is unset. Raise the same errors as `build_order_parts`."""
+    """Return the row counts for each label; {} if `data.balance` is unset. Raise the same errors as `build_order_parts`."""
     if data.balance is None:
         return {}
     return count_labels(balance_labels(dataset.weighted_parts, read_labels(dataset, data)))
 
 
 def balance_labels(parts: Sequence[WeightedRows], labels: Sequence[str | None]) -> dict[str, list[WeightedRows]]:
-    """Group the rows of each part by label, with weights that give every label the same number of rows per epoch.
+    """Group each part's rows by label, with weights that give every label the same number of rows per epoch.
 
-    Rows whose label is None are skipped. An epoch has as many rows as an unbalanced epoch of the labelled rows, rounded up to a
-    multiple of the number of labels. Within a label, the parts keep the ratio of their weights.
+    Rows whose label is None are skipped. An epoch has the same number of rows as an unbalanced epoch over the labelled rows,
+    rounded up to a multiple of the number of labels. Within a label, the parts keep the ratio of their weights.
 
     Args:
-        labels: label of every row, by row index.
+        labels: the label of each row, by row index.
     """
     names = sorted({label for label in labels if label is not None})
     numbers = {name: number for number, name in enumerate(names)}
@@ -106,7 +106,7 @@ def balance_labels(parts: Sequence[WeightedRows], labels: Sequence[str | None]) 
 
 
 def reweight_rows(parts: Sequence[WeightedRows], chosen: NDArray[np.bool_], count: int) -> list[WeightedRows]:
-    """Return the rows of each part that the mask `chosen` selects, with weights that make an epoch contain `count` of them."""
+    """Return each part's rows that the mask `chosen` selects, with weights such that an epoch contains `count` of them."""
     rows = [part.rows[chosen[part.rows]] for part in parts]
     cumulative = np.cumsum([part.weight * len(indices) for part, indices in zip(parts, rows, strict=True)])
     counts = np.diff(np.rint(cumulative / cumulative[-1] * count), prepend=0.0)
@@ -127,8 +127,8 @@ def count_labels(by_label: dict[str, list[WeightedRows]]) -> dict[str, Label]:
 def read_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
     """Return the label of every row; None for a row without a label, if `data.on_bad_row` allows skipping such rows.
 
-    Labels that differ only in case or in a final full stop are merged, and keep the spelling of their first row. Media files are
-    not opened.
+    Labels that differ only in case or in a final full stop are merged under the spelling that occurs first. Media files are not
+    opened.
 
     Raises:
         DataError: a row has no label and `data.on_bad_row` is "error", or no row has a label.
@@ -164,12 +164,12 @@ def read_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
 
 
 def normalise_label(label: str) -> str:
-    """Return the label in lower case without final full stops, so that labels that differ only in these compare equal."""
+    """Return the label in lower case and without final full stops, for comparisons that ignore both."""
     return label.rstrip(".").casefold()
 
 
 def get_label(sample: Sample, field: str) -> str:
-    """Return a sample's label: for the field `answer`, the result of `get_answer_label`; otherwise, a value in `sample.meta`.
+    """Return a sample's label: the result of `get_answer_label` if `field` is "answer", else the field's value in `sample.meta`.
 
     Raises:
         DataError: the sample has no such label.
@@ -203,7 +203,7 @@ def list_fields(values: dict[str, Any]) -> list[str]:
 
 
 def get_value(values: Any, field: str) -> Any:
-    """Return the value of the key `a.b` or, if there is no such key, of the key `b` inside the value of `a`; else None."""
+    """Return the value of the key `a.b` or, if it does not exist, of the key `b` in the object `a`; None if neither exists."""
     if not isinstance(values, dict):
         return None
     if field in values:

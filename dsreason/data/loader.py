@@ -1,7 +1,7 @@
-"""Loader that provides the micro-batches of each step, while worker processes decode the rows of later steps.
+"""Loader that provides each step's micro-batches while worker processes decode the rows for later steps.
 
-For every step, the ranks first measure the token counts of the rows (from media headers, once per row), divide the rows among
-themselves, and decode their shares. Then the micro-batches are completed so that all ranks have the same number of them.
+For every step, the ranks measure the rows' token counts (from media headers, once per row), divide the rows among themselves,
+and decode their shares. Micro-batches are then added until all ranks have the same number.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from dsreason.stopping import POLL_S, check_stop
 T = TypeVar("T")
 
 TIMED_OUT = "DataLoader timed out"
-"""Start of torch's error message if a worker does not deliver an item in time; the same item can then be requested again."""
+"""Start of torch's error message when a worker does not deliver an item in time. The item can then be requested again."""
 START_SECONDS = 120.0
-"""Seconds within which a data worker must start; normally, starting takes milliseconds."""
+"""Seconds within which a data worker must start, which normally takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """This rank's micro-batches for one step, and statistics of the step over all ranks."""
+    """This rank's micro-batches for one step, and the step's statistics over all ranks."""
 
     step: int
     micro_batches: list[Batch]
-    """Micro-batches of this rank; all ranks have the same number."""
+    """This rank's micro-batches; every rank has the same number."""
     work: Work
     """Work of this rank's micro-batches, for the FLOPs estimate."""
     num_tokens: int
-    """Number of trained tokens over all ranks and micro-batches; 0 if all rows of the step were skipped."""
+    """Number of trained tokens over all ranks and micro-batches; 0 if all of the step's rows were skipped."""
     num_input_tokens: int
     """Number of tokens over all ranks, without padding."""
     num_samples: int
@@ -66,7 +66,7 @@ class StepBatches:
 
 
 def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | DataError:
-    """Return `use(sample)`, or an error that names the row.
+    """Return `use(sample)` for the sample in a row, or an error that names the row.
 
     The error is returned instead of raised, because torch would add the worker's traceback to its message.
     """
@@ -85,24 +85,24 @@ def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence
 
 
 def find_fatal_error(bad: Iterable[DataError], config: RunConfig) -> str | None:
-    """Return the first error message whose row must not be skipped (`data.on_bad_row`, `model.on_too_long`), or None."""
+    """Return the first message of an error that must not be skipped (`data.on_bad_row`, `model.on_too_long`), or None."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
     return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
 
 
 class Steps(Protocol):
-    """Interface of an order of rows: it provides the row indices of each step."""
+    """Interface for a row order, which provides the row indices for each step."""
 
     @property
     def num_steps(self) -> int: ...
 
     def indices(self, step: int) -> list[int]:
-        """Return the row indices of the global batch of `step`, which counts from 0."""
+        """Return the row indices in the global batch for `step`, which counts from 0."""
 
 
 @dataclass
 class StepLoader:
-    """Iterable over each step's batches, from `start_step` on. The rows of a step depend only on the seed and the step."""
+    """Iterable over each step's batches, from `start_step` on. Which rows a step has depends only on the seed and the step."""
 
     dataset: SampleDataset
     encoder: Encoder
@@ -112,14 +112,14 @@ class StepLoader:
     rank: int = 0
     world_size: int = 1
     ranks_per_row: int = 1
-    """Number of consecutive ranks that have the same rows; each of these ranks computes a part of every row."""
+    """Number of consecutive ranks that share their rows; each of them computes a part of every row."""
     start_step: int = 0
     lengths: dict[int, int] = field(default_factory=dict, init=False)
-    """Row index → token count, for all rows measured so far; equal on all ranks."""
+    """Row index → token count for all rows measured so far; identical on all ranks."""
     exchange_seconds: float = field(default=0.0, init=False)
     """Seconds spent in collective operations during the current step."""
     has_failed: bool = field(default=False, init=False)
-    """Whether an exchange has failed, so that every rank raises the error."""
+    """Whether an exchange has failed, in which case every rank already raises the error."""
 
     def __iter__(self) -> Iterator[StepBatches]:
         shares = decode_ahead(self._encode_share(), self._assign_rows(), self.config.data)
@@ -135,18 +135,18 @@ class StepLoader:
             yield self._step_batches(step, share, waited)
 
     def _encode_share(self) -> Callable[[Sequence[int]], RankShare]:
-        """Return the picklable function that workers call to encode this rank's rows of a step."""
+        """Return the picklable function that workers call to encode this rank's rows for a step."""
         return partial(encode_share, self.dataset, self.encoder, self.config)
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Exchange a value among the ranks; the time is counted separately, because it is not spent waiting for data."""
+        """Exchange a value among the ranks. The time is counted separately, because it is not spent waiting for data."""
         started, self.has_failed = time.perf_counter(), True
         values = exchange_or_raise(self.exchange, value)
         self.exchange_seconds, self.has_failed = self.exchange_seconds + time.perf_counter() - started, False
         return values
 
     def _assign_rows(self) -> Iterator[list[int]]:
-        """Yield this rank's rows of each step."""
+        """Yield this rank's rows for each step."""
         work = partial(measure_rows, self.dataset, self.encoder)
         unknown = decode_ahead(work, self._find_unmeasured_rows(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
@@ -195,9 +195,9 @@ class StepLoader:
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's share of a step, made by a worker.
+    """One rank's share of a step, built by a worker.
 
-    The share consists of few but large tensors, because sending a tensor from a worker takes time regardless of its size.
+    It consists of a few large tensors, because sending a tensor from a worker has a fixed cost, whatever its size.
     """
 
     batches: list[Batch]
@@ -210,11 +210,11 @@ class RankShare:
 
 
 def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ranks_per_row: int) -> list[T]:
-    """Return one value per group of ranks that read the same rows.
+    """Return one value per group of ranks that share their rows.
 
     Args:
         values: one value per rank.
-        skipped: for each rank, messages about the rows that it skips.
+        skipped: for each rank, messages about the rows that it skipped.
 
     Raises:
         DataError: two ranks of a group have different values.
@@ -232,13 +232,13 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
 
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (row, token count) pairs; the count of an unusable row is 0, and its error is reported when the row is encoded."""
+    """Return (row, token count) pairs. The count for an unusable row is 0; its error is reported when the row is encoded."""
     lengths = read_rows(dataset, encoder.measure, rows)
     return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, lengths, strict=True)]
 
 
 def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, rows: Sequence[int]) -> RankShare:
-    """Encode the rows as micro-batches. Errors are returned in the share, so that all ranks receive the complete message."""
+    """Encode the rows as micro-batches. Errors are returned in the share so that all ranks receive the full message."""
     items = read_rows(dataset, encoder.encode, rows)
     samples = [item for item in items if isinstance(item, EncodedSample)]
     bad = [item for item in items if isinstance(item, DataError)]
@@ -261,7 +261,7 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, ro
 
 
 def exchange_or_raise(exchange: Exchange, value: T | DsReasonError) -> list[T]:
-    """Return the values of all ranks, or raise on every rank the error of the first rank that passes one. Collective."""
+    """Return the values from all ranks; if any rank passes an error, raise the first such error on every rank. Collective."""
     values = exchange(value)
     for rank_value in values:
         if isinstance(rank_value, DsReasonError):
@@ -272,7 +272,7 @@ def exchange_or_raise(exchange: Exchange, value: T | DsReasonError) -> list[T]:
 def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[list[int]]:
     """Assign samples to ranks, longest first, each to the rank with the smallest total length; return the indices per rank.
 
-    With `same_count`, the numbers of samples per rank differ by at most one. If totals are equal, the lower rank gets the sample.
+    With `same_count`, the number of samples per rank differs by at most one. On a tie, the lowest rank gets the sample.
 
     Example: lengths [8, 7, 6, 5, 4] over 2 ranks → totals 17 and 13 without `same_count`.
     """
@@ -292,7 +292,7 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
 
 
 def decode_ahead(work: Callable[[Any], T], tasks: Iterable[Any], data: DataConfig) -> Iterator[T]:
-    """Yield `work(task)` for every task in order, from worker processes that run about `data.prefetch` tasks ahead."""
+    """Yield `work(task)` for every task in order, computed by worker processes about `data.prefetch` tasks ahead."""
     ahead = math.ceil(data.prefetch / data.workers) if data.workers else None
     return run_in_workers(work, tasks, workers=data.workers, ahead=ahead)
 
@@ -300,7 +300,7 @@ def decode_ahead(work: Callable[[Any], T], tasks: Iterable[Any], data: DataConfi
 def run_in_workers(
     work: Callable[[Any], T], tasks: Iterable[Any], *, workers: int, ahead: int | None = None
 ) -> Iterator[T]:
-    """Yield `work(task)` for every task in order, from `workers` processes that each run `ahead` tasks ahead.
+    """Yield `work(task)` for every task in order, computed by `workers` processes that each work `ahead` tasks ahead.
 
     With 0 workers, this process does the work.
 
@@ -335,7 +335,7 @@ def run_in_workers(
 
 
 def wait_for_items(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items of a loader with a timeout, however long they take; raise Stopped if this process is asked to stop."""
+    """Yield a loader's items, waiting for each beyond the loader's timeout; raise Stopped if this process is asked to stop."""
     while True:
         try:
             item = next(items)
@@ -354,7 +354,7 @@ def wait_for_items(items: Iterator[T]) -> Iterator[T]:
 
 
 def kill_workers(loader: Any) -> None:
-    """Kill the workers of a loader, which may hang. torch would wait for each one for 5 s, and report its death as an error."""
+    """Kill a loader's workers, which may hang. torch would wait 5 s for each worker and report its death as an error."""
     signal_handling._remove_worker_pids(id(loader))
     loader._worker_pids_set = False
     for process in loader._workers:
@@ -362,7 +362,7 @@ def kill_workers(loader: Any) -> None:
 
 
 def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> None:
-    """Wait until every worker has started; kill those that have not started in time.
+    """Wait until every worker has started; kill the workers that have not started in time.
 
     Before Python 3.11.8, a forked process may wait forever for an interpreter lock that another thread held during the fork
     (github.com/python/cpython/issues/112275).
@@ -386,9 +386,9 @@ def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> 
 def start_worker(started: Sequence[int], number: int) -> None:
     """Prepare a worker before its first task, and mark it as started in `started`.
 
-    The function changes two defaults. If a queue cannot send an item, Python only prints the error, and the trainer would wait
-    forever; with the change, the worker exits. Also, torchrun sends stop signals to the process group of a rank, and a worker
-    killed by such a signal would end the rank before it saves a checkpoint; therefore, the worker gets its own process group.
+    Two defaults are changed. First, if a queue cannot send an item, Python only prints the error, and the trainer would wait
+    forever; here, the worker exits instead. Second, torchrun sends stop signals to a rank's process group, and the death of a
+    worker would end the rank before it saves a checkpoint; the worker therefore gets its own process group.
     """
     started[number] = 1  # type: ignore[index]  # shared with the trainer
     os.setpgid(0, 0)
@@ -404,7 +404,7 @@ def end_worker(error: Exception, item: object) -> None:
 class WorkDataset(Dataset[Any]):
     """Dataset for torch's loader that calls a function for each task.
 
-    Errors that users can fix are returned instead of raised, because torch would add a traceback to their messages.
+    A `DsReasonError` is returned instead of raised, because torch would add a traceback to its message.
     """
 
     def __init__(self, work: Callable[[Any], Any]) -> None:

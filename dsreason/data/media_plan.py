@@ -1,4 +1,4 @@
-"""Plans of media items, which are made from the files' headers, and the decoding and resizing that follow a plan."""
+"""Plans for media items, made from the files' headers, and functions that decode and resize media as planned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
 
 @dataclass(frozen=True)
 class PlannedMedium:
-    """Final size and patch grid of a media item, computed from its header. `size` is (height, width) after resizing."""
+    """A media item's final size and patch grid, computed from its header. `size` is (height, width) after resizing."""
 
     kind: MediaKind
     path: str
@@ -43,11 +43,11 @@ def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -
 def describe_video(info: vision.VideoInfo, chosen: vision.FrameChoice) -> dict[str, Any]:
     """Return a video's metadata in vLLM's format.
 
-    `total_num_frames` counts the frames in the range from which frames are sampled. The processors compute the seconds per frame
-    group from this number: sampled fps = sampled frames / total_num_frames x fps.
+    `total_num_frames` is the number of frames in the range that was sampled. The processors use it to compute the seconds per
+    frame group: sampled fps = sampled frames / total_num_frames x fps.
 
-    Unevenly spaced frames are described as frames of a video with 1000 frames per second, so that their timestamps are exact;
-    `total_num_frames` is chosen so that the sampled fps corresponds to the mean interval between the sampled frames.
+    Unevenly spaced frames are described as frames of a 1000 fps video, which keeps their timestamps exact. `total_num_frames` is
+    then chosen such that the sampled fps matches the mean interval between the sampled frames.
     """
     fps, indices, total = info.fps, list(chosen.indices), chosen.range_frames
     if info.timestamps:
@@ -65,6 +65,6 @@ def describe_video(info: vision.VideoInfo, chosen: vision.FrameChoice) -> dict[s
 
 
 def convert_video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
-    """Convert a video's metadata from vLLM's format to the type that the processors in transformers expect."""
+    """Convert a video's metadata from vLLM's format to the type that transformers' processors expect."""
     fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
     return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})

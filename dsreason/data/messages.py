@@ -1,4 +1,4 @@
-"""Functions that check the messages of a sample and return their text and media."""
+"""Functions that check a sample's messages and return their text and media."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_part(part: Any) -> None:
 
 
 def check_text(text: Any) -> None:
-    """Raise DataError if the text of a message part cannot be tokenized or contains one of the model's control tokens."""
+    """Raise DataError if a text part cannot be tokenized or contains one of the model's control tokens."""
     if not isinstance(text, str):
         raise DataError(f"the text of a part must be a string; got {text!r:.200}")
     check_characters(text)
@@ -101,7 +101,7 @@ def get_first_path(messages: Sequence[Message]) -> str:
 
 
 def fetch_urls(message: Message, *, allow_private: bool) -> Message:
-    """Download the message's media that are at URLs, and return the message with the paths of the local copies."""
+    """Download the media that the message references by URL; return the message with the paths of the local copies."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -115,7 +115,7 @@ def fetch_urls(message: Message, *, allow_private: bool) -> Message:
 
 
 def fetch_medium(path: str, *, allow_private: bool) -> str:
-    """Download a media item, or the frames of a video, from URLs; return the path of the local copy, or of the list of frames."""
+    """Download a media item or a video's frames if they are at URLs; return the path of the local file or of the frame list."""
     files = list_files(path)
     if not any(map(is_url, files)):
         return path
@@ -124,12 +124,12 @@ def fetch_medium(path: str, *, allow_private: bool) -> str:
 
 
 def format_shown_seconds(part: dict[str, Any]) -> str:
-    """Format the range of a video that a part selects, in seconds, such as `2.5-4`; "" if the part selects the whole video."""
+    """Format the clip of a video that a part selects, in seconds, such as `2.5-4`; "" if the part selects the whole video."""
     start, end = part.get("video_start") or 0, part.get("video_end")
     return f"{start}-{'' if end is None else end}" if start or end is not None else ""
 
 
 def prompt_messages(sample: Sample) -> list[Message]:
-    """Return the messages that form the prompt of a completion: all messages except a final assistant message."""
+    """Return the messages that form the prompt: all messages except a final assistant message."""
     last = sample.messages[-1] if sample.messages else {}
     return sample.messages[:-1] if last.get("role") == "assistant" else sample.messages

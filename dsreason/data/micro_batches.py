@@ -1,4 +1,4 @@
-"""Functions that group a rank's samples into micro-batches and keep the micro-batches of all ranks aligned."""
+"""Functions that group a rank's samples into micro-batches and keep the micro-batches aligned across ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ S = TypeVar("S", bound=EncodedSample)
 T = TypeVar("T")
 
 Exchange = Callable[[Any], list[Any]]
-"""Collective operation that takes this rank's value and returns a list with the values of all ranks."""
+"""Collective operation that takes this rank's value and returns a list of all ranks' values."""
 
 
 def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
-    """Group samples into micro-batches, by token count if the configuration sets a token budget, or else by number of samples."""
+    """Group samples into micro-batches by token count if the configuration sets a token budget, else by number of samples."""
     budget, key = config.token_budget
     if budget is None:
         return cut_by_count(samples, config.train.micro_batch_size or 1)
@@ -44,7 +44,7 @@ def describe_forward_size(config: RunConfig) -> str:
 
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
-    """Cut samples into groups of at most `size`; to save work, samples with the same parent or similar lengths share a group."""
+    """Cut samples into groups of at most `size`. To save work, samples with the same parent or similar lengths are grouped."""
     ordered = group_by_parent(sorted(samples, key=count_with_parent, reverse=True))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
@@ -60,9 +60,9 @@ def cut_by_tokens(samples: Sequence[S], budget: int) -> list[list[S]]:
 
 
 def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
-    """Group samples by first-fit decreasing; a group has at most `budget` tokens, and a parent counts once per group.
+    """Group samples by first-fit decreasing. A group has at most `budget` tokens; a parent counts once per group.
 
-    Samples with the same parent stay together as far as the budget allows; the parent is repeated in each additional group.
+    Samples with the same parent stay together as far as the budget allows. If they need several groups, each repeats the parent.
 
     Example: lengths 5, 4, 3, 2 and a budget of 8 → (5, 3), (4, 2).
     """
@@ -98,7 +98,7 @@ def count_with_parent(sample: EncodedSample) -> int:
 
 
 def compute_work(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work:
-    """Compute the work of micro-batches. A media item that occurs several times in a micro-batch is encoded once.
+    """Compute the work for micro-batches. A media item that occurs several times in a micro-batch is encoded only once.
 
     Example: a prompt of 100 tokens with completions of 10 and 20 → spans (100, 0), (10, 100), (20, 100) if packed, and
     (110, 0), (120, 0) otherwise.
@@ -133,7 +133,7 @@ def align_micro_batches(
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """Make a batch of each group, so that all ranks have the same number of batches.
+    """Make a batch from each group, and add empty batches until all ranks have the same number.
 
     If the model accepts media, every batch contains media. `part` is this rank's part of each row; ranks that compute a row
     together have the same `groups`.
@@ -150,15 +150,17 @@ def align_batches(
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """Add empty micro-batches and dummy images where this rank needs them, given the number of micro-batches on each rank.
+    """Add the empty micro-batches and dummy images that this rank needs, given the number of micro-batches on each rank.
 
     Under ZeRO-3, a forward pass is a collective operation: if a rank without media skipped the vision tower, the job would hang.
-    Therefore, an untrained black image, which no earlier token attends to, is appended to a batch without media. The image is
-    appended even if no rank has media, because DeepSpeed (0.19.8) keeps adding to the gradient of the previous step if a
-    parameter has no gradient in the first micro-batch of a step, and traces the modules again if a forward pass skips some.
+    An untrained black image, to which no earlier token attends, is therefore appended to each batch without media.
+
+    The image is appended even if no rank has media, for two reasons. If a parameter has no gradient in a step's first
+    micro-batch, DeepSpeed (0.19.8) keeps adding to the previous step's gradient; and if a forward pass skips some modules,
+    DeepSpeed traces the modules again.
     """
     aligned = []
-    for i in range(max(1, *counts)):  # each rank needs at least one batch, even if all rows of a step are skipped
+    for i in range(max(1, *counts)):  # each rank needs at least one batch, even if all of a step's rows are skipped
         batch = batches[i] if i < len(batches) else make_empty_batch(encoder.pad_id, packing=packing)
         if encoder.sees and not any(key in batch.mm_kwargs for key in GRIDS.values()):
             batch = append_dummies(batch, [encoder.build_dummy("image")], pad_id=encoder.pad_id)

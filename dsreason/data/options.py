@@ -1,4 +1,4 @@
-"""Functions that parse the options of a multiple-choice question from a field or from the question's text, and format them."""
+"""Functions that parse a multiple-choice question's options from a field or from the question's text, and format them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dsreason.text import normalize_option, split_response
 WIDE = str.maketrans(
     {wide: wide - 0xFEE0 for wide in (*range(0xFF21, 0xFF3B), *range(0xFF41, 0xFF5B), *map(ord, "（）［］"))}
 )
-"""Full-width letters and brackets, which East Asian texts use → ASCII characters."""
+"""Full-width letter or bracket, as used in East Asian texts → ASCII character."""
 BOLD = re.compile(r"(?<!\w)\*\*(?!\s)|(?<!\s)\*\*(?!\w)")
-"""Pattern of Markdown's marker for bold text; the power operator `**` between numbers does not match."""
+"""Pattern for Markdown's bold marker; the power operator `**` between numbers does not match."""
 SEPARATORS = " ,;*"
 BEFORE = r"(?:[-•*][ \t]+)?(?:[Oo]ption[ \t]+)?"
 STYLES = [
@@ -53,8 +53,8 @@ STYLES = [
 """Styles of option labels: `(A) left`, `[A] left`, `A) left`, `A. left`, `A: left` and `A、left` anywhere in a text; `A.left`,
 `a. left` and `A - x` only at the start of a line.
 
-All labels of a list have the same style, except for bullets or "Option" before them. Initials in a name, and edges of a graph
-such as `A - B`, do not match. Labels at line starts take precedence, since the text of an option may mention another option.
+All labels in a list have the same style, except for bullets or "Option" before them. Initials in a name and graph edges such as
+`A - B` do not match. Labels at line starts take precedence, because an option's text may mention another option.
 """
 MARKUP = re.compile(r"\\boxed\s{0,9}\{(.{0,1000})\}|\*\*|\$")
 LEAD = re.compile(
@@ -65,7 +65,7 @@ LONGEST = 1000
 
 
 def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Return the options of a row's field as letter → text, with numbers converted to strings; None if there are no options.
+    """Return the options in a row's field as letter → text, with numbers converted to strings; None if it has no options.
 
     Values that are None are dropped, because Arrow adds them to give all rows the same letters. Raise DataError if the field is
     not a mapping of letters to texts.
@@ -92,7 +92,7 @@ def own_letter(answer: str, options: Iterable[str]) -> str | None:
 
 
 def with_options(sample: Sample) -> Sample:
-    """Set the sample's options to those listed in the question's text, if the sample has none and its answer is one of them.
+    """Add the options listed in the question's text to a sample that has none, provided that its answer is one of them.
 
     The prompt does not change. The question is the last user message; the answer is `sample.answer`, or else the last assistant
     message. A sample with a `question_kind` other than multiple choice does not change.
@@ -116,8 +116,8 @@ def find_options_in_question(sample: Sample) -> dict[str, str] | None:
 def parse_listed_options(question: str) -> dict[str, str] | None:
     """Return the options listed in a text, on separate lines or inline; None if the text lists fewer than two options.
 
-    The letters must be consecutive, starting with A. If the text has several lists, the longest one is used, or the last of
-    equally long lists. Option texts are truncated to 1000 characters. Keys are capitals, even for `(a) Rain`.
+    The letters must be consecutive, starting with A. If the text has several lists, the longest is used; of equally long lists,
+    the last. Option texts are truncated to 1000 characters. Keys are capital letters, even for `(a) Rain`.
 
     Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`.
     """
@@ -145,7 +145,7 @@ def parse_listed_options(question: str) -> dict[str, str] | None:
 
 
 def _strip_separators(text: str) -> str:
-    """Remove punctuation and a conjunction that separate an option from the next one: `left, or` → `left`."""
+    """Remove the punctuation and the conjunction between an option and the next one: `left, or` → `left`."""
     plain = " ".join(text.split()).rstrip(SEPARATORS)
     conjunction = next(
         (word for word in ("or", "and") if plain.endswith(tuple(mark + word for mark in SEPARATORS))), ""
@@ -154,7 +154,7 @@ def _strip_separators(text: str) -> str:
 
 
 def find_option_letter(answer: str, options: dict[str, str]) -> str | None:
-    """Return the option letter that an answer selects; None if it selects no option, or more than one.
+    """Return the letter of the option that an answer selects; None if it selects no option or more than one.
 
     An answer may be `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or the text of an option. Only the text inside `<answer>`
     tags or after the reasoning is used, and this text may be bold or boxed.

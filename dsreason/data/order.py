@@ -1,4 +1,4 @@
-"""Order of the rows, which is a pure function of the seed and the step; a resumed run therefore needs only the step number."""
+"""Row order as a pure function of the seed and the step, so that a resumed run needs only the step number."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dsreason.errors import DataError
 
 @dataclass(frozen=True)
 class WeightedRows:
-    """Row indices, and a weight that determines how often each row appears in an epoch.
+    """Row indices, and a weight that determines how many times each row appears in an epoch.
 
-    With weight 2, each row appears twice per epoch; with weight 0.5, half of the rows appear in each epoch, chosen at random with
-    the seed.
+    With weight 2, each row appears twice per epoch. With weight 0.5, a different random half of the rows, drawn with the seed,
+    appears in each epoch.
     """
 
     rows: NDArray[np.int64]
@@ -25,7 +25,7 @@ class WeightedRows:
 
     @property
     def copies(self) -> tuple[int, int]:
-        """(copies of every row per epoch, number of rows that get one extra copy): 10 rows with weight 1.5 → (1, 5)."""
+        """(copies of every row per epoch, number of rows with one extra copy): 10 rows with weight 1.5 → (1, 5)."""
         num_copies = int(self.weight)
         return num_copies, round((self.weight - num_copies) * len(self.rows))
 
@@ -36,14 +36,14 @@ class WeightedRows:
 
 
 class StepOrder:
-    """Order that concatenates epochs of rows, shuffled if requested, and divides them into global batches.
+    """Row order that concatenates epochs, shuffled if requested, and divides them into global batches.
 
     Args:
         parts: weighted rows, for example one part per source.
         batch_size: number of rows per step, over all ranks.
-        batch_key: name of the setting that determines the batch size, for error messages.
+        batch_key: name of the batch-size setting, for error messages.
 
-    Example, for 20 rows without shuffling and a batch size of 2: step 3 has rows [6, 7]; step 12 is in the second epoch and has
+    Example with 20 rows, no shuffling and a batch size of 2: step 3 has rows [6, 7]; step 12 is in the second epoch and has
     rows [4, 5].
 
     Raises:
@@ -73,7 +73,7 @@ class StepOrder:
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # a batch may span two epochs
 
     def indices(self, step: int) -> list[int]:
-        """Return the row indices of the global batch of `step`, which counts from 0."""
+        """Return the row indices in the global batch for `step`, which counts from 0."""
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [int(self._epoch(p // self.rows_per_epoch)[p % self.rows_per_epoch]) for p in positions]
 

@@ -1,4 +1,4 @@
-"""Loader that provides the prompts of each rollout; worker processes encode them ahead of sampling."""
+"""Loader that provides the prompts for each rollout; worker processes encode them ahead of sampling."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ Check = Callable[[Sample], None]
 class Prompts:
     """This rank's share of a batch of prompts. Ranks that compute rows together have the same prompts.
 
-    Example: rank 1 of 2 in a batch of 6 prompts; the second of the rank's three rows was skipped:
+    Example: rank 1 of 2, with a batch of 6 prompts, after the second of the rank's three rows was skipped:
     `Prompts(batch=4, prompts=[…, …], numbers=[1, 5], skipped=["rows.jsonl, row 7: …"])`.
     """
 
     batch: int
-    """Index of the batch, which `StepOrder.indices` takes as its step."""
+    """Index of the batch, which is passed to `StepOrder.indices` as the step."""
     prompts: list[EncodedPrompt]
     numbers: list[int]
-    """Index of each prompt in the batch of all ranks; skipped rows are counted."""
+    """Index of each prompt in the batch over all ranks; skipped rows count."""
     skipped: list[str]
     """Messages about the rows that any rank skipped; each names the row and the reason."""
 
     def part(self, part: PartOf) -> Prompts:
-        """Return the prompts that one rank samples, if several ranks have the same prompts: every second prompt for two ranks."""
+        """Return the prompts for one of several ranks that share prompts; with two ranks, every second prompt."""
         part_slice = slice(part.number, None, part.total)
         return replace(self, prompts=self.prompts[part_slice], numbers=self.numbers[part_slice])
 
 
 @dataclass
 class PromptLoader:
-    """Endless iterable over this rank's prompts of each batch, starting with batch `start`.
+    """Endless iterable over this rank's prompts in each batch, starting with batch `start`.
 
     The prompts depend only on the seed, the batch and the number of ranks. If a row cannot be used or `check` rejects its sample,
-    the row is skipped or all ranks raise DataError, depending on the configuration.
+    the configuration determines whether the row is skipped or all ranks raise DataError.
     """
 
     dataset: SampleDataset
@@ -109,7 +109,7 @@ def encode_checked_prompt(encoder: Encoder, check: Check | None, sample: Sample)
 
 
 class PromptEncoder(Encoder):
-    """Encoder for rows that are used only as prompts; the measured length of a row excludes the reference answer."""
+    """Encoder for rows that are used only as prompts. A row's measured length excludes the reference answer."""
 
     def measure(self, sample: Sample) -> int:
         """Compute `len(encode_prompt(sample).encoded)` from media headers, without decoding; it may exceed `max_length`."""

@@ -1,4 +1,4 @@
-"""Functions that extract one rank's part of a packed row, with its tokens, targets and media, if several ranks share the row.
+"""Functions that extract one rank's tokens, targets and media from a packed row that several ranks share.
 
 All computations run on the host, before any tensor is moved to a GPU.
 """
@@ -18,7 +18,7 @@ from dsreason.job.part_of import PartOf
 def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
     """Pad the batch's row to a multiple of the number of ranks, and set the batch's `part` to this rank's part of the row.
 
-    The padding is a separate sample at the end of the row. Of the pixel values, only those that this rank encodes are kept.
+    The padding is a separate sample at the end of the row. The returned batch has only the pixel values that this rank encodes.
     """
     if part.total == 1:
         return batch
@@ -39,13 +39,13 @@ def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
 
 
 def share_media(pixels: Tensor, media: MediaTokens, size: int, part: PartOf) -> tuple[Tensor, MediaPart]:
-    """Return the pixel values that the rank of `part` encodes, and the plan for exchanging the features.
+    """Return the pixel values that the rank for `part` encodes, and the plan for exchanging the features.
 
-    A rank to which no frame is assigned encodes the first frame, although no rank uses these features, because all ranks must
-    run the vision tower under ZeRO-3.
+    Under ZeRO-3, all ranks must run the vision tower. A rank to which no frame is assigned therefore encodes the first frame, and
+    no rank uses the resulting features.
 
     Args:
-        pixels: `[patches, dim]` of the distinct media.
+        pixels: `[patches, dim]`, pixel values for the distinct media.
         size: number of tokens in each rank's part of the row.
     """
     distinct: list[list[int]] = media.grids.tolist()

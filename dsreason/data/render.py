@@ -1,8 +1,8 @@
 """Functions that render conversations with the chat template and split the text into segments that mark the trained tokens.
 
-The rendered text is cut before and after each assistant text, and the pieces are tokenized separately. Thus, the ids of a
-training sample always start with the ids of its prompt, and an answer has the tokens that sampling would produce. If the whole
-text were tokenized at once, a line break at the start of an answer would merge with the line break at the end of the prompt.
+The rendered text is cut before and after each assistant text, and the pieces are tokenized separately. A training sample's ids
+therefore always start with the ids of its prompt, and its answer has the same tokens as if it had been sampled. If the whole text
+were tokenized at once, a line break at the start of an answer would merge with the line break at the end of the prompt.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dsreason.errors import DataError
 from dsreason.families.family import Tokens
 
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
-"""Empty block of thoughts that the templates of reasoning models put before an answer without thoughts. The block is not trained,
-because a model that learned to write it would stop thinking."""
+"""Empty reasoning block that the templates of reasoning models put before an answer without reasoning. It is excluded from the
+loss, because a model that learned to write it would stop reasoning."""
 
 
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
@@ -33,7 +33,7 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class RenderedSegment:
-    """Tokens of one piece of a rendered conversation; the first `num_trained` of them are trained."""
+    """Tokens of one piece of a rendered conversation; the first `num_trained` of them count in the loss."""
 
     ids: list[int]
     num_trained: int = 0
@@ -48,10 +48,10 @@ def render_training(
 ) -> list[RenderedSegment]:
     """Render the complete conversation for training; the trained tokens are each reply's text and the token that ends its turn.
 
-    A reply whose message has `"trained": False` is not trained. The chat template gets `arguments` (`data.template_arguments`).
+    Replies whose message has `"trained": False` are excluded. `arguments` (`data.template_arguments`) are passed to the template.
 
     Raises:
-        DataError: no reply is trained, or the template changes a trained reply.
+        DataError: the conversation has no reply to train on, or the template changes such a reply.
     """
     messages = clean_messages(processor, tokens, sample)
     turns = _find_assistant_turns(messages)
@@ -86,7 +86,7 @@ def render_training(
 def render_prompt(
     processor: ProcessorMixin, tokens: Tokens, sample: Sample, arguments: Mapping[str, Any] = NO_ARGUMENTS
 ) -> list[RenderedSegment]:
-    """Render the complete conversation and the generation prompt for the next assistant turn; no token is trained."""
+    """Render the complete conversation and the generation prompt for the next assistant turn, without trained tokens."""
     messages = clean_messages(processor, tokens, sample)
     rendered = _render(processor, sample, messages, arguments, generate=True)
     ends = list_turn_ends(processor, tokens)
@@ -101,12 +101,12 @@ def render_prompt(
 
 
 def list_turn_ends(processor: ProcessorMixin, tokens: Tokens) -> tuple[str, ...]:
-    """Return the tokens that may end a turn: the family's and the tokenizer's end token, which differ for many base models."""
+    """Return the tokens that may end a turn: the family's end token and the tokenizer's, which differ for many base models."""
     return tuple(dict.fromkeys((tokens.turn_end, processor.tokenizer.eos_token)))
 
 
 def find_opening(prompt: str) -> str:
-    """Return the tag with which a generation prompt already opens the reply's thoughts, such as `<think>\\n`, or ""."""
+    """Return the opening reasoning tag at the end of a generation prompt, such as `<think>\\n`; "" if the prompt has none."""
     opening = re.search(r"<think>\s*\Z", prompt)
     return opening[0] if opening else ""
 
@@ -130,7 +130,7 @@ def _tokenize_segments(
 
 
 def _list_spans(prompt: str, span: tuple[int, int], *, is_trained: bool) -> list[tuple[tuple[int, int], bool]]:
-    """Return the span of an answer, preceded by an untrained span if there are empty thoughts between prompt and answer."""
+    """Return an answer's span, preceded by an untrained span if an empty reasoning block separates prompt and answer."""
     thoughts = (len(prompt), span[0])
     return [(span, is_trained)] if span[0] == len(prompt) else [(thoughts, False), (span, is_trained)]
 
@@ -138,8 +138,8 @@ def _list_spans(prompt: str, span: tuple[int, int], *, is_trained: bool) -> list
 def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tuple[str, ...]) -> tuple[int, int] | None:
     """Return the character range in `rendered` that the model generates after `prompt`.
 
-    Return None if the range does not contain the message's text. The format of tool calls depends on the template, so the range
-    of a message with tool calls extends to the token that ends its turn.
+    Return None if the range does not contain the message's text. The format of tool calls depends on the template, so for a
+    message with tool calls, the range extends to the token that ends its turn.
     """
     if not rendered.startswith(prompt):
         return None
@@ -149,7 +149,7 @@ def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tup
         stops = [stop for end in ends if (stop := rendered.find(end, start)) >= 0]
         span = (start, min(stops, default=start))
         reply = rendered[span[0] : span[1]]
-        # The prompt may end with the tag that opens the thoughts.
+        # The prompt may end with the opening reasoning tag.
         expected = [content.strip().removeprefix("<think>").strip(), *(call["function"]["name"] for call in calls)]
         return span if all(text in reply for text in expected) else None
     # Some templates trim the text; others include its beginning ("<think>\n") in the generation prompt.
@@ -163,8 +163,8 @@ def _find_assistant_span(rendered: str, prompt: str, message: Message, ends: tup
 def _find_answer_start(rendered: str, prompt: str, content: str) -> int:
     """Return the character index at which the answer begins in `rendered`.
 
-    The answer follows the prompt and, if the answer itself has no thoughts, the block of empty thoughts that some templates add.
-    The prompt may already contain the beginning of this block.
+    The answer follows the prompt or, if it has no reasoning itself, the empty reasoning block that some templates add after the
+    prompt. The prompt may already contain the beginning of this block.
     """
     if not content.lstrip().startswith("<think>"):
         for overlap in range(len(NO_THOUGHTS)):
@@ -221,10 +221,10 @@ def _render(
 
 
 def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Message]:
-    """Convert the messages to the form that chat templates expect: media parts without paths, assistant texts as single strings.
+    """Convert the messages for the chat template: media parts without paths, and assistant texts as single strings.
 
     Raises:
-        DataError: a message is empty, contains a special token, or has another error.
+        DataError: a message is empty, contains a special token, or is invalid in another way.
     """
     if not sample.messages or sample.messages[0]["role"] == "assistant":
         raise DataError(f"sample {sample.id!r}: the first message must be from the user or the system")

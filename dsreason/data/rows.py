@@ -1,4 +1,4 @@
-"""Rows of a data set, read one at a time from JSON lists, JSON lines or Hugging Face data sets.
+"""A data set's rows, read one at a time from JSON lists, JSON lines or Hugging Face data sets.
 
 Messages number rows and lines from 1, as editors do. This module never unpickles data and never runs code from a data set.
 """
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     import datasets
 
 MAX_LINE_BYTES = 1 << 28
-"""Maximum length of a line, in bytes (256 MiB), so that a file without line breaks does not fill the memory."""
+"""Maximum length of a line in bytes (256 MiB), which keeps a file without line breaks from filling the memory."""
 UNREADABLE = (ValueError, RecursionError)
-"""Exceptions that the parser raises for invalid JSON or UTF-8, 5000-digit numbers, or a thousand nested levels."""
+"""Exceptions that the parser raises for invalid JSON or UTF-8, 5000-digit numbers, or a thousand levels of nesting."""
 TEXT_BUILDERS = ("csv", "json", "text")
 FOLDER_BUILDERS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "videofolder", "webdataset")
-"""Builders of `datasets` that may read a local folder with a README. Others, such as HDF5 and Lance, follow links to
-other files."""
+"""Builders in `datasets` that may read a local folder with a README. Others, such as HDF5 and Lance, follow links to
+files elsewhere."""
 
 
 class NamedRows(Sequence[Any]):
-    """Sequence of rows that can name the file and line of each row."""
+    """Sequence of rows that can tell the file and line of each row."""
 
     name: str
     """Name of the file or data set, for error messages."""
@@ -77,7 +77,7 @@ class NamedRows(Sequence[Any]):
 
 
 class ListRows(NamedRows):
-    """Rows from a sequence, such as the one that an adapter's `rows()` returns."""
+    """Rows in a sequence, such as the result of an adapter's `rows()`."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         self.rows, self.name = rows, name
@@ -90,7 +90,7 @@ class ListRows(NamedRows):
 
 
 class JsonListRows(NamedRows):
-    """Rows of a file that contains a JSON list.
+    """Rows in a file that contains a JSON list.
 
     The rows are stored as JSON text in one block of bytes. A list of Python objects would take several times as much memory, and
     every worker process would need its own copy, because reference-count updates defeat copy-on-write.
@@ -132,7 +132,7 @@ def _iter_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
 
 
 class JsonLinesRows(NamedRows):
-    """Rows of a file with one JSON object per line. Only line offsets stay in memory; each access reads and parses a line."""
+    """Rows in a file with one JSON object per line. Only line offsets stay in memory; each access reads and parses a line."""
 
     def __init__(self, path: Path, name: str = "") -> None:
         self.path, self.name = path, name or str(path)
@@ -167,7 +167,7 @@ class JsonLinesRows(NamedRows):
 
 
 class TableRows(NamedRows):
-    """Rows of a Hugging Face data set. Images and videos are not decoded; they remain `{"bytes": …, "path": …}`."""
+    """Rows in a Hugging Face data set. Images and videos are not decoded but remain `{"bytes": …, "path": …}`."""
 
     def __init__(self, table: datasets.Dataset, name: str) -> None:
         self.features = _disable_decoding(table.features)
@@ -182,7 +182,7 @@ class TableRows(NamedRows):
 
 
 class SelectedRows(NamedRows):
-    """Concatenated ranges of other rows; messages name each row's original location."""
+    """Concatenated ranges of rows from other sequences; messages name each row's original location."""
 
     def __init__(self, parts: Sequence[tuple[NamedRows, range]]) -> None:
         self.parts = parts
@@ -206,7 +206,7 @@ class SelectedRows(NamedRows):
 
 
 def read_rows(data: SourceConfig) -> NamedRows:
-    """Read the rows of one split from `data.path`, which is a file or folder (local or in S3), or a data set on the Hub."""
+    """Read one split's rows from `data.path`, which is a file or folder (local or in S3), or a data set on the Hub."""
     if not data.path:
         raise ConfigError(
             f"data.path is empty; set it to the file, folder or Hub data set that the adapter {data.adapter} should read"
@@ -227,14 +227,14 @@ def read_rows(data: SourceConfig) -> NamedRows:
 
 
 def _fetch(address: str) -> Path:
-    """Copy a file, or the data files of a folder, from S3 to the local disk; media files are fetched later, on first use."""
+    """Copy a file, or the data files in a folder, from S3 to the local disk; media files are fetched later, on first use."""
     if is_data_file(address):
         return fetch_file(address)
     return fetch_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == README)
 
 
 def text_field(row: Mapping[str, Any], field: str) -> str:
-    """Return the string in a field of a row. Raise KeyError if the field is missing, and DataError if it is not a string."""
+    """Return the string in a row's field. Raise KeyError if the field is missing, and DataError if it is not a string."""
     text = row[field]
     if not isinstance(text, str):
         raise DataError(f"field {field!r} must be a string; got {text!r:.100}")
@@ -242,7 +242,7 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
 
 
 def get_optional_text(row: Mapping[str, Any], field: str) -> str | None:
-    """Return the string in a field of a row; None if it is missing, null or blank. Raise DataError if it is not a string."""
+    """Return the string in a row's field; None if it is missing, null or blank. Raise DataError if it is not a string."""
     if row.get(field) is None:
         return None
     text = text_field(row, field)
@@ -250,7 +250,7 @@ def get_optional_text(row: Mapping[str, Any], field: str) -> str | None:
 
 
 def to_list(value: Any) -> list[Any]:
-    """Convert the value of a field that contains one item or a list of items to a list; an empty value gives []."""
+    """Return a field's value as a list: a list is returned unchanged, a single item is wrapped, and an empty value gives []."""
     if not value:
         return []
     return value if isinstance(value, list) else [value]
@@ -295,7 +295,7 @@ def _read_json(path: Path, name: str) -> NamedRows:
 
 
 def _check_rows(rows: JsonLinesRows) -> None:
-    """Raise DataError if the file is one JSON object, either with the rows inside it or spread over several lines."""
+    """Raise DataError if the file is a single JSON object that contains the list of rows or spans several lines."""
     if not len(rows) or rows.path.stat().st_size > MAX_LINE_BYTES:
         return
     try:
@@ -311,7 +311,7 @@ def _check_rows(rows: JsonLinesRows) -> None:
 
 
 def _check_text(path: Path) -> None:
-    """Raise DataError if the file has a list or a line that exceeds our limits: `datasets` would read all of it into memory."""
+    """Raise DataError if the file has a list or a line above our limits, because `datasets` would read all of it into memory."""
     budget = Budget(path)
     with open_unpacked(path) as file:
         start = file.read(START_BYTES)
@@ -338,7 +338,7 @@ def _read_folder(folder: Path, data: SourceConfig) -> NamedRows:
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
-    """Read a folder that `save_to_disk` wrote, which contains one table or a table per split."""
+    """Read a folder written by `save_to_disk`, which contains one table or one table per split."""
     import datasets
 
     check_saved(folder)
@@ -366,7 +366,7 @@ def _load_table(
     try:
         kind = path
         if data_files is None and Path(path).is_dir():
-            # `datasets` caches tables by the file patterns in the README, and would reuse a table for another folder with the
+            # `datasets` caches tables by the file patterns in the README, so it would reuse a table for another folder with the
             # same patterns, or after a file has changed. For explicitly listed files, it compares modification times.
             builder = datasets.load_dataset_builder(path, data.subset, revision=data.revision)
             kind = type(builder).__module__.rpartition(".")[2]
@@ -389,7 +389,7 @@ def _load_table(
 
 
 def _disable_decoding(features: Any) -> Any:
-    """Return the features with decoding disabled, so that `datasets` returns a media item as its bytes or path."""
+    """Return the features with decoding disabled, so that `datasets` returns media items as bytes or paths."""
     import datasets
 
     def walk(feature: Any) -> Any:

@@ -36,12 +36,12 @@ from dsreason.secrets import hide_payloads, mask_credentials
 MAX_PATH_LETTERS = 4096
 """Maximum length of a path on Linux."""
 HELD_OUT_SEED = 0
-"""Seed of the held-out split. It is independent of `train.seed`, so that runs with different seeds hold out the same rows."""
+"""Seed for the held-out split. It is independent of `train.seed`, so runs with different seeds hold out the same rows."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """An opened data set, with its adapter and its weight."""
+    """An opened data set with its adapter and its weight."""
 
     config: SourceConfig
     adapter: Adapter
@@ -50,7 +50,7 @@ class DataSource:
 
     @property
     def media_root(self) -> Path | S3Address:
-        """Folder that relative media paths are joined to."""
+        """Folder against which relative media paths are resolved."""
         if self.config.media_path:
             media_path = self.config.media_path
             return read_address(media_path) if is_s3(media_path) else Path(media_path).expanduser().absolute()
@@ -61,7 +61,7 @@ class DataSource:
         return path.parent if path.is_file() else path
 
     def sample(self, index: int) -> Sample:
-        """Return the sample of row `index`, with its media at URLs fetched.
+        """Return the sample for row `index`; its media at URLs are downloaded first.
 
         Raises:
             DataError: the row cannot be used, or a media file is missing or cannot be fetched.
@@ -73,7 +73,7 @@ class DataSource:
             raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
 
     def read(self, index: int) -> Sample:
-        """Return the sample of row `index` without checking that its media exist."""
+        """Return the sample for row `index` without checking that its media exist."""
         sample = self.call_adapter(index)
         try:
             return finish_sample(sample, self.config, self.media_root)
@@ -82,7 +82,7 @@ class DataSource:
             raise DataError(f"{location}: {hide_payloads(str(error))}") from error
 
     def fetch_media(self, sample: Sample) -> Sample:
-        """Return the sample with the local copies of its media in place of their URLs.
+        """Return the sample with local copies of its media in place of their URLs.
 
         Raises:
             DataError: a media file is missing or cannot be fetched.
@@ -96,7 +96,7 @@ class DataSource:
         return replace(sample, messages=messages, rejected=rejected or sample.rejected)
 
     def read_without_media(self, index: int) -> Sample:
-        """Return row `index` with the options that its question lists; its media are not checked."""
+        """Return the sample for row `index`, with the options that its question lists, without checking its media."""
         sample = self.call_adapter(index)
         try:
             check_messages(sample.messages)
@@ -106,7 +106,7 @@ class DataSource:
         return with_options(sample)
 
     def call_adapter(self, index: int) -> Sample:
-        """Return the unmodified result of the adapter for row `index`."""
+        """Return the adapter's unmodified result for row `index`."""
         location = self.rows.describe_location(index)
         try:
             sample = self.adapter.to_sample(rename_columns(self.rows[index], self.config.columns), self.config)
@@ -137,7 +137,7 @@ class DataSource:
 class SampleDataset(Sequence[Sample]):
     """Samples by index. Reading an unusable sample raises a DataError that names its file and row.
 
-    `rows` [N] are the ascending row indices of the samples, counted across all sources; None selects all rows.
+    `rows` [N] are the samples' row indices in ascending order, counted across all sources; None selects all rows.
     """
 
     def __init__(self, sources: Sequence[DataSource], rows: NDArray[np.int64] | None = None) -> None:
@@ -154,7 +154,7 @@ class SampleDataset(Sequence[Sample]):
         return source.sample(row)
 
     def read_without_media(self, index: int) -> Sample:
-        """Return a sample with the options that its question lists; its media are not checked."""
+        """Return a sample, with the options that its question lists, without checking its media."""
         source, row = self._find(index)
         return source.read_without_media(row)
 
@@ -165,7 +165,7 @@ class SampleDataset(Sequence[Sample]):
 
     @property
     def weighted_parts(self) -> list[WeightedRows]:
-        """Parts for `StepOrder`: the samples of each source that has any, with the weight of the source."""
+        """Weighted parts for `StepOrder`: one per non-empty source, with the source's weight."""
         bounds = pairwise(np.searchsorted(self.rows, self.starts).tolist())
         parts = [
             WeightedRows(np.arange(*bound), source.weight) for bound, source in zip(bounds, self.sources, strict=True)
@@ -173,7 +173,7 @@ class SampleDataset(Sequence[Sample]):
         return [part for part in parts if len(part.rows)]
 
     def select(self, indices: NDArray[np.int64]) -> SampleDataset:
-        """Return a data set of the samples at these (sorted) indices."""
+        """Return a data set with the samples at these indices, which must be sorted."""
         return SampleDataset(self.sources, self.rows[indices])
 
     def _find(self, index: int) -> tuple[DataSource, int]:
@@ -218,9 +218,11 @@ def open_source(config: SourceConfig, weight: float = 1.0) -> DataSource:
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
     """Check the messages and options, locate the media, and add the source's system prompt and vision settings.
 
-    If a row has an answer but does not end with an assistant message, the answer becomes that message. A row without both can
-    be used as a prompt, but not for supervised training. A sample without an id gets the path of its first media file as its
-    id, a sample without options those that its question lists, and a sample without `data_source` the name of the source.
+    If a row has an answer but does not end with an assistant message, the answer becomes that message. A row with neither can
+    be used as a prompt, but not for supervised training.
+
+    Missing fields are filled in: the id with the path of the first media file, the options with those that the question lists,
+    and `data_source` with the source's name.
     """
     check_messages(sample.messages)
     check_options(sample.options)
@@ -289,7 +291,7 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
 
 
 def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address | str:
-    """Return the location of a media file: an absolute path, a path below `media_root`, a URL, or a copy of an embedded file."""
+    """Return a media file's location: an absolute path, a path below `media_root`, a URL, or the copy of an embedded file."""
     from_table = isinstance(raw, dict) and not raw.get("bytes")
     if from_table:
         raw = raw.get("path")
@@ -314,7 +316,7 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
     path = Path(raw.removeprefix("file://"))
     if isinstance(media_root, S3Address):
         return path if path.is_absolute() else join_address(media_root, str(path))
-    # Old versions of `datasets` join any `file_name` in the metadata of an image folder to the path of that folder.
+    # Old versions of `datasets` join every `file_name` in an image folder's metadata to the folder's path.
     if not path.is_absolute() or (from_table and ".." in path.parts):
         path = media_root / path
         if not is_inside(path, media_root):
@@ -328,7 +330,7 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
 
 
 def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
-    """Return a message about the first missing media file, or None. Objects and URLs are checked only when they are fetched."""
+    """Return a message about the first missing media file, or None. S3 objects and URLs are checked only when fetched."""
     for part in list_media_parts(messages):
         for path in list_files(part[part["type"]]):
             # Path.is_file raises if a path is too long
@@ -338,7 +340,7 @@ def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Addres
 
 
 def describe_joined_twice(path: str, media_root: Path | S3Address) -> str:
-    """Return advice if the path exists relative to the working folder, because an adapter may have joined `data.path` to it."""
+    """Return advice if the path exists relative to the working folder: the adapter may already have joined `data.path` to it."""
     if isinstance(media_root, S3Address) or not Path(path).is_relative_to(media_root):
         return ""
     relative_path = os.path.relpath(path, media_root)
@@ -360,7 +362,7 @@ def allow_absolute_paths(config: SourceConfig) -> bool:
 
 
 def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data_path: str) -> None:
-    """Raise DataError for media outside `media_root`, the data folder, and the caches of unpacked or downloaded files."""
+    """Raise DataError for media outside `media_root`, the data folder, and the caches for unpacked or downloaded files."""
     root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
     folder = Path(data_path).expanduser()
     caches: list[Path | str] = [get_media_cache(), get_cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
@@ -385,7 +387,7 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
 
 
 def select_vision_settings(part: dict[str, Any], vision: VisionConfig, kind: str) -> dict[str, Any]:
-    """Return the source's vision settings for a part; `fps` or `nframes` in the part overrides both settings."""
+    """Return the source's vision settings for a part. If the part sets `fps` or `nframes`, both of the source's are dropped."""
     settings = vision.model_dump(exclude_none=True)
     if kind == "image":
         return {key: value for key, value in settings.items() if key in ("min_pixels", "max_pixels")}

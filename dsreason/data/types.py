@@ -1,4 +1,4 @@
-"""Types that all packages share: a row of a data set, the encoded row, and a packed or padded batch of encoded rows."""
+"""Types shared by all packages: a data set's row, the encoded row, and a packed or padded batch of encoded rows."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Message = dict[str, Any]
 """A message in OpenAI's format: `{"role": "user", "content": str | [part, ...]}`."""
 MediaKind = Literal["image", "video"]
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
-"""Kind of media → value in `mm_token_type_ids`; text tokens have the value 0."""
+"""Media kind → value in `mm_token_type_ids`; text tokens have the value 0."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A row of a data set, converted by an adapter.
+    """A data set's row, converted by an adapter.
 
     Example: `Sample(id="7", messages=[{"role": "user", "content": [{"type": "video", "video": "/d/clips/7.mp4", "fps": 1},
     {"type": "text", "text": "Which way does it move?"}]}, {"role": "assistant", "content": "left"}], answer="left")`.
 
     A media part is `{"type": "image"|"video", "image"|"video": path}` with the optional keys `fps`, `nframes`,
-    `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `video_start`, `video_end` (seconds). The frames of a
-    video may also be image files: a list, a folder or a pattern, with their frame rate `fps` or their `timestamps` (seconds).
+    `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `video_start`, `video_end` (seconds). A video may also
+    be given as image files: a list, a folder or a pattern, with their frame rate `fps` or their `timestamps` (seconds).
     """
 
     id: str
@@ -35,10 +35,10 @@ class Sample:
     options: dict[str, str] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     rejected: list[Message] | None = None
-    """For a preference row, the conversation that ends with the rejected answer, while `messages` ends with the preferred one;
-    None for other rows."""
+    """For a preference row, the conversation with the rejected answer at its end (`messages` has the preferred one); None for
+    other rows."""
     other_answers: tuple[str, ...] = ()
-    """Other answers that are as correct as `answer`."""
+    """Additional answers that count as correct."""
     tools: list[dict[str, Any]] | None = None
     """Descriptions of the functions that the model may call, for the chat template; None if the row has no tools."""
     has_text_prompt: bool = False
@@ -54,8 +54,8 @@ class EncodedSample:
     `pixel_values` `[patches, dim]`, `image_grid_thw` `[images, 3]`, `pixel_values_videos`, `video_grid_thw` and, for Qwen2.5-VL
     videos, `second_per_grid_ts` `[videos]`.
 
-    A sample may continue another sample, its `parent`, and also attend to the parent's tokens and media. For example, all
-    completions of a prompt have the prompt as their parent; the parent's last token predicts the first token of each completion.
+    A sample may continue another sample, its `parent`; it then also attends to the parent's tokens and media. For example, a
+    prompt is the parent of all its completions, and its last token predicts the first token of each.
     """
 
     id: str
@@ -72,16 +72,16 @@ class EncodedSample:
 
 
 class Segment(NamedTuple):
-    """A sample's position in a packed row. The sample's tokens attend to each other causally, and to the segment `parent`.
+    """A sample's position in a packed row. The sample's tokens attend causally to each other, and to the segment `parent`.
 
-    Example: a prompt of 5 tokens with completions of 2 and 3:
+    Example: a prompt of 5 tokens with completions of 2 and 3 tokens:
     `(Segment(0, 5), Segment(5, 2, parent=0), Segment(7, 3, parent=0))`.
     """
 
     start: int
     length: int
     parent: int | None = None
-    """Index of the segment that this segment continues, or None; a parent segment has no parent itself."""
+    """Index of the segment that this segment continues, or None. A parent never has a parent itself."""
 
     @property
     def end(self) -> int:
@@ -90,9 +90,10 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaPart:
-    """The media that one rank encodes for a row that several ranks compute together, and the plan for exchanging the features.
+    """One rank's share of the media in a row that several ranks compute together, and the plan for exchanging the features.
 
-    Media are split at frame boundaries, because no vision tower lets frames attend to each other. Features are counted in tokens.
+    Media are split at frame boundaries, which is possible because frames do not attend to each other in any supported vision
+    tower. Features are counted in tokens.
     """
 
     grids: torch.Tensor  # [pieces, 3] int64, for the pixels on this rank; kept on the host
@@ -107,7 +108,7 @@ class MediaPart:
 
 @dataclass(frozen=True)
 class RowPart:
-    """One rank's part of a packed row that several ranks compute together: the tokens from `start` to `end` (exclusive)."""
+    """One rank's part of a packed row that several ranks compute together: tokens `start` to `end` (exclusive)."""
 
     start: int
     end: int
@@ -119,23 +120,23 @@ class RowPart:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of samples, either in one packed row (`B` = 1) or in `B` right-padded rows, with `T` tokens per row.
+    """One micro-batch of samples, in one packed row (`B` = 1) or in `B` right-padded rows, with `T` tokens per row.
 
-    A packed row has `segments` instead of an `attention_mask`, because attention uses the segments to separate the samples.
-    Padded rows have a mask and no segments.
+    A packed row has `segments`, by which attention separates the samples, instead of an `attention_mask`. Padded rows have a mask
+    and no segments.
 
-    `targets` are the indices of the trained tokens in the flattened rows, and `predictors` the indices of the tokens whose
-    hidden states predict them: the previous token, or, for the first token of a completion, the last token of the prompt. The
-    first token of a sample without a parent has no predictor and is not trained.
+    `targets` are the indices of the trained tokens in the flattened rows. `predictors` are the indices of the tokens whose
+    hidden states predict them: the previous token or, for a completion's first token, the prompt's last token. The first token
+    of a sample without a parent has no predictor and is not trained.
 
-    `mm_kwargs` contains the concatenated `mm_kwargs` of the rows, but pixels that several rows share only once. `media_numbers`
-    maps each kind (`image`, `video`) to the media in row order; each number is an index into the distinct media items.
+    `mm_kwargs` concatenates the rows' `mm_kwargs`, but contains pixels that several rows share only once. `media_numbers` maps
+    each kind (`image`, `video`) to the media in row order; each number is an index into the distinct media items.
 
-    Example: if the first and the last of three rows contain one image and the second row contains another,
+    Example: if the first and the last of three rows contain the same image and the second row contains a different one,
     `media_numbers={"image": (0, 1, 0)}`, `image_grid_thw` is `[3, 3]`, and `pixel_values` contains two images.
 
-    If `part` is set, a group of ranks computes the row together. All of them have the same batch, except that each rank has its
-    own `part` and only the pixels that it encodes.
+    If `part` is set, a group of ranks computes the row together. Their batches differ only in `part` and in the pixels, of which
+    each rank has only those that it encodes.
     """
 
     ids: tuple[str, ...]
@@ -150,7 +151,7 @@ class Batch:
     segments: tuple[Segment, ...] = ()
     part: RowPart | None = None
     num_fillers: int = 0
-    """Number of tokens of dummy media and padding samples, which are the last tokens of the last row."""
+    """Number of tokens in dummy media and padding samples, which are at the end of the last row."""
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +159,7 @@ class Batch:
         return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
     def mask_samples(self) -> torch.Tensor:
-        """Return a mask `[B, T]` of the tokens that belong to samples, on the device of the tokens."""
+        """Return a mask `[B, T]` that selects the tokens of samples, on the same device as the tokens."""
         import torch
 
         positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
@@ -169,7 +170,7 @@ class Batch:
         return positions[None] < ends
 
     def to(self, device: torch.device) -> Batch:
-        """Copy the batch to the device; grids and token types stay on the host, which computes the media layout from them."""
+        """Copy the batch to the device, except for grids and token types, from which the host computes the media layout."""
         move = partial(copy_to_device, device=device)
         return replace(
             self,
@@ -186,7 +187,7 @@ class Batch:
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to the device; if that is a GPU, pin the tensor first, so that the host does not wait for the copy."""
+    """Copy a tensor to the device. For a GPU, the tensor is pinned first, so that the host does not wait for the copy."""
     pinned = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
@@ -200,9 +201,9 @@ def move_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> Ro
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """The distinct media of a batch, in the order in which the vision tower encodes them: all images, then all videos.
+    """A batch's distinct media in the order in which the vision tower encodes them: all images, then all videos.
 
-    Example: two images of 4 tokens each, shown in the order first, second, first, and then one video of 8 tokens:
+    Example: two images with 4 tokens each, in the order first, second, first, followed by one video with 8 tokens:
     `grids` `[3, 3]`, `numbers=(0, 1, 0, 2)`, `indices` `[20]`, of which the last 8 belong to the video.
     """
 
@@ -218,7 +219,7 @@ class MediaTokens:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of each distinct media item."""
+        """Number of tokens in each distinct media item."""
         patches = self.patches_per_token
         return [size // patches for size in self.grids.prod(-1).tolist()]
 

@@ -1,1 +1,1 @@
-"""DeepSpeed engine of the policy: construction, learning rate, offload, weight averages and reference weights."""
+"""The policy's DeepSpeed engine: construction, learning rate, offload, weight averages and reference weights."""

@@ -1,4 +1,4 @@
-"""Averages of the trained weights, such as exponential moving averages, of which each rank keeps a shard in host memory."""
+"""Averages of the trained weights, such as exponential moving averages. Each rank keeps one shard in host memory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class WeightAverage:
     must call the methods together.
 
     Args:
-        policy_buffer: buffer from `allocate_share_buffer` that holds the policy while the engine uses the average. Several
-            averages and references may share it if only one of them is in place at a time; None allocates a separate buffer.
+        policy_buffer: buffer from `allocate_share_buffer` that holds the policy while the engine uses the average. Averages and
+            references may share a buffer if only one of them is in place at a time; None allocates a separate buffer.
     """
 
     def __init__(self, engine: DeepSpeedEngine, policy_buffer: HostBuffer | None = None) -> None:
@@ -56,7 +56,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager inside which the engine's forward passes use the average; do not train inside it."""
+        """Context manager that makes the engine's forward passes use the average; do not train within it."""
         with set_policy_aside(self.engine, self._policy):
             for engine_share, share in zip(get_local_shares(self.engine), self.shares.values(), strict=True):
                 engine_share.copy_(share)
@@ -78,7 +78,7 @@ class WeightAverage:
         return {name: share.clone() for name, share in self.shares.items()}
 
     def load(self, checkpoint: Path, label: str, saved_ranks: int) -> None:
-        """Load the average from a checkpoint that `saved_ranks` ranks wrote. Raise CheckpointError if a file is missing."""
+        """Load the average from a checkpoint written by `saved_ranks` ranks. Raise CheckpointError if a file is missing."""
         rank = dist.get_rank()
         same_ranks = saved_ranks == dist.get_world_size()
         ranks = [rank] if same_ranks else range(saved_ranks)
@@ -91,7 +91,7 @@ class WeightAverage:
 
 
 def repartition(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
-    """Return this rank's shard of a parameter that was saved by a different number of ranks; `parts` has one part per saver."""
+    """Return this rank's shard of a parameter saved by a different number of ranks; `parts` has one part per saving rank."""
     if not is_partitioned(parameter):
         return parts[0]
     values = torch.cat([part.flatten() for part in parts])[: get_full_shape(parameter).numel()]
@@ -101,7 +101,7 @@ def repartition(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tens
 def read_saved_average(
     checkpoint: Path, label: str, shapes: Mapping[str, torch.Size], ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Read a checkpoint saved with ZeRO-3; yield the name and full float32 average of each parameter in `shapes`."""
+    """Yield the name and full float32 average of each parameter in `shapes` from a checkpoint saved with ZeRO-3."""
     for name, shape in shapes.items():
         parts = [read_tensor(checkpoint / get_average_file(label, rank), name) for rank in range(ranks)]
         yield name, torch.cat([part.flatten() for part in parts])[: shape.numel()].view(shape)

@@ -1,4 +1,4 @@
-"""Functions that build the policy's DeepSpeed engine, set its learning rate, add gradients, and gather full parameters."""
+"""Functions that build the policy's DeepSpeed engine, set its learning rate, accumulate gradients, and gather full parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Build an engine that trains the trainable parameters of `model` with AdamW.
 
-    The caller marks the last micro-batch of each step (see `add_gradient`), so steps may differ in their number of micro-batches.
+    The caller marks the last micro-batch in each step (see `add_gradient`), so the number of micro-batches may vary.
 
     Args:
         blocks: class names of modules, such as decoder layers, that ZeRO-3 should gather as a unit.
@@ -49,16 +49,16 @@ def build_engine(
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to `device` and keep their types. DeepSpeed does not move the buffers of a partitioned model."""
+    """Move all buffers to `device` without changing their types. DeepSpeed does not move a partitioned model's buffers."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
 def build_parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Group the trainable parameters by learning rate and into matrices, with weight decay, and vectors, without it.
+    """Group the trainable parameters by learning rate, and into matrices (with weight decay) and vectors (without).
 
-    Empty groups are omitted. `lr_multiplier` is the factor from the run's learning rate to the group's.
+    Empty groups are omitted. A group's learning rate is the run's learning rate times `lr_multiplier`.
     """
     parameters = {to_hf_name(name): parameter for name, parameter in model.named_parameters()}
     multipliers = get_multipliers(parameters, optim)
@@ -83,15 +83,15 @@ def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
 
 
 def get_full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the full shape of a parameter, whose own `shape` is (0,) under ZeRO-3."""
+    """Return a parameter's full shape; under ZeRO-3, its own `shape` is (0,)."""
     return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
 
 
 def add_gradient(engine: DeepSpeedEngine, loss: Tensor, num_ranks: int, *, last: bool) -> None:
     """Run the backward pass for one micro-batch's contribution to the step's loss.
 
-    The step's loss is the sum of the contributions of all micro-batches on all ranks. If several ranks share a row, each of them
-    contributes the gradient of its own tokens. DeepSpeed averages gradients over ranks; the factor `num_ranks` turns the
+    The step's loss is the sum of the contributions from all micro-batches on all ranks. If several ranks share a row, each of
+    them contributes the gradient for its own tokens. DeepSpeed averages gradients over ranks; the factor `num_ranks` turns the
     mean back into a sum.
 
     Args:
@@ -136,7 +136,7 @@ def list_frozen_names(engine: DeepSpeedEngine) -> list[str]:
 
 
 def to_hf_name(name: str) -> str:
-    """Convert the name of a policy parameter to its name in the Hugging Face model, which is the policy's attribute `model`."""
+    """Convert a policy parameter's name to its name in the Hugging Face model, which is the policy's attribute `model`."""
     return name.removeprefix("model.")
 
 
@@ -145,8 +145,8 @@ def iter_full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hugging Face name and the full tensor of every parameter that is not in `without`; tied parameters only once.
 
-    All ranks must exhaust the iterator together. The tensors belong to the model (if `master` is set, trained parameters are
-    float32 copies) and are valid only until the next one is yielded, so copy a tensor that you want to keep. At most about
+    All ranks must exhaust the iterator together. The tensors belong to the model; with `master`, trained parameters are float32
+    copies instead. A tensor is valid only until the next one is yielded, so copy it if you want to keep it. At most about
     `bucket_mb` MiB are gathered at a time.
     """
     named_parameters = [
@@ -157,7 +157,7 @@ def iter_full_parameters(
 
 
 def gather_items(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: float) -> Iterator[T]:
-    """Gather the items' parameters in buckets of about `bucket_mb` MiB; yield each item while its parameters are gathered.
+    """Yield each item while its parameters are gathered, in buckets of about `bucket_mb` MiB.
 
     All ranks must exhaust the iterator together.
     """
@@ -184,7 +184,7 @@ def plan_buckets(
 
 
 def get_values(parameter: nn.Parameter, *, master: bool) -> Tensor:
-    """Return a gathered parameter's values; with `master`, a float32 copy if it is trained. All ranks must call this."""
+    """Return a gathered parameter's values; with `master`, return a float32 copy if it is trained. All ranks must call this."""
     if master and parameter.requires_grad:
         copy: Tensor = safe_get_full_fp32_param(parameter)
         return copy

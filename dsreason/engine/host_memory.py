@@ -1,4 +1,4 @@
-"""Host buffers for GPU tensors. The buffers are pinned, so that copies run at bus speed, and consist of pieces."""
+"""Host buffers for GPU tensors. A buffer consists of several pieces, and is pinned so that copies run at bus speed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 PIECE = 2**26
-"""Bytes per piece of a buffer. torch rounds pinned allocations up to a power of two, which could waste half of a large block."""
+"""Size of a buffer's pieces in bytes. torch rounds pinned allocations up to a power of two, which could waste half of a large
+block."""
 STAGE = 2**24
-"""Bytes in each of the two pinned buffers that `StagedCopy` uses."""
+"""Size in bytes of each of the two pinned buffers in `StagedCopy`."""
 
 
 class HostBuffer:
@@ -22,7 +23,7 @@ class HostBuffer:
         sizes = [min(PIECE, nbytes - start) for start in range(0, nbytes, PIECE)]
         self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         self.taken = False
-        """True while the stored bytes are still needed; the users of a shared buffer set and check this flag."""
+        """Whether the stored bytes are still needed; the users of a shared buffer set and check this flag."""
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +42,7 @@ class HostBuffer:
         wait_for_copies()
 
     def _iter_pairs(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of equally long byte views `[bytes]`: a part of the buffer, and the corresponding part of a tensor."""
+        """Yield pairs of byte views `[bytes]` with equal lengths: a part of the buffer and the corresponding part of a tensor."""
         begin = 0
         for tensor in tensors:
             remaining = to_byte_view(tensor)
@@ -53,9 +54,9 @@ class HostBuffer:
 
 
 class StagedCopy:
-    """Copier of GPU tensors to pageable host memory, which fills one of its two pinned buffers while it empties the other.
+    """Copier of GPU tensors to pageable host memory. It fills one of two pinned buffers while it empties the other.
 
-    A direct copy to pageable memory is several times slower.
+    A direct copy to pageable memory would be several times slower.
     """
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Learning rates by module: the multiplier of each parameter's learning rate, and a table of what is trained and how fast."""
+"""Learning rates by module: each parameter's learning-rate multiplier, and a table of what is trained at which rate."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ KEY = "optim.lr_multipliers"
 
 
 def assign_multipliers(trained: Mapping[str, bool], multipliers: Mapping[str, float]) -> dict[str, float]:
-    """Return the learning-rate multiplier of each parameter: that of the narrowest pattern that matches its name, or 1.
+    """Return each parameter's learning-rate multiplier: that of the narrowest pattern that matches its name, or 1.
 
-    A pattern may match any part of a name, as in `model.freeze`. Of two patterns, the narrower is the one that matches only
-    parameters that the other matches, too; the order and the length of the patterns do not matter.
+    A pattern may match any part of a name, as in `model.freeze`. A pattern is narrower than another if all parameters that it
+    matches are also matched by the other; the order and the length of the patterns do not matter.
 
     Args:
         trained: name → whether the parameter, or an adapter on it, is trained.
         multipliers: pattern → multiplier.
 
     Raises:
-        ConfigError: a pattern is empty, matches nothing or applies to no trained parameter, or two patterns overlap and neither
-            is narrower. The message lists all such patterns.
+        ConfigError: a pattern is empty, matches nothing or applies to no trained parameter, or two patterns overlap although
+            neither is narrower. The message lists all such patterns.
     """
     matches = {pattern: {name for name in trained if re.search(pattern, name)} for pattern in multipliers}
     problems = [*_find_unmatched(matches, trained), *_find_overlaps(matches)]
@@ -70,7 +70,7 @@ def _find_overlaps(matches: Mapping[str, set[str]]) -> Iterator[str]:
 def _find_unused(
     matches: Mapping[str, set[str]], owners: Mapping[str, str], trained: Mapping[str, bool]
 ) -> Iterator[str]:
-    """Yield the problems of patterns that match no trained parameter, or only those that narrower patterns match, too."""
+    """Yield a problem for each pattern whose trained parameters are all matched by narrower patterns, or that has none."""
     for pattern, names in matches.items():
         trained_owners = {owners[name] for name in names if trained[name]}
         if not trained_owners:
@@ -87,9 +87,9 @@ def _find_unused(
 
 
 def get_multipliers(parameters: Mapping[str, nn.Parameter], optim: OptimConfig) -> dict[str, float]:
-    """Return the learning-rate multiplier of each parameter by its name in the Hugging Face model, which may have adapters.
+    """Return each parameter's learning-rate multiplier, by its name in the Hugging Face model, which may have adapters.
 
-    Patterns match the names of the model without adapters, and an adapter has the multiplier of the weight that it changes.
+    Patterns match names in the model without adapters, and an adapter has the multiplier of the weight that it changes.
 
     Raises the errors of `assign_multipliers`.
     """
@@ -109,7 +109,7 @@ def get_base_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A weight with its adapter, if it has one, or the sum of several weights with the same learning rate."""
+    """Size and learning rate of a weight with its adapter, if any, or of several weights with the same learning rate."""
 
     numel: int
     trained: int
@@ -119,9 +119,9 @@ class TrainedWeight:
 
 
 def describe_learning_rates(model: nn.Module, optim: OptimConfig) -> str:
-    """Return a table of the modules with their numbers of parameters and of trained parameters, and their learning rates.
+    """Return a table of the modules with their number of parameters, number of trained parameters, and learning rates.
 
-    A module is split only if its parts have different learning rates; consecutive layers without differences share a row.
+    A module is split only if its parts have different learning rates; consecutive identical layers share a row.
     """
     parameters = dict(model.named_parameters())
     multipliers = get_multipliers(parameters, optim)

@@ -1,4 +1,4 @@
-"""Functions that list the policy's weights by their names in the original model, and merge the adapters' deltas into weights."""
+"""Functions that list the policy's weights by their names in the original model, and merge adapters into them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsreason.models.nf4.layers import NF4Linear
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameter of the model and, if it has an adapter, the adapter's matrices A and B and its scale."""
+    """A parameter of the model and, if it has an adapter, the adapter's matrices A and B and its scale."""
 
     name: str
     """Name in the Hugging Face model."""
@@ -77,8 +77,7 @@ def iter_merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of every weight that is not in `without`, with its adapter merged into the tensor.
 
-    A merged tensor is a copy; the model's own weight does not change. In all other respects, the function works like
-    `iter_unmerged_parameters`.
+    A merged tensor is a copy; the model's own weight does not change. Otherwise, this works like `iter_unmerged_parameters`.
     """
     for name, tensor, delta in iter_unmerged_parameters(engine, bucket_mb, without=without):
         yield name, tensor if delta is None else delta.merge_with(tensor, tensor.dtype)
@@ -89,8 +88,8 @@ def iter_unmerged_parameters(
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
     """Yield the Hugging Face name, the full tensor and the adapter's delta (or None) of every weight that is not in `without`.
 
-    All ranks must exhaust the iterator together. The tensors belong to the model (if `master` is set, trained weights are
-    float32 copies); a quantised weight is dequantised to the type that the forward pass uses. A tensor is valid only until the
+    All ranks must exhaust the iterator together. The tensors belong to the model; with `master`, trained weights are float32
+    copies instead. A quantised weight is dequantised to the type that the forward pass uses. A tensor is valid only until the
     next one is yielded. Weights are gathered together with their adapters, at most about `bucket_mb` MiB at a time.
     """
     weights = [weight for weight in list_weights(engine) if weight.name not in without]

@@ -1,10 +1,12 @@
 """Offload of the training state, which leaves the GPU while completions are sampled and returns afterwards.
 
-DeepSpeed 0.19.8 has `offload_states` for this, but at stage 3 it moves master weights and moments only with its FusedAdam, at
-stage 1 in bf16 it moves nothing, and at stages 1 and 2 it breaks later calls to `safe_get_full_optimizer_state`. It also copies
-gradients that are no longer needed. This module therefore works on the tensors' storage: it copies values that are still needed
-to the host, returns the tensor's memory to the allocator, and allocates the memory again later. Tensors and storages remain the
-same objects, so all references that DeepSpeed and the optimizer hold, including views, stay valid.
+DeepSpeed 0.19.8 has `offload_states` for this purpose, with several defects. At stage 3, it moves master weights and moments only
+with its own FusedAdam; at stage 1 in bf16, it moves nothing; at stages 1 and 2, it breaks later calls to
+`safe_get_full_optimizer_state`. It also copies gradients that are no longer needed.
+
+This module therefore works on the tensors' storage: it copies the values that are still needed to the host, returns the tensor's
+memory to the allocator, and allocates it again later. Tensors and storages remain the same objects, so all references that
+DeepSpeed and the optimizer hold, including views, stay valid.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class StateOffload:
     """Offload of this rank's master weights, moments and gradient buffers between two steps.
 
     Master weights and moments are kept in pinned host memory, which is allocated once and reused. Gradients are not needed
-    between steps, so their buffers are restored as zeros. A second call of `offload`, or of `reload`, has no effect.
+    between steps, so their buffers are restored as zeros. Calling `offload` or `reload` twice in a row has no further effect.
 
     Args:
         device_type: type of the device whose tensors are offloaded; nothing is offloaded from other devices. Tests set "cpu".
@@ -58,14 +60,14 @@ class StateOffload:
         """Tensor name → host buffer that stores the tensor."""
         self.away: dict[str, Tensor] = {}
         self.dropped: list[tuple[Tensor, int]] = []
-        """Gradient buffers whose memory has been freed, each with its previous size in bytes."""
+        """(gradient buffer, size in bytes before its memory was freed) pairs."""
 
     @property
     def is_active(self) -> bool:
         return bool(self.engine.device.type == self.device_type)
 
     def offload(self) -> None:
-        """Free the GPU memory that the training state occupies. Until `reload` is called, only the weights may be used."""
+        """Free the GPU memory occupied by the training state. Until `reload` is called, only the weights may be used."""
         if not self.is_active or self.away or self.dropped:
             return
         release_gathered(self.engine)
@@ -94,7 +96,8 @@ class StateOffload:
         self.away, self.dropped = {}, []
 
     def measure_sizes(self) -> dict[str, int]:
-        """Return kind of tensor → bytes that can leave this rank's GPU. Moments count even before AdamW creates them."""
+        """Return the number of bytes that can leave this rank's GPU, by kind of tensor. Moments count even before AdamW creates
+        them."""
         moments, masters = self._measure_tensors()
         return {
             "master weights": sum(masters),
@@ -103,11 +106,11 @@ class StateOffload:
         }
 
     def measure(self, utilization: float, bucket_bytes: int, num_ranks: int) -> RolloutMemory:
-        """Measure the memory of this rank's GPU before vLLM starts. Moments count even before AdamW creates them.
+        """Measure the memory use of this rank's GPU before vLLM starts. Moments count even before AdamW creates them.
 
         Args:
             utilization: vLLM's share of the GPU memory, from 0 to 1.
-            bucket_bytes: bytes of weights that a weight sync gathers at a time; a single larger weight raises this number.
+            bucket_bytes: bytes of weights that a weight sync gathers at a time; a single weight may be larger.
         """
         release_gathered(self.engine)
         device, sizes = self.engine.device, self.measure_sizes()
@@ -125,7 +128,7 @@ class StateOffload:
         )
 
     def describe(self) -> str:
-        """Describe, for the log, which state moves to the host, which is already there, and which stays on the GPU."""
+        """Describe, for the log, which state moves to the host, which is already on the host, and which stays on the GPU."""
         if not self.is_active:
             return f"offload during rollouts: none, because training runs on {self.engine.device.type.upper()}"
         sizes = self.measure_sizes()
@@ -147,7 +150,7 @@ class StateOffload:
     # ------------------------------------------------------------ tensors
 
     def select_moving(self) -> dict[str, Tensor]:
-        """Return name → tensor for the tensors to copy to the host; a tensor has the same name in every rollout."""
+        """Return the tensors to copy to the host, by name; a tensor has the same name in every rollout."""
         num_moments, num_masters = self._count_moving()
         parts = {
             "moments": self._select_on_device(self.list_moments())[:num_moments],
@@ -156,7 +159,7 @@ class StateOffload:
         return {f"{name} {i}": tensor for name, part in parts.items() for i, tensor in enumerate(part)}
 
     def _count_moving(self) -> tuple[int, int]:
-        """Return how many moments and how many master weights move to the host."""
+        """Return (number of moments, number of master weights) to move to the host."""
         moments, masters = self._measure_tensors()
         count = count_moving([*moments, *masters], self.amount.move_bytes)
         return min(count, len(moments)), max(0, count - len(moments))
@@ -166,7 +169,7 @@ class StateOffload:
         return {"master weights": sum(masters[:num_masters]), "moments": sum(moments[:num_moments])}
 
     def _measure_tensors(self) -> tuple[list[int], list[int]]:
-        """Return the sizes in bytes of the moments and of the master weights. Moments count even before AdamW creates them."""
+        """Return the sizes of the moments and of the master weights in bytes. Moments count even before AdamW creates them."""
         masters = [tensor.nbytes for tensor in self._select_on_device(self.list_masters())]
         return [size for size in masters for _ in MOMENTS], masters
 
@@ -178,7 +181,7 @@ class StateOffload:
         return [state[name] for state in states for name in MOMENTS if name in state]
 
     def list_gradients(self) -> list[Tensor]:
-        """Return the gradient buffers that exist between steps. At stages 1 and 2, DeepSpeed allocates other buffers per step."""
+        """Return the gradient buffers that exist between steps. At stages 1 and 2, the others are allocated anew in each step."""
         optimizer = self.engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             buckets = [bucket.buffer for bucket in optimizer.ipg_buckets.values() if bucket.buffer is not None]

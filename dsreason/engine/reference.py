@@ -1,4 +1,4 @@
-"""Reference policy for the KL term, which needs no second model on the GPU."""
+"""Reference policy for the KL term, without a second model on the GPU."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dsreason.models.weights import find_weights
 
 
 class KLReference(Protocol):
-    """Interface of a policy to which the KL is measured."""
+    """Interface for a reference policy, to which the KL is measured."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Context manager inside which forward passes use the reference's weights; do not train inside it.
+        """Context manager that makes forward passes use the reference's weights; do not train within it.
 
         All ranks must enter and leave it together.
         """
 
 
 class BaseReference:
-    """Reference for a policy with adapters: the model without its adapters, which needs no extra memory and never changes."""
+    """Reference for a policy with adapters: the model without them, which needs no extra memory and never changes."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
@@ -46,8 +46,8 @@ class ReferencePolicy:
     methods together.
 
     Args:
-        policy_buffer: buffer from `allocate_share_buffer` that holds the policy while the engine uses the reference. Several
-            averages and references may share it if only one of them is in place at a time; None allocates a separate buffer.
+        policy_buffer: buffer from `allocate_share_buffer` that holds the policy while the engine uses the reference. Averages and
+            references may share a buffer if only one of them is in place at a time; None allocates a separate buffer.
     """
 
     def __init__(self, engine: DeepSpeedEngine, policy_buffer: HostBuffer | None = None) -> None:
@@ -61,7 +61,7 @@ class ReferencePolicy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager inside which the engine's forward passes use the reference's weights; do not train inside it."""
+        """Context manager that makes the engine's forward passes use the reference's weights; do not train within it."""
         with set_policy_aside(self.engine, self._policy):
             self._reference.restore(get_local_shares(self.engine))
             yield
@@ -89,7 +89,7 @@ def get_local_shares(engine: DeepSpeedEngine) -> list[Tensor]:
 
 
 def extract_shard(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
-    """Return a rank's shard of a full tensor. ZeRO-3 flattens the tensor, splits it into equal parts, and pads the last part."""
+    """Return a rank's shard of a full tensor. ZeRO-3 flattens the tensor and splits it into equal parts, the last one padded."""
     if not is_partitioned(parameter):
         return whole
     size = parameter.ds_tensor.numel()
@@ -104,7 +104,7 @@ def allocate_share_buffer(engine: DeepSpeedEngine) -> HostBuffer:
 
 @contextmanager
 def set_policy_aside(engine: DeepSpeedEngine, policy_buffer: HostBuffer) -> Iterator[None]:
-    """Context manager that saves the policy's trained weights, so that others can replace them, and restores them on exit."""
+    """Context manager that saves the policy's trained weights, which the block may overwrite, and restores them on exit."""
     assert not policy_buffer.taken, "the buffer still holds another policy's weights, which would be overwritten"
     drop_gathered(engine)
     policy_buffer.store(get_local_shares(engine))

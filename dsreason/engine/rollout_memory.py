@@ -10,19 +10,19 @@ from dsreason.errors import ConfigError
 
 GIB = 2**30
 CONTEXT, NCCL = GIB, GIB // 2
-"""Bytes reserved on each GPU for CUDA's context and libraries, and for NCCL; the latter applies only to runs on several GPUs."""
+"""Bytes reserved on each GPU for CUDA's context and libraries, and for NCCL, which is needed only with several GPUs."""
 FRAGMENTS = 0.05
-"""Fraction of torch's memory that is lost to fragmentation; vLLM's own memory does not fragment."""
+"""Fraction of torch's memory that is lost to fragmentation. vLLM's own memory does not fragment."""
 
 
 @dataclass(frozen=True)
 class OffloadAmount:
-    """Amount of training state that leaves the GPU during a rollout."""
+    """How much training state leaves the GPU during a rollout."""
 
     drop_gradients: bool
     """Whether to free the gradient buffers, which need not be copied."""
     move_bytes: int
-    """Minimum number of bytes to move to the host; tensors are not split, and moments move before master weights."""
+    """Minimum number of bytes to move to the host. Tensors are not split, and moments move before master weights."""
 
 
 EVERYTHING = OffloadAmount(True, sys.maxsize)
@@ -31,7 +31,7 @@ NOTHING = OffloadAmount(False, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """Memory of one GPU during a rollout without offload, in bytes for each use."""
+    """Memory use of one GPU during a rollout without offload, in bytes."""
 
     total: int
     """Total memory of the GPU."""
@@ -43,7 +43,7 @@ class RolloutMemory:
     moments: int
     masters: int
     sync: int
-    """Maximum memory of the full weights that a weight sync gathers at a time."""
+    """Maximum memory for the full weights that a weight sync gathers at a time."""
     outside: int
     """Memory of the CUDA context, NCCL and other processes."""
 
@@ -92,7 +92,7 @@ def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
 
 
 def count_moving(sizes: list[int], num_bytes: int) -> int:
-    """Return how many of the first tensors together have at least `num_bytes` bytes; if the total is less, return their number.
+    """Return how many of the first tensors together have at least `num_bytes` bytes; if their total is less, return all.
 
     Args:
         sizes: size of each tensor in bytes.
@@ -104,5 +104,5 @@ def count_moving(sizes: list[int], num_bytes: int) -> int:
 
 
 def estimate_outside_bytes(num_gpus: int) -> int:
-    """Estimate how many bytes of GPU memory are used outside torch's allocator."""
+    """Estimate the number of bytes of GPU memory used outside torch's allocator."""
     return CONTEXT + (NCCL if num_gpus > 1 else 0)

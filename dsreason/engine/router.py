@@ -1,4 +1,4 @@
-"""The router loss of an optimizer step, and metrics of how evenly a mixture of experts is used."""
+"""The router loss for an optimizer step, and metrics that show how evenly a mixture of experts is used."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class RouterTerm:
     """Router losses and loads of a step's micro-batches, weighted by their trained tokens; empty for a dense model.
 
     Args:
-        num_tokens: number of trained tokens of the step, over all ranks and micro-batches.
+        num_tokens: number of trained tokens in the step, over all ranks and micro-batches.
     """
 
     def __init__(self, policy: Policy, num_tokens: int) -> None:
         self.policy = policy
         self.num_tokens = num_tokens
         self.parts: list[tuple[Tensor, Tensor]] = []
-        """Loss and loads of each micro-batch, which are read after the last one, because reading waits for the GPU."""
+        """(loss, loads) of each micro-batch. They are read only after the last one, because reading waits for the GPU."""
 
     def add_to(self, loss: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of a micro-batch plus its share of the router loss, from the forward pass that has just run."""
+        """Return a micro-batch's loss plus its share of the router loss, taken from the forward pass that has just run."""
         output, weight = self.policy.router_output, self.policy.router_loss_weight
         if output is None:
             return loss
@@ -33,14 +33,14 @@ class RouterTerm:
             routing = compute_routing(
                 output.logits, output.counted, output.num_tokens, self.policy.top_k, group=output.group
             )
-        # A batch of padding has no share, but must have the same graph as the others, which ZeRO-3 compares between ranks.
+        # A batch of padding has no share, but needs the same graph as the others, because ZeRO-3 compares graphs between ranks.
         share = routing.balance_loss * (len(batch.targets) / max(self.num_tokens, 1))
         if len(batch.targets):
             self.parts.append((share.detach(), routing.loads))
         return loss + weight * share if weight else loss
 
     def compute_metrics(self, world: World) -> dict[str, float]:
-        """Return the mean balance loss and the largest load of an expert. Collective, unless the model is dense."""
+        """Return the mean balance loss and the largest load of any expert. Collective, unless the model is dense."""
         if not self.policy.top_k:
             return {}
         local = (sum(float(loss) for loss, _ in self.parts), sum(loads.cpu().double() for _, loads in self.parts))

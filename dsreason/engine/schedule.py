@@ -11,7 +11,7 @@ WSD_SHARE = 0.2
 
 
 def count_warmup_steps(total_steps: int, optim: OptimConfig) -> int:
-    """Return the number of warmup steps, at most all steps of the schedule; an `optim.warmup` below 1 is a fraction of them."""
+    """Return the number of warmup steps, at most the schedule's steps. An `optim.warmup` below 1 is a fraction of these."""
     total_steps = optim.schedule_steps or total_steps
     return round(optim.warmup * total_steps) if optim.warmup < 1 else min(int(optim.warmup), total_steps)
 
@@ -41,9 +41,8 @@ def compute_lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
     """Return the factor by which the peak learning rate is multiplied in `step`, which counts from 0.
 
     The factor rises linearly from `optim.warmup_start` to 1 at the last warmup step, and then follows `optim.schedule`, which
-    reaches `optim.min_lr_share` at `total_steps` (one step after the last). If `optim.decay_share` is set, the factor decays
-    only during that fraction of the steps, at the end of the run, and stays at 1 until then. `optim.schedule_steps` replaces
-    `total_steps`.
+    reaches `optim.min_lr_share` at `total_steps` (one step after the last). If `optim.decay_share` is set, the factor stays at 1
+    until it decays during that last fraction of the steps. If `optim.schedule_steps` is set, it replaces `total_steps`.
     """
     total_steps = optim.schedule_steps or total_steps
     warmup = count_warmup_steps(total_steps, optim)

@@ -1,7 +1,7 @@
-"""Functions that compute advantages from the rewards of groups.
+"""Functions that compute advantages from group rewards.
 
-Notation: rewards are `[P, G]` for P prompts with G completions each; a row is a group. If all rewards of a group are equal, its
-advantages are exactly 0, even if rounding makes the mean differ from the rewards, which happens for several rewards of 0.1.
+Notation: rewards are `[P, G]` for P prompts with G completions each; a row is a group. If all rewards in a group are equal, its
+advantages are exactly 0, even if rounding makes the mean differ from the rewards, as happens with several rewards of 0.1.
 
 NaN stands for a missing reward. Means, sums and standard deviations ignore it, and the completion's advantage is 0.
 """

@@ -1,12 +1,12 @@
 """Importance weights that correct for differences between the trainer's and the rollout engine's probabilities.
 
 The trainer and vLLM assign slightly different probabilities to the same token, so the samples are off-policy even before
-the first update. Each weight is computed from the ratio w = π_old / π_rollout and multiplies the clipped objective of its
-token. Weights are detached.
+the first update. Each weight is computed from the ratio w = π_old / π_rollout and multiplies its token's clipped objective.
+Weights are detached.
 
 All functions take `log_ratio = old_logprobs - rollout_logprobs` `[N]` and `sequence` `[N]`, the index of each token's
 sequence within the micro-batch (used only by the sequence variants), and return weights `[N]`. A weight of 0 removes a
-token from the objective but not from the normaliser, so that masking some tokens does not increase the weight of the others.
+token from the objective but not from the normaliser, so masking some tokens does not increase the weight of the others.
 
 The weights are valid only for samples from the full distribution, because top-p and top-k renormalise the engine's
 probabilities.

@@ -1,4 +1,4 @@
-"""On-policy distillation: advantages are computed from a teacher's log-probabilities of the tokens that the student sampled."""
+"""On-policy distillation: advantages computed from a teacher's log-probabilities for the tokens that the student sampled."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def compute_distillation_advantages(
 
     π is the policy that sampled the tokens, and T is the teacher. With discount 0, the expected policy gradient with these
     advantages is the negative gradient of the KL at each individual token: E_π[(log T - log π) ∇log π] = -∇KL(π ‖ T)
-    (2306.13649; thinkingmachines.ai/blog/on-policy-distillation). With a positive discount, a token is also credited for
-    the tokens that follow it.
+    (2306.13649; thinkingmachines.ai/blog/on-policy-distillation). With a positive discount, a token also gets credit for the
+    tokens that follow it.
 
     Args:
         teacher_logprobs: `[N]` log-probabilities under the teacher.

@@ -35,11 +35,11 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, *, clamp: float | None = None) -> Tensor:
-    """Return e^d - d - 1, `[N]`: unbiased and never negative; the estimator that GRPO uses (2402.03300).
+    """Return e^d - d - 1, `[N]`: unbiased and never negative. GRPO uses this estimator (2402.03300).
 
     Args:
         clamp: maximum value per token (10 in cosmos-rl); None disables clamping. A token above the maximum has no gradient,
-            so it is precisely the tokens that have drifted furthest that are not pulled back.
+            so precisely the tokens that have drifted furthest are not pulled back.
 
     Example: logprobs -1 and ref_logprobs -0.5 give e^0.5 - 0.5 - 1 = 0.1487.
     """

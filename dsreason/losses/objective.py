@@ -1,4 +1,4 @@
-"""Objective of a GRPO run, which is built from a preset and the overrides in the run's configuration."""
+"""Objective of a GRPO run, built from a preset and the overrides in the run's configuration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Objective:
 
 
 def build_objective(config: AlgorithmConfig) -> Objective:
-    """Build the objective from the preset that the config names; other settings in the config override the preset."""
+    """Build the objective from the preset named in the config, whose other settings override the preset."""
     preset = PRESETS[config.preset]
     names = ("advantage", "clip_low", "clip_high", "kl_coef", "overlong_filter", "dynamic_sampling")
     overrides = {name: getattr(config, name) for name in names if getattr(config, name) is not None}

@@ -1,6 +1,6 @@
 """Policy-gradient losses, one function per variant.
 
-If `clip_low` or `clip_high` is infinite, clipping is disabled on that side. The loss of a micro-batch without tokens is 0, but
+If `clip_low` or `clip_high` is infinite, clipping is disabled on that side. The loss of a micro-batch without tokens is 0 but
 still part of the autograd graph.
 
 Notation: r = exp(logprobs - old_logprobs), A is the advantage, sg stops the gradient, clip(r) = clamp(r, 1 - clip_low,
@@ -22,12 +22,12 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Sizes of the global batch of an optimizer step, over all ranks and micro-batches.
+    """Sizes of an optimizer step's global batch, over all ranks and micro-batches.
 
     Tokens and sequences that the overlong filter removes are not counted. `max_length` is the maximum length of a sampled
     completion, by which Dr.GRPO divides.
 
-    Example: for sequences of 5, 3 and 8 tokens, the last of which is filtered, the counts are
+    Example: for sequences with 5, 3 and 8 tokens, of which the last is filtered, the counts are
     `GlobalCounts(num_tokens=8, num_sequences=2, max_length=8)`.
     """
 
@@ -38,25 +38,24 @@ class GlobalCounts:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss: a flat micro-batch of complete sequences, with `N` tokens in total."""
+    """Inputs to a loss: a flat micro-batch of complete sequences, with `N` tokens in total."""
 
     logprobs: Tensor
-    """`[N]` log-probabilities under the policy that is trained; gradients flow through them."""
+    """`[N]` log-probabilities under the policy being trained; gradients flow through them."""
     old_logprobs: Tensor
-    """`[N]` detached log-probabilities under the policy before the rollout's first update; if a rollout has only one update,
-    these are `logprobs.detach()`."""
+    """`[N]` detached log-probabilities under the policy before the rollout's first update. If a rollout has only one update,
+    they equal `logprobs.detach()`."""
     advantages: Tensor
-    """`[N]` advantage of each token: the advantage of its sequence and, under distillation, a term for the token itself."""
+    """`[N]` advantage of each token: its sequence's advantage plus, under distillation, a term for the token itself."""
     sequence: Tensor
     """`[N]` int64 index of each token's sequence within the micro-batch."""
     counts: GlobalCounts
-    """Normalisers that make the losses of all micro-batches on all ranks add up to the loss of the global batch, regardless of
-    how the batch is divided."""
+    """Normalisers with which the losses of all micro-batches on all ranks add up to the global batch's loss, however the batch is
+    divided."""
     correction: Tensor | None = None
     """`[N]` detached importance weights (`losses.corrections`) for the clipped objective; None disables the correction."""
     penalty: Tensor | None = None
-    """`[N]` penalties, kl_coef * kl - entropy_coef * entropy, which are added to the tokens' losses before averaging; None adds
-    nothing."""
+    """`[N]` penalties, kl_coef * kl - entropy_coef * entropy, added to the token losses before averaging; None adds nothing."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class MicroBatchLoss:
 def grpo_loss(
     inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> MicroBatchLoss:
-    """Compute the loss of GRPO (2402.03300): J = mean_i 1/|o_i| Σ_t min(r A, clip(r) A).
+    """Compute the GRPO loss (2402.03300): J = mean_i 1/|o_i| Σ_t min(r A, clip(r) A).
 
     Every sequence has the same weight.
 
@@ -88,9 +87,9 @@ def grpo_loss(
 def dr_grpo_loss(
     inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> MicroBatchLoss:
-    """Compute the loss of Dr.GRPO (2503.20783): J = mean_i 1/max_length Σ_t min(r A, clip(r) A).
+    """Compute the Dr.GRPO loss (2503.20783): J = mean_i 1/max_length Σ_t min(r A, clip(r) A).
 
-    The weight of a token does not depend on the length of its sequence.
+    A token's weight does not depend on the length of its sequence.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1] and max_length 4 gives J = (1.2 + 0.5 - 1) / (2 * 4) = 0.0875, a loss of
     -0.0875.
@@ -104,9 +103,9 @@ def dr_grpo_loss(
 def dapo_loss(
     inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> MicroBatchLoss:
-    """Compute the loss of DAPO (2503.14476): J = 1 / Σ_i |o_i| Σ_i Σ_t min(r A, clip(r) A).
+    """Compute the DAPO loss (2503.14476): J = 1 / Σ_i |o_i| Σ_i Σ_t min(r A, clip(r) A).
 
-    Every token of the global batch has the same weight.
+    Every token in the global batch has the same weight.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1] and clip_high 0.28 gives J = (1.28 + 0.5 - 1) / 3 = 0.26, a loss of -0.26.
     """
@@ -117,9 +116,9 @@ def dapo_loss(
 
 
 def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> MicroBatchLoss:
-    """Compute the loss of GSPO (2507.18071): J = mean_i min(s_i A_i, clip(s_i) A_i) with s_i = exp(1/|o_i| Σ_t log r_t).
+    """Compute the GSPO loss (2507.18071): J = mean_i min(s_i A_i, clip(s_i) A_i) with s_i = exp(1/|o_i| Σ_t log r_t).
 
-    All tokens of a sequence are clipped together. Correction weights and penalties are averaged over the tokens.
+    All tokens in a sequence are clipped together. Correction weights and penalties are averaged over the tokens.
 
     Example: r [4, 1 | 1] gives s [2 | 1]; with A [1 | -1] and clip_high 0.5, J = (1.5 - 1) / 2 = 0.25, a loss of -0.25.
     """
@@ -130,7 +129,7 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Micro
 
 
 def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> MicroBatchLoss:
-    """Compute the loss of CISPO (MiniMax-M1, 2506.13585): J = 1 / Σ_i |o_i| Σ_i Σ_t sg(clip(r)) A log π.
+    """Compute the CISPO loss (MiniMax-M1, 2506.13585): J = 1 / Σ_i |o_i| Σ_i Σ_t sg(clip(r)) A log π.
 
     Every token keeps a gradient. The paper uses no lower bound and does not state the upper bound; ScaleRL (2510.13786)
     found that maximum weights from 4 to 8 work.
@@ -154,8 +153,8 @@ def _compute_clipped_losses(
 ) -> tuple[Tensor, Tensor]:
     """Compute token losses `[N]` for the objective min(r A, clip(r) A) (PPO, 1707.06347), and a mask `[N]` of clipped tokens.
 
-    `dual_clip` is a constant c (1912.09729; usually c = 3). The objective of tokens with A < 0 is then at least c A, whereas a
-    large r could otherwise make the objective arbitrarily negative.
+    `dual_clip` is a constant c (1912.09729; usually c = 3). For tokens with A < 0, the objective is then at least c A; without
+    it, a large r could make the objective arbitrarily negative.
     """
     ratio, advantages = _compute_ratio(log_ratio), inputs.advantages
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)

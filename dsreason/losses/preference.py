@@ -1,4 +1,4 @@
-"""Preference losses for pairs of a better and a worse answer to a prompt. Each variant is a function that returns `[P]` losses.
+"""Preference losses for pairs of a better and a worse answer to a prompt. Each variant is a function that returns losses `[P]`.
 
 Notation: P is the number of pairs, c is the chosen answer, r the rejected answer, π the policy, ρ the reference and σ the
 logistic function. The log-ratio of an answer is log π - log ρ, and h = β (log-ratio of c - log-ratio of r) is the margin.
@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-probabilities of P pairs of answers, summed over the trained tokens, `[P]` float64, and the answers' lengths.
+    """Log-probabilities for P pairs of answers, summed over the trained tokens, `[P]` float64, and the answers' lengths.
 
     Example with a chosen answer of 4 tokens and a rejected answer of 3 tokens: `Pairs(chosen=[-10.0], rejected=[-11.0],
     ref_chosen=[-10.5], ref_rejected=[-10.8], chosen_length=[4], rejected_length=[3])`.
@@ -46,7 +46,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairSettings:
-    """Settings of the preference losses."""
+    """Settings for the preference losses."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -56,11 +56,11 @@ class PairSettings:
 
 
 def build_pairs(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
-    """Sum the token log-probabilities of a flat micro-batch for each answer, and group the answers into pairs.
+    """Sum a flat micro-batch's token log-probabilities per answer, and group the answers into pairs.
 
     Args:
         logprobs: `[N]` log-probabilities of the trained tokens, with gradient; in each pair, the chosen answer comes first.
-        lengths: `[P, 2]` int64, numbers of trained tokens in the chosen and in the rejected answer.
+        lengths: `[P, 2]` int64, number of trained tokens in the chosen and in the rejected answer.
         ref: `[P, 2]` float64, log-probabilities of the chosen and the rejected answer under the reference.
 
     Example: logprobs [-1, -2, -4] with lengths [[2, 1]] → chosen [-3], rejected [-4].
@@ -73,7 +73,7 @@ def build_pairs(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
 
 
 def sigmoid_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Compute the loss of DPO (2305.18290): -log σ(h), or with label smoothing ε (cDPO), -(1 - ε) log σ(h) - ε log σ(-h).
+    """Compute the DPO loss (2305.18290): -log σ(h) or, with label smoothing ε (cDPO), -(1 - ε) log σ(h) - ε log σ(-h).
 
     Example: h = 0.07 gives 0.6588.
     """
@@ -82,7 +82,7 @@ def sigmoid_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def robust_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Compute the loss of robust DPO (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε).
+    """Compute the robust DPO loss (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε).
 
     Its expectation over flipped labels equals the DPO loss.
 
@@ -93,7 +93,7 @@ def robust_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def hinge_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Compute the loss of SLiC (2305.10425), applied to log-ratios as in RSO (2309.06657): max(0, 1 - h).
+    """Compute the SLiC loss (2305.10425), applied to log-ratios as in RSO (2309.06657): max(0, 1 - h).
 
     Example: h = 0.07 gives 0.93.
     """
@@ -101,7 +101,7 @@ def hinge_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def ipo_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Compute the loss of IPO (2310.12036): (d - 1 / 2β)², where d is the difference of per-token log-ratios, as in TRL.
+    """Compute the IPO loss (2310.12036): (d - 1 / 2β)², where d is the difference of per-token log-ratios, as in TRL.
 
     Example: log-ratios 0.5 over 4 tokens and -0.2 over 2 give d = 0.125 + 0.1; with β = 0.1, (0.225 - 5)² = 22.8006.
     """
@@ -110,9 +110,9 @@ def ipo_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def bco_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Compute the loss of BCO (2404.04656): -log σ(reward of c - δ) - log σ(δ - reward of r).
+    """Compute the BCO loss (2404.04656): -log σ(reward of c - δ) - log σ(δ - reward of r).
 
-    The reward of an answer is β · log-ratio, and δ is the baseline.
+    An answer's reward is β · log-ratio, and δ is the baseline.
 
     Example: rewards 0.05 and -0.02 with δ = 0.01 give -log σ(0.04) - log σ(0.03) = 1.3516.
     """
@@ -143,7 +143,7 @@ def compute_preference_loss(
         weights: loss name in `LOSSES` → weight.
         sft_weight: weight of `compute_chosen_nll`.
         num_pairs: number of pairs in the global batch (all ranks, all micro-batches), so that the micro-batches'
-            contributions add up to the mean over the global batch, regardless of how the batch is divided.
+            contributions add up to the mean over the global batch, however the batch is divided.
     """
     # Without pairs, the loss is 0 but still part of the autograd graph, because every rank must run the backward pass.
     total = sft_weight * compute_chosen_nll(pairs)

@@ -1,4 +1,4 @@
-"""Loss presets, which contain the settings of published recipes as defaults; the run's configuration may override them."""
+"""Loss presets, which contain the settings of published recipes as defaults that the run's configuration may override."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dsreason.losses.policy import MicroBatchLoss, cispo_loss, dapo_loss, dr_grp
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of a published recipe, in which the KL term is the k3 estimate, added to the loss.
+    """Settings of a published recipe. In all of them, the KL term is the k3 estimate, added to the loss.
 
     Example: `preset = PRESETS["dapo"]; preset.loss(inputs, clip_low=preset.clip_low, clip_high=preset.clip_high)`.
     """
 
     loss: Callable[..., MicroBatchLoss]
     advantage: str
-    """Key in `ADVANTAGES` of the function that computes the advantages."""
+    """Key in `ADVANTAGES` for the function that computes the advantages."""
     clip_low: float
     clip_high: float
     kl_coef: float = 0.0

@@ -1,4 +1,4 @@
-"""Balance of a mixture of experts: the auxiliary loss of the routers, and the load of each expert.
+"""Balance of a mixture of experts: the routers' auxiliary loss, and the load of each expert.
 
 Source: Switch Transformers (2101.03961), equations 4 to 6, for tokens that are routed to k experts instead of one, as in
 transformers' `load_balancing_loss_func`. transformers averages over the tokens of all layers together, which lets an expert's
@@ -18,10 +18,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """Routing of the tokens of one forward pass."""
+    """Routing statistics for one forward pass."""
 
     balance_loss: Tensor
-    """Mean balance loss of the layers, a scalar: k if all experts are equally loaded, at most the number of experts."""
+    """Mean balance loss over the layers, a scalar: k if all experts are equally loaded, and at most the number of experts."""
     loads: Tensor
     """Number of tokens that each layer sends to each expert, detached, `[layers, experts]`."""
 
@@ -57,19 +57,19 @@ def compute_routing(
 
 
 def count_loads(probs: Tensor, counted: Tensor, top_k: int) -> Tensor:
-    """Count the tokens that are sent to each expert: probabilities `[tokens, experts]` → `[experts]` float32."""
+    """Count the tokens sent to each expert: probabilities `[tokens, experts]` → `[experts]` float32."""
     experts = probs.topk(top_k, dim=-1).indices
     weights = counted.float()[:, None].expand_as(experts)
     return probs.new_zeros(probs.shape[1]).scatter_add_(0, experts.flatten(), weights.flatten())
 
 
 def compute_max_load(loads: Tensor) -> float:
-    """Return the largest load of an expert in any layer, relative to the mean load of the layer's experts.
+    """Return the largest load of any expert in any layer, relative to the mean load in that layer.
 
     Args:
         loads: `[layers, experts]`.
 
     Returns:
-        1 if all experts of each layer have the same load; experts / k if some layer sends all tokens to the same k experts.
+        1 if all experts in each layer have the same load; experts / k if some layer sends all tokens to the same k experts.
     """
     return float((loads.amax(1) / loads.mean(1)).max())

@@ -1,4 +1,4 @@
-"""Functions that compute sums and means over the sequences of a flat micro-batch, with a result for every token."""
+"""Functions that compute sums and means over the sequences in a flat micro-batch, with a result for every token."""
 
 from __future__ import annotations
 

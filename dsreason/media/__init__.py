@@ -1,1 +1,1 @@
-"""Image and video files: the choice of frames and sizes, and the decoding of pixels."""
+"""Image and video files: choosing frames and sizes, and decoding pixels."""

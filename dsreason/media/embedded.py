@@ -12,28 +12,28 @@ from dsreason.media.images import probe_image
 from dsreason.media.urls import decode_data_uri, is_data_uri
 
 BASE64_STARTS = ("/9j/", "iVBOR", "R0lGOD", "UklGR")
-"""First characters of a JPEG, PNG, GIF or WebP file in base64."""
+"""First base64 characters of a JPEG, PNG, GIF or WebP file."""
 SHORTEST_BASE64 = 40
-"""Minimum length of base64 text: no image file is shorter."""
+"""Minimum length of base64 text that can be an image file."""
 
 
 def is_base64_image(text: str) -> bool:
-    """Return whether a text is a base64 image, judging by its first characters; a file name has a dot, unlike base64."""
+    """Return whether a text looks like a base64 image. Unlike a file name, base64 has no dot."""
     return text.startswith(BASE64_STARTS) and len(text) >= SHORTEST_BASE64 and "." not in text
 
 
 def is_embedded(raw: Any) -> bool:
-    """Return whether a row has the content of a media file in place of its path."""
+    """Return whether a value from a row is a media file's content instead of its path."""
     if isinstance(raw, dict):
         return bool(raw.get("bytes"))
     return isinstance(raw, bytes) or (isinstance(raw, str) and (is_data_uri(raw) or is_base64_image(raw)))
 
 
 def unpack_embedded(raw: Any, kind: str) -> Path:
-    """Write the content for which `is_embedded` is true to the cache, and return the path.
+    """Write embedded content (see `is_embedded`) to the cache and return its path.
 
     Raises:
-        DataError: the content is not valid base64, or, for images, not that of an image.
+        DataError: the content is not valid base64, or, if an image is expected, not an image.
     """
     content, suffix = (raw["bytes"], Path(str(raw.get("path") or "")).suffix) if isinstance(raw, dict) else (raw, "")
     if isinstance(content, str):

@@ -1,6 +1,6 @@
 """Videos given as frames: image files in order, with their timestamps.
 
-The frames of a video are listed in a small file in the media cache, `<digest>.frames.json`, whose path stands for the video.
+A video's frames are listed in a small file in the media cache, `<digest>.frames.json`, whose path stands for the video.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from dsreason.problems import find_nearest
 
 SUFFIX = ".frames.json"
 TIMES = ("fps", "timestamps")
-"""Keys of a media part that specify when its frames were taken."""
+"""Keys of a media part that specify the times of its frames."""
 FRAME_RATES = ("sample_fps", "raw_fps")
 """Keys for frame rates in qwen-vl-utils; only the first is read (as `fps`), and only for a video given as frames."""
 FRAME_RATE_HINT = "; use 'fps': the frames per second to sample from a video file, or those of a video given as frames"
 MAX_FRAME_FILES = 100_000
-"""Maximum number of frames: all headers are read before the first frame is shown."""
+"""Maximum number of frames. It is limited because all headers are read before the first frame is used."""
 MAX_SECONDS = 1_000_000.0
-"""Maximum accepted timestamp in seconds (11 days); larger numbers are times of day, or are not in seconds."""
+"""Maximum accepted timestamp in seconds (11 days). Larger numbers are clock times, or are not in seconds."""
 EVEN = 1e-6
-"""Deviation, in seconds, up to which timestamps count as evenly spaced."""
+"""Maximum deviation in seconds at which timestamps count as evenly spaced."""
 
 
 @dataclass(frozen=True)
 class FrameList:
-    """The paths of a video's frames in order, their timestamps, and the frame rate (the mean if they are unevenly spaced)."""
+    """The paths of a video's frames in order, their timestamps, and the frame rate (the mean rate for unevenly spaced frames)."""
 
     paths: tuple[str, ...]
     seconds: tuple[float, ...]
@@ -58,7 +58,7 @@ class FrameList:
 
     @property
     def times(self) -> dict[str, Any]:
-        """The frame rate or the timestamps, in the form that a data set's row uses."""
+        """The frame rate or the timestamps, as a data set's row specifies them."""
         return {"timestamps": list(self.timestamps)} if self.timestamps else {"fps": self.fps}
 
 
@@ -66,9 +66,9 @@ class FrameList:
 
 
 def list_frames(path: str) -> list[str] | None:
-    """Return the frames of a folder or a pattern, ordered by the numbers in their names.
+    """Return the frames in a folder or matching a pattern, ordered by the numbers in their names.
 
-    Return None if `path` is neither, or a pattern that matches no file. A folder's frames are its images, not its other files.
+    Return None if `path` is neither, or is a pattern that matches no file. In a folder, only images count as frames.
 
     Raises:
         DataError: the folder has no images, or the path is a pattern on S3.
@@ -103,10 +103,10 @@ def make_natural_key(name: str) -> tuple[list[str | int], str]:
 
 
 def write_frame_list(paths: Sequence[str], part: Mapping[str, Any]) -> Path:
-    """Write the list of a video's frames to the cache and return its path; `part` has the frame rate or the timestamps.
+    """Write a video's frame list to the cache and return its path; `part` has the frame rate or the timestamps.
 
     Raises:
-        DataError: there are no frames or too many, or their times are missing or wrong.
+        DataError: the video has no frames or too many, or their times are missing or wrong.
     """
     if not 0 < len(paths) <= MAX_FRAME_FILES:
         raise DataError(f"video: has {len(paths)} frames; the number must be between 1 and {MAX_FRAME_FILES}")
@@ -116,7 +116,7 @@ def write_frame_list(paths: Sequence[str], part: Mapping[str, Any]) -> Path:
 
 
 def read_times(part: Mapping[str, Any], num_frames: int) -> tuple[list[float], float]:
-    """Return the time of each frame in seconds and the (mean) frame rate. Raise DataError if the part does not specify them."""
+    """Return each frame's time in seconds and the (mean) frame rate. Raise DataError if the part does not specify them."""
     fps: Any = to_number(part.get("fps"))
     timestamps: Any = part.get("timestamps")
     if isinstance(timestamps, list):
@@ -163,7 +163,7 @@ def to_number(value: Any) -> Any:
 
 
 def suggest_key(key: str) -> str:
-    """Return a hint for an unknown key of a media part, such as the nearest valid key, to append to an error message."""
+    """Return a hint about an unknown key in a media part, such as the nearest valid key, to append to an error message."""
     if key in FRAME_RATES:
         return FRAME_RATE_HINT
     suggestion = find_nearest(key, PART_SETTINGS)
@@ -171,7 +171,7 @@ def suggest_key(key: str) -> str:
 
 
 def check_no_image(raw: Any, path: str) -> None:
-    """Raise DataError if a video is an image file; an animated GIF may be a video."""
+    """Raise DataError if a video is an image file, except for a GIF, which may be animated."""
     content = raw.get("bytes") if isinstance(raw, dict) else None
     is_image = path.lower().endswith(IMAGE_SUFFIXES) and not is_url(path) and not any(mark in path for mark in "*?")
     if (is_image and not path.lower().endswith(".gif")) or (
@@ -188,13 +188,13 @@ def is_number(value: Any) -> bool:
 
 
 def is_frame_list(path: str | Path) -> bool:
-    """Return whether the path of a video is the path of a frame list."""
+    """Return whether a video's path points to a frame list."""
     return str(path).endswith(SUFFIX)
 
 
 @lru_cache(maxsize=4096)
 def read_frame_list(path: str) -> FrameList:
-    """Read a list of frames. Raise DataError if the cache does not have it."""
+    """Read a frame list. Raise DataError if it is not in the cache or cannot be read."""
     file = Path(os.path.abspath(path))
     # A file outside the cache may have been written by someone else.
     if not file.is_relative_to(os.path.abspath(get_media_cache())):
@@ -207,13 +207,12 @@ def read_frame_list(path: str) -> FrameList:
 
 
 def list_files(path: str) -> tuple[str, ...]:
-    """Return the files of a media item: the frames of a list, or the file itself."""
+    """Return the files that make up a media item: the frames in its frame list, or the file itself."""
     return read_frame_list(path).paths if is_frame_list(path) else (path,)
 
 
 def expand_part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a media part in the form that a row uses, with the files and times of its frames in place of the path of their
-    list."""
+    """Return a media part as a row specifies it: a frame list is replaced with the frames' files and times."""
     if part["type"] != "video" or not is_frame_list(part["video"]):
         return part
     frames = read_frame_list(part["video"])
@@ -229,11 +228,11 @@ def describe_video_path(path: str) -> str:
 
 @lru_cache(maxsize=4096)
 def probe_frames(path: str) -> VideoInfo:
-    """Return the number, rate and size of the frames, reading only their headers.
+    """Return the frame count, frame rate and size, reading only the frames' headers.
 
     Raises:
-        DataError: a frame cannot be read, or frames differ in size. Like qwen-vl-utils and transformers, which fail when they
-            stack such frames, this function resizes none of them.
+        DataError: a frame cannot be read, or the frames differ in size. Frames are not resized to a common size;
+            qwen-vl-utils and transformers, too, fail when they stack such frames.
     """
     frames = read_frame_list(path)
     first, *others = frames.paths

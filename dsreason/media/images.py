@@ -18,10 +18,11 @@ from dsreason.media.time_limit import MOST_OF_AN_IMAGE, check_time, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS
 
 MAX_SCANNED_PIXELS = 5_000_000_000
-"""Maximum of a JPEG's pixels times its scans, each of which may process all pixels: 33 scans of the largest image; 10 are usual.
-A scan of a few bytes takes as long as any other, so neither the file size nor the image size limits the decoding time."""
+"""Maximum product of a JPEG's pixels and scans, because each scan may process all pixels. It allows 33 scans of the largest
+image; 10 scans are usual. A scan of a few bytes takes as long as any other, so neither the file size nor the image size limits
+the decoding time."""
 JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
-"""Pattern for a marker that starts a segment; markers that occur within compressed pixels do not match."""
+"""Pattern for a marker that starts a segment; markers within compressed pixel data do not match."""
 JPEG_SCAN, JPEG_END = b"\xda", b"\xd9"
 EXIF_ORIENTATION = 0x0112
 
@@ -44,15 +45,15 @@ def load_image(path: str | Path) -> Image.Image:
 
 
 def _read_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation that is still to be applied; Pillow itself applies the orientation of TIFF files.
+    """Return the EXIF orientation that still has to be applied; for TIFF files, Pillow applies it itself.
 
-    The base class reads the orientation, because `PngImageFile.getexif` would decode the image to find data after the pixels.
+    The base class's `getexif` is called, because `PngImageFile.getexif` would decode the image to find data after the pixels.
     """
     return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
 
 
 class TimedFile(io.BufferedReader):
-    """A file that checks the time limit at regular intervals while Pillow reads the header and the pixels."""
+    """A file that checks the time limit at regular intervals while Pillow reads it."""
 
     reads = 0
 
@@ -104,7 +105,7 @@ def _check_scans(file: Path, image: Image.Image) -> None:
 def _count_scans(file: Path) -> Iterator[int]:
     """Yield the running count of a JPEG's scans, skipping the content of segments.
 
-    The count stops at the end marker, after which phones append a video.
+    Counting stops at the end marker, because some phones append a video after it.
     """
     scans, position = 0, 0
     with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:

@@ -1,8 +1,8 @@
-"""The sizes and frames that qwen-vl-utils (and thus cosmos-rl) chooses for media, to report how dsreason's choices differ.
+"""The sizes and frames that qwen-vl-utils (and thus cosmos-rl) chooses for media, used to report how dsreason's choices differ.
 
 The arithmetic is that of version 0.0.14 (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_image` and
-`fetch_video` in its `vision_process.py`), which ignores the processor's limits. If `max_pixels` is below the default smallest
-frame, 0.0.14 rejects the video; in this case, this module follows 0.0.11, which accepts the video.
+`fetch_video` in its `vision_process.py`), which ignores the processor's limits. The exception is a `max_pixels` below the default
+smallest frame, with which 0.0.14 rejects the video; this module then follows 0.0.11, which accepts it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAIR = 2
 
 @dataclass(frozen=True)
 class Shown:
-    """The size in pixels and tokens of an image or video as the model sees it, and the `indices` of a video's frames."""
+    """The size of an image or video as the model sees it, in pixels and tokens, and the `indices` of a video's frames."""
 
     height: int
     width: int
@@ -34,7 +34,7 @@ class Shown:
 
 
 def fit_image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Shown:
-    """Return the size to which an image is resized. `part` has the settings of a message part; `factor` is patch x merge size.
+    """Return the size to which an image is resized. `part` has a message part's settings; `factor` is patch size x merge size.
 
     Raises:
         DataError: qwen-vl-utils rejects the image.
@@ -47,10 +47,10 @@ def fit_image(height: int, width: int, part: Mapping[str, Any], factor: int) -> 
 
 
 def fit_video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
-    """Return the chosen frames of a video and their size; arguments and errors are as for `fit_image`.
+    """Return a video's chosen frames and their size; arguments and errors are as for `fit_image`.
 
-    All frames of a video given as frames are shown. Each is resized twice: like an image, to multiples of twice the factor,
-    and then like a frame.
+    If a video is given as frames, all of them are used. Each is resized twice: first like an image, to multiples of twice the
+    factor, and then like a frame.
     """
     settings = {key: value for key, value in part.items() if value is not None}
     if info.is_frames:
@@ -74,7 +74,7 @@ def fit_frames(
 
 
 def find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the indices of the first and the last frame between `video_start` and `video_end`."""
+    """Return the indices of the first and last frame between `video_start` and `video_end`."""
     seconds, last = info.num_frames / info.fps, info.num_frames - 1
     start = math.ceil(min(settings.get("video_start", 0.0), seconds) * info.fps)
     end = last
@@ -100,7 +100,7 @@ def count_frames(settings: Mapping[str, Any], available: int, fps: float) -> int
 
 
 def fit_size(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
-    """Return (height, width) as multiples of `factor`, with `low` to `high` pixels in total."""
+    """Return (height, width) as multiples of `factor`, with an area from `low` to `high` pixels."""
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
         raise DataError(f"rejects the aspect ratio {ratio:.0f}")
     sides = [max(factor, round(side / factor) * factor) for side in (height, width)]

@@ -21,29 +21,29 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.screen import format_message
 
 SECONDS, SECONDS_PER_MEGABYTE = 30.0, 10.0
-"""CPU seconds allowed per file, and additional ones per megabyte: ordinary films take one or two per megabyte, still scenes
+"""CPU seconds allowed per file, plus CPU seconds per megabyte. Ordinary films take one or two seconds per megabyte, still scenes
 several."""
 MOST_OF_AN_IMAGE = 5_000_000
-"""Maximum number of an image's bytes that extend its limit: the largest image of noise in JPEG 2000, the slowest format, takes a
-minute; further bytes are padding."""
+"""Maximum number of an image's bytes that extend its time limit. Even in JPEG 2000, the slowest format, the largest image of
+noise takes only a minute; any more bytes are padding."""
 TIME_VARIABLE = "DSREASON_MEDIA_SECONDS"
-"""Environment variable that overrides `SECONDS`. Only CPU time counts, so that good files do not fail on a busy machine."""
+"""Environment variable that overrides `SECONDS`. Only CPU time counts, so valid files do not fail on a busy machine."""
 ENDLESS = 10
-"""Seconds beyond the limit after which the process ends, because a decoder call that does not return cannot be interrupted."""
+"""Seconds beyond the limit after which the process ends itself, because a decoder call that hangs cannot be interrupted."""
 
 MEMORY = 8 << 30
-"""Bytes by which a worker process may grow while it reads a file; the main process may grow by half of the machine's memory."""
+"""Bytes by which a process may grow while it reads a file; the main process may use half of the machine's memory if larger."""
 TICK = 0.5
 """Seconds between checks."""
 
 LAST_WORDS = mmap(-1, 4096)
-"""Memory shared with processes that are forked from this one. It holds the pid of the last process that ended itself, and the
+"""Memory shared with the processes forked from this one. It holds the pid of the last process that ended itself, and the
 reason."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The limits for the file that a thread is reading; `started` is a time in seconds on `clock`."""
+    """The limits for the file that a thread is reading; `started` is in seconds on `clock`."""
 
     file: Path
     size: int
@@ -51,7 +51,7 @@ class Limit:
     clock: int
     started: float
     resident: int
-    """Resident memory of this process, in bytes, when reading started."""
+    """Resident memory of this process when reading started, in bytes."""
 
     def compute_remaining_seconds(self) -> float:
         return self.seconds - (time.clock_gettime(self.clock) - self.started)
@@ -71,13 +71,13 @@ class Limit:
 
 
 _limits: dict[int, Limit] = {}
-"""Limits for the files being read: thread id → limit."""
+"""Thread id → limit for the file that the thread is reading."""
 _watch: list[threading.Thread] = []
 
 
 @contextmanager
 def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: float = math.inf) -> Iterator[None]:
-    """Make `check_time` raise, inside the block and at its end, once reading exceeds `factor` times the file's time limit.
+    """Make `check_time` raise, in the block and at its end, once reading exceeds `factor` times the file's time limit.
 
     Args:
         own_threads: count the CPU time of the entire process, because the decoder starts threads.
@@ -103,7 +103,7 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
 
 
 def get_size_on_disk(file: Path) -> int:
-    """Return the size of a file in bytes, not counting holes, or the full size if the file system does not report blocks."""
+    """Return a file's size in bytes without holes, or its full size if the file system does not report blocks."""
     status = file.stat()
     return min(status.st_size, 512 * status.st_blocks) if status.st_blocks else status.st_size
 
@@ -116,7 +116,7 @@ def compute_seconds(size: float) -> float:
 
 
 def check_time() -> None:
-    """Raise DataError if this thread's file has exceeded its time limit. Call this whenever a decoder returns to Python."""
+    """Raise DataError if this thread's file has exceeded its time limit. Call it whenever a decoder returns to Python."""
     limit = _limits.get(threading.get_ident())
     if limit and limit.compute_remaining_seconds() < 0:
         raise limit.build_error()
@@ -156,7 +156,7 @@ def end_process(error: DataError) -> NoReturn:
 
 
 def read_last_words(dead: str) -> str:
-    """Return why a process forked from this one ended itself if its pid appears in the text `dead`; otherwise ""."""
+    """Return why a process forked from this one ended itself, if its pid appears in the text `dead`; otherwise ""."""
     pid, _, words = LAST_WORDS[:].rstrip(b"\0").decode(errors="ignore").partition(" ")
     return words if pid in re.findall(r"\d+", dead) else ""
 

@@ -1,7 +1,7 @@
-"""Images and videos at `http(s)://` URLs, which are fetched into the cache once, and in `data:` URIs.
+"""Images and videos in `data:` URIs or at `http(s)://` URLs, which are fetched into the cache once.
 
-A row may come from a stranger, and its URL must not make this machine request services that only its network can reach, such as
-a cloud's metadata server. Therefore, only public addresses are contacted: every host, also after a redirect, is looked up once,
+A row may come from a stranger, and its URL must not make this machine contact services that only its network can reach, such as
+a cloud's metadata server. Therefore, only public addresses are contacted: every host, even after a redirect, is looked up once,
 and the connection goes to the address that was checked.
 """
 
@@ -25,13 +25,13 @@ from dsreason.files.retries import run_with_retries
 from dsreason.secrets import mask_credentials
 
 MAX_BYTES = 256 * 1024**2
-"""Maximum size of an image or a video at a URL or in a `data:` URI, in bytes, because all of it is in memory."""
+"""Maximum size of an image or a video at a URL or in a `data:` URI, in bytes; all of it is held in memory."""
 LIMIT_S = 120.0
-"""Time limit of a fetch in seconds, including redirects."""
+"""Time limit for a fetch in seconds, including redirects."""
 ATTEMPTS = 3
 MAX_REDIRECTS = 5
 TRANSIENT = (408, 429, 500, 502, 503, 504)
-"""Statuses after which a retry may succeed."""
+"""HTTP statuses after which a retry may succeed."""
 SHOWN_LETTERS = 200
 """Maximum length of a URL in a message or an id."""
 DATA_URI = re.compile(r"(?P<head>data:(?P<type>[^,;]*)[^,]*),", re.IGNORECASE)
@@ -48,7 +48,7 @@ def is_data_uri(text: str) -> bool:
 
 
 def mask_url(url: str) -> str:
-    """Return a URL for messages and ids, without user, password and query: `https://…@host/a.png?…`."""
+    """Mask a URL's user, password and query for messages and ids: `https://…@host/a.png?…`."""
     place, mark, _ = re.sub(r"(?<=://)[^/?#\s]*@", "…@", mask_credentials(url)).partition("?")
     return f"{place[:SHOWN_LETTERS]}{'?…' if mark else ''}"
 
@@ -57,7 +57,7 @@ def mask_url(url: str) -> str:
 
 
 def decode_data_uri(uri: str) -> tuple[bytes, str]:
-    """Return the content of a base64 `data:` URI, and the file suffix of its type ("" if the type is unknown).
+    """Return the content of a base64 `data:` URI and the file suffix for its type ("" if the type is unknown).
 
     Raises:
         DataError: the URI is not base64, invalid, empty or too large; the message does not contain its payload.
@@ -86,12 +86,12 @@ def decode_data_uri(uri: str) -> tuple[bytes, str]:
 
 
 def fetch_url(url: str, *, allow_private: bool) -> Path:
-    """Return the cached copy of an image or a video at a URL, fetching it if it is missing or was damaged.
+    """Return the cached copy of an image or a video at a URL, fetching it if the copy is missing or damaged.
 
     Several processes may call this function at the same time.
 
     Args:
-        allow_private: also contact hosts that are not public, such as 127.0.0.1 and 10.0.0.1.
+        allow_private: whether to contact non-public hosts too, such as 127.0.0.1 and 10.0.0.1.
 
     Raises:
         DataError: the URL is invalid or not allowed, or the file cannot be fetched or is too large.
@@ -106,7 +106,7 @@ def fetch_url(url: str, *, allow_private: bool) -> Path:
 
 
 def split_url(url: str) -> tuple[str, int]:
-    """Return the host and the port of a URL. Raise DataError if it is invalid."""
+    """Return a URL's host and port. Raise DataError if it is invalid."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
@@ -128,7 +128,7 @@ def _fetch(url: str, allow_private: bool, file: Path) -> None:
 
 
 def _request(url: str, allow_private: bool) -> HttpResponse:
-    """Request a file. Raise StorageError, which names the URL and those that it redirects to, if the file cannot be used."""
+    """Request a file. If it cannot be used, raise StorageError, which names the URL and the URLs it redirects to."""
     hops = [url]
     try:
         return wait_for(_follow(hops, allow_private))
@@ -138,7 +138,7 @@ def _request(url: str, allow_private: bool) -> HttpResponse:
 
 
 async def _follow(hops: list[str], allow_private: bool) -> HttpResponse:
-    """Request the last URL of `hops`, and append those that it redirects to."""
+    """Request the last URL in `hops`, following redirects and appending their targets to `hops`."""
     try:
         async with asyncio.timeout(LIMIT_S):
             while True:
@@ -157,7 +157,7 @@ async def _follow(hops: list[str], allow_private: bool) -> HttpResponse:
 
 
 def check_response(response: HttpResponse) -> None:
-    """Raise NoAnswer if a retry may get the file, and DataError if the response is not a file."""
+    """Raise NoAnswer if a retry may succeed, and DataError if the response does not contain a file."""
     status = f"the server responds with {response.status} {response.reason}".rstrip()
     if response.status in TRANSIENT:
         raise NoAnswer(status)
@@ -170,7 +170,7 @@ def check_response(response: HttpResponse) -> None:
 
 
 async def find_public_address(url: str, host: str, port: int) -> str | None:
-    """Look up the host of a URL, and return the address to connect to; None if a proxy is to look it up.
+    """Look up a URL's host and return the address to connect to; None if a proxy makes the connection.
 
     Raises:
         DataError: the host does not exist, or one of its addresses is not public.

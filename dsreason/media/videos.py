@@ -33,28 +33,28 @@ from dsreason.media.time_limit import check_time, get_size_on_disk, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 
 MAX_VIDEO_FRAMES = 2_000_000
-"""Maximum number of frames of a video: 18 hours at 30 per second. Files whose headers claim more are rejected as well."""
+"""Maximum number of frames in a video (18 hours at 30 fps). Files whose headers claim more are rejected as well."""
 DECODED_PIXELS_PER_BYTE, FEWEST_DECODED_PIXELS = 50_000, 10_000_000_000
-"""Maximum number of decoded pixels per byte of a video file, and the minimum of this limit, for small files. Frames that are
-decoded only to reach a requested frame count as well. A still scene has a few thousand pixels per byte, a black one 30,000 in
-H.264; in newer codecs, a megabyte may take hours to decode."""
+"""Maximum number of decoded pixels per byte of a video file, and the lowest limit in pixels, which applies to small files. Frames
+that are decoded only on the way to a requested frame count too. A still scene has a few thousand pixels per byte, and a black
+scene 30,000, in H.264; in newer codecs, a megabyte may take hours to decode."""
 MAX_UNUSABLE_PACKETS = 10_000
-"""Maximum number of packets at the start of a video that cannot be decoded on their own."""
+"""Number of packets at the start of a video to try until one can be decoded on its own."""
 RAW_STREAMS = ("h264", "hevc")
-"""FFmpeg's names of raw formats, which have no container and cannot be seeked in."""
+"""FFmpeg's names for raw formats, which have no container and do not support seeking."""
 SEEK_FROM_FRAME = 128
-"""Minimum index of the first requested frame for which the reader seeks the preceding key frame instead of decoding from the
+"""Minimum index of the first requested frame from which the reader seeks to the preceding key frame instead of decoding from the
 start."""
 MAX_REORDERING = 32
-"""Number of packets to read beyond a frame: codecs reorder by at most 16; this is twice that, to be safe."""
+"""Number of packets to read beyond a frame. Codecs reorder frames by at most 16 packets; the number is doubled to be safe."""
 
 
 def probe_video(path: str | Path) -> VideoInfo:
     """Return the frame count, frame rate and size of the first video stream. The result is cached until the file changes.
 
     The count is the number of frames that decoding yields. The header's count is trusted if it agrees with the index;
-    otherwise, the file is read without decoding to count the packets. One frame is decoded, because PyAV reports a stream's
-    rotation only on frames.
+    otherwise, the packets are counted, without decoding them. One frame is decoded, because PyAV reports the rotation only for
+    frames, not for streams.
     """
     if is_frame_list(path):
         return probe_frames(str(path))
@@ -99,7 +99,7 @@ def load_video(
     """Load the frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
 
     If `size` (height, width) is set, each frame is resized as soon as it is decoded (antialiased bicubic, as in the Hugging
-    Face video processors), so that the full-size frames are never all in memory.
+    Face video processors), so the full-size frames are never in memory all at once.
     """
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
         raise ValueError(f"frame indices must be ascending and not negative; got {list(indices)}")
@@ -149,7 +149,7 @@ def _bound_video_time(file: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def convert_ffmpeg_errors(file: Path) -> Iterator[None]:
-    """Convert errors that FFmpeg raises in the block to a DataError that names the file."""
+    """Convert FFmpeg's errors in the block to a DataError that names the file."""
     try:
         yield
     except av.ArgumentError as error:
@@ -162,7 +162,7 @@ def convert_ffmpeg_errors(file: Path) -> Iterator[None]:
 
 @contextmanager
 def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open a file and its first video stream. Raise DataError if it is not a video or turns out to be damaged in the block."""
+    """Open a file and its first video stream. Raise DataError if it is not a video, or if the block finds it damaged."""
     # A disguised playlist must not make FFmpeg open or download anything else.
     allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
     with (
@@ -197,7 +197,7 @@ def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 def _decode_any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
     """Return the first frame that can be decoded on its own, or None.
 
-    Flushing makes the decoder return the frame before it reads more packets.
+    Flushing makes the decoder return a packet's frame before it reads more packets.
     """
     for packet in islice(container.demux(stream), MAX_UNUSABLE_PACKETS):
         check_time()
@@ -208,7 +208,7 @@ def _decode_any_frame(container: InputContainer, stream: VideoStream) -> VideoFr
 
 
 def _is_header_exact(file: Path, size: int, stream: VideoStream) -> bool:
-    """Return whether the header's frame count equals the number of index entries, none of which an edit list discards."""
+    """Return whether the header's frame count equals the number of index entries, and no edit list discards any of them."""
     if (
         stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
     ):  # PyAV < 18 does not expose the index
@@ -225,10 +225,10 @@ def _is_header_exact(file: Path, size: int, stream: VideoStream) -> bool:
 
 
 def _compute_frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
-    """Return the header's frame rate if the packets' `times` agree with it within rounding; otherwise, that of the times.
+    """Return the header's frame rate if the packets' `times` agree with it up to rounding, otherwise the rate of the times.
 
-    Matroska rounds times to milliseconds. According to these, 180 frames at 60 per second would take 2.9997 s, so that
-    sampling at 2 frames per second would yield 4 frames instead of 6.
+    Matroska rounds times to milliseconds. By the rounded times, 180 frames at 60 fps would take 2.9997 s, and sampling at 2 fps
+    would yield 4 frames instead of 6.
     """
     rate, unit = stream.average_rate, stream.time_base
     if len(times) < 2 or not unit:
@@ -244,7 +244,7 @@ def read_packet_times(
 ) -> tuple[int, list[int]]:
     """Return the number of frames that decoding yields, and their sorted times in units of the stream's time base.
 
-    The list of times is empty unless all times are known and distinct. Reading stops after `most` frames.
+    The list of times is empty unless all times are known and distinct. Reading stops once more than `most` frames are counted.
     """
     count, times = 0, set()
     for number, packet in enumerate(container.demux(stream)):
@@ -260,7 +260,7 @@ def read_packet_times(
 
 
 class UnusableTimes(Exception):
-    """A failure to find frames by the times of their packets."""
+    """Raised if frames cannot be found by their packets' times."""
 
 
 def iter_frames_by_count(file: Path, indices: Sequence[int]) -> Iterator[VideoFrame]:
@@ -283,10 +283,10 @@ def iter_frames_by_count(file: Path, indices: Sequence[int]) -> Iterator[VideoFr
 def iter_frames_by_time(file: Path, indices: Sequence[int], times: Sequence[int] = ()) -> Iterator[VideoFrame]:
     """Yield the frames at the ascending `indices`, decoding from the key frame before the first one.
 
-    `times` are the result of `read_packet_times`; if empty, they are read from the file.
+    `times` are the packet times from `read_packet_times`; if empty, they are read from the file.
 
     Raises:
-        UnusableTimes: the packets' times do not lead to all of the requested frames.
+        UnusableTimes: some of the requested frames cannot be found by the packets' times.
     """
     with open_video(file) as (container, stream):
         if not times:
@@ -312,10 +312,10 @@ def iter_frames_by_time(file: Path, indices: Sequence[int], times: Sequence[int]
 def _decode_frames(
     container: InputContainer, stream: VideoStream, chosen: Collection[int] = ()
 ) -> Iterator[VideoFrame]:
-    """Yield the frames from the current position on. If `chosen` (times) is set, skip other frames that no frame depends on.
+    """Yield the frames from the current position on. If `chosen` (times) is set, frames that are not needed may be skipped.
 
-    Frames are skipped only in H.264, which marks reference frames reliably (`nal_ref_idc`); in HEVC, higher layers may refer
-    to unmarked frames.
+    A frame is skipped if it is not chosen and no other frame depends on it. This is done only for H.264, which marks reference
+    frames reliably (`nal_ref_idc`); in HEVC, higher layers may refer to unmarked frames.
     """
     can_skip = bool(chosen) and stream.codec_context.name == "h264"
     for packet in container.demux(stream):
@@ -325,7 +325,7 @@ def _decode_frames(
 
 
 def _bound_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """Yield the frames; raise DataError once the decoded pixels exceed the limit for a file of this size."""
+    """Yield the frames; raise DataError once the number of decoded pixels exceeds the limit for the file's size."""
     size, decoded = get_size_on_disk(file), 0
     most = max(DECODED_PIXELS_PER_BYTE * size, FEWEST_DECODED_PIXELS)
     for frame in frames:
@@ -346,7 +346,7 @@ def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uin
 
 
 def _count_quarter_turns(frame: VideoFrame) -> int:
-    """Return the number of counter-clockwise quarter turns that make the frame upright, from its rounded display matrix."""
+    """Return the number of counter-clockwise quarter turns that make the frame upright, rounded from its display matrix."""
     return round(frame.rotation / 90) % 4
 
 

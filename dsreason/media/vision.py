@@ -1,7 +1,7 @@
-"""The arithmetic that chooses a video's frames and the sizes of images and frames; it needs neither pixels nor torch.
+"""Arithmetic that chooses a video's frames and the sizes of images and frames, without pixels or torch.
 
 The rules are those of qwen-vl-utils (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_video` in
-its `vision_process.py`); the differences between families are in `Family.vision`.
+its `vision_process.py`). `Family.vision` holds the differences between model families.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dsreason.families.family import Vision
 
 MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
-"""Maximum number of pixels of an image or video frame, before and after resizing. Even a small file can claim any size
-(a decompression bomb)."""
+"""Maximum number of pixels in an image or video frame, before and after resizing. A limit is needed because even a small file can
+claim any size (a decompression bomb)."""
 TICKS = 1000
-"""Time unit of unevenly spaced frames, whose metadata contains multiples of 1/1000 s."""
+"""Ticks per second in the metadata of unevenly spaced frames, whose times are multiples of 1/1000 s."""
 SHORTEST_GAP = 1 / TICKS
 """Minimum number of seconds between two frames."""
 MAX_SETTING = 10**15
-"""Largest value of the other settings: a float represents all whole numbers up to this one, and no product below overflows."""
+"""Largest value of all settings except `min_pixels`. Floats represent every integer up to it, and no product below overflows."""
 
 PART_SETTINGS = frozenset(
     (
@@ -44,7 +44,7 @@ PART_SETTINGS = frozenset(
     )
 )
 GIVEN_SIZE_TOKENS = 4, 16384
-"""Bounds on the tokens of an image or frame whose size a row gives, as in qwen-vl-utils."""
+"""Bounds on the tokens of an image or frame whose size is set in the row, as in qwen-vl-utils."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class VideoInfo:
     width: int
     duration: float
     is_frames: bool = False
-    """Whether the video is given as image files, all of which are shown by default."""
+    """Whether the video is given as image files, all of which are used by default."""
     timestamps: tuple[float, ...] = ()
-    """Timestamp of each frame in seconds, if they are unevenly spaced or do not start at 0."""
+    """Timestamp of each frame in seconds; empty if frames are evenly spaced from 0."""
 
     def get_second(self, index: int) -> float:
         """Return the time in seconds at which a frame is shown."""
@@ -68,7 +68,7 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """A processor's bounds on the pixels of media. Both sides are multiples of `factor`, which is patch size x merge size.
+    """A processor's bounds on the pixels in media. Both sides are multiples of `factor`, which is patch size x merge size.
 
     The family's `Vision.bounds_are_per_video` determines whether the bounds apply to a video or to each frame.
     """
@@ -85,7 +85,7 @@ class PixelLimits:
 
 @dataclass(frozen=True)
 class FrameChoice:
-    """The `indices` of the sampled frames in the file, chosen from a range of `range_frames` frames."""
+    """Indices in the file of the sampled frames, and the number of frames in the range from which they were chosen."""
 
     indices: tuple[int, ...]
     range_frames: int
@@ -98,8 +98,8 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
     and the number of frames in the range; `family` has the defaults. If the range has fewer frames than a temporal patch,
     frames are repeated.
 
-    Without these settings, a video given as frames is shown whole, with the last frame repeated if necessary, as
-    qwen-vl-utils does. If the frames are unevenly spaced, those nearest to evenly spaced times are chosen, each at most once.
+    Without these settings, all frames of a video given as frames are used, and the last one is repeated if necessary, as in
+    qwen-vl-utils. If the frames are unevenly spaced, those nearest to evenly spaced times are chosen, each at most once.
     """
     settings = _read_settings(part)
     start, end = _find_frame_range(info, settings)
@@ -118,7 +118,7 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
 
 
 def repeat_last(indices: Sequence[int], temporal_patch: int) -> tuple[int, ...]:
-    """Repeat the last index until their number is a multiple of `temporal_patch`."""
+    """Repeat the last index until the number of indices is a multiple of `temporal_patch`."""
     return (*indices, *[indices[-1]] * (-len(indices) % temporal_patch))
 
 
@@ -126,8 +126,8 @@ def sample_evenly(start: int, end: int, count: int) -> tuple[int, ...]:
     """Return `count` evenly spaced integers from `start` to `end`: `torch.linspace(start, end, count).round()`.
 
     Like torch, this function computes in float32, from both ends to the middle, and rounds each multiply-add once, as CPUs
-    with fused multiply-add do. Exact arithmetic would sometimes give another result: one of 600 evenly spaced positions in
-    18,000 frames is 17067.499, which is 17067.5 in float32.
+    with fused multiply-add do. Exact arithmetic would sometimes give a different result: of 600 evenly spaced positions in
+    18,000 frames, one is 17067.499, which is 17067.5 in float32.
     """
     if count == 1:
         return (start,)
@@ -146,9 +146,9 @@ def compute_image_size(height: int, width: int, part: Mapping[str, Any], limits:
 
 
 def _find_given_size(settings: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int] | None:
-    """Return the size that a part's `resized_height` and `resized_width` give, as multiples of the factor; None without them.
+    """Return a part's `resized_height` and `resized_width` as multiples of the factor; None if they are not set.
 
-    Like qwen-vl-utils, this ignores the pixel limits of the part.
+    As in qwen-vl-utils, the part's pixel limits are ignored.
     """
     height, width = settings.get("resized_height"), settings.get("resized_width")
     if height is None and width is None:
@@ -161,9 +161,9 @@ def _find_given_size(settings: Mapping[str, Any], limits: PixelLimits) -> tuple[
 
 
 def compute_image_bounds(part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
-    """Return the minimum and maximum number of pixels of an image.
+    """Return the minimum and maximum number of pixels in an image.
 
-    `min_pixels` and `max_pixels` of the message part override `limits`.
+    `min_pixels` and `max_pixels` in the message part override `limits`.
     """
     settings = _read_settings(part)
     min_pixels = settings.get("min_pixels", min(limits.min_pixels, settings.get("max_pixels", limits.min_pixels)))
@@ -171,7 +171,7 @@ def compute_image_bounds(part: Mapping[str, Any], limits: PixelLimits) -> tuple[
 
 
 def choose_image_limits(processor_limits: PixelLimits, family: Vision) -> PixelLimits:
-    """Return the family's `trained_sizes`, or `processor_limits` if these forbid the largest of the trained images."""
+    """Return the family's `trained_sizes`, or `processor_limits` if they do not allow the largest trained image size."""
     trained, cell = family.trained_sizes, processor_limits.token_pixels
     if trained is None or processor_limits.max_pixels < trained.image[1] * cell:
         return processor_limits
@@ -179,14 +179,14 @@ def choose_image_limits(processor_limits: PixelLimits, family: Vision) -> PixelL
 
 
 def compute_frame_count_bounds(settings: Mapping[str, Any], family: Vision, temporal_patch: int) -> tuple[int, int]:
-    """Return the bounds on the number of frames that are sampled at a rate, as multiples of `temporal_patch`."""
+    """Return the bounds on the number of frames when sampling at a frame rate, as multiples of `temporal_patch`."""
     low: float = settings.get("min_frames", min(family.min_frames, settings.get("max_frames", family.min_frames)))
     high: float = settings.get("max_frames", max(family.max_frames, low))
     return math.ceil(low / temporal_patch) * temporal_patch, math.floor(high / temporal_patch) * temporal_patch
 
 
 class FrameBounds(NamedTuple):
-    """The pixels of the smallest frame, the largest frame and all frames; the frames of one temporal patch count once."""
+    """Pixels in the smallest frame, in the largest frame, and in all frames; the frames of one temporal patch count once."""
 
     smallest: float
     largest: float
@@ -196,10 +196,10 @@ class FrameBounds(NamedTuple):
 def choose_frame_bounds(
     num_frames: int, processor_limits: PixelLimits, family: Vision, temporal_patch: int = 2
 ) -> FrameBounds:
-    """Return the default bounds for a video of `num_frames` sampled frames.
+    """Return the default bounds for a video with `num_frames` sampled frames.
 
-    The bounds are the family's `trained_sizes`, or `processor_limits` if these forbid the family's largest frame (or, if the
-    limits are per video, a temporal patch of such frames).
+    The bounds are the family's `trained_sizes`, or `processor_limits` if they do not allow the family's largest frame (or, if
+    the limits are per video, a temporal patch of such frames).
     """
     cell, trained = processor_limits.token_pixels, family.trained_sizes
     frames = temporal_patch if family.bounds_are_per_video else 1
@@ -225,8 +225,8 @@ def compute_video_size(
 ) -> tuple[int, int]:
     """Return the (height, width) to which each of `num_frames` sampled frames is resized.
 
-    `total_pixels` limits the vision tokens of the video: the frames of one temporal patch count once, so that
-    `total_pixels / factor**2` is the maximum number of tokens. The maximum pixels of a frame are (qwen-vl-utils `fetch_video`)
+    `total_pixels` limits the video's vision tokens: the frames of one temporal patch count once, so the maximum number of tokens
+    is `total_pixels / factor**2`. The maximum number of pixels per frame is (qwen-vl-utils `fetch_video`)
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, but at most `max_pixels`.
     If `max_pixels` is below the default smallest frame, frames are not enlarged.
     """
@@ -266,7 +266,7 @@ def fit_size(height: float, width: float, *, factor: int, min_pixels: float, max
 
 
 def _read_settings(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a part that are not None. Raise DataError for invalid values."""
+    """Return a part's settings that are not None. Raise DataError for invalid values."""
     settings = {key: part[key] for key in PART_SETTINGS & part.keys() if part[key] is not None}
     for key, value in settings.items():
         most = MAX_IMAGE_PIXELS if key == "min_pixels" else MAX_SETTING

@@ -28,7 +28,7 @@ class VisibleTexts(RenderHook):
 
 
 def open_console(*, file: TextIO | None = None, stderr: bool = False, highlight: bool = True) -> Console:
-    """Open a rich console, by default for stdout, that removes control characters, which rich does not do in table cells."""
+    """Open a rich console, by default for stdout, that removes control characters; rich itself leaves them in table cells."""
     console = Console(file=file, stderr=stderr, highlight=highlight)
     console.push_render_hook(VisibleTexts())
     return console

@@ -1,4 +1,4 @@
-"""The memory ledger, which records how long each phase of a step takes, and its final, peak and freed memory."""
+"""The memory ledger, which records the duration of each phase of a step, and its final, peak and freed memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUP_FILES = (
     (r"^0::/(.*)$", "", ("memory.max", "memory.current", "memory.stat")),
     (r"^\d+:memory:/(.*)$", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")),
 )
-"""For cgroup v2 and v1: pattern of the line in /proc/self/cgroup, subfolder, and the limit, usage and statistics files."""
+"""For cgroup v2 and v1: pattern for the line in /proc/self/cgroup, subfolder, and (limit, usage, statistics) file names."""
 
 
 @dataclass
@@ -39,10 +39,12 @@ class MemoryLedger:
     """A ledger of this rank's phases, which must not be nested.
 
     On CUDA, `allocated` and `peak` are the memory that torch's allocator has handed out. These numbers include vLLM's tensors
-    even while vLLM sleeps and the memory behind them is unmapped, and they do not show whether freed memory was returned to
-    the device or to torch's cache, which vLLM cannot use. Therefore `device`, the memory in use at the end of the phase, and
-    `freed` come from the driver and cover all processes on the device. On CPU, `allocated` and `freed` are anonymous resident
-    memory, and `peak` is the peak of all resident memory (the only peak that the kernel records).
+    even while vLLM sleeps and their memory is unmapped, and they do not show whether freed memory was returned to the device or
+    to torch's cache, which vLLM cannot use. Therefore, `freed` and `device` (the memory in use at the end of the phase) come from
+    the driver and cover all processes on the device.
+
+    On CPU, `allocated` and `freed` are anonymous resident memory, and `peak` is the peak of all resident memory, the only peak
+    that the kernel records.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -54,7 +56,8 @@ class MemoryLedger:
     def track_phase(self, name: str) -> Iterator[None]:
         """Record `memory/<name>/{seconds,allocated_gib,peak_gib,freed_gib}` for the block and, on CUDA, also `device_gib`.
 
-        If a phase runs several times before `take`, `seconds` is the sum, `peak_gib` the maximum, and other values are the last.
+        If a phase runs several times before `take`, `seconds` is the sum, `peak_gib` the maximum, and the other metrics are those
+        of the last run.
         """
         wait_for_device(self.device)
         started, before = self.clock(), count_used_bytes(self.device)
@@ -89,7 +92,7 @@ class MemoryLedger:
         return values
 
     def report(self) -> str:
-        """Render a table for the log, with phases in the order in which they first ran; the GiB columns hold maxima."""
+        """Render a table for the log. Phases are in the order in which they first ran; the GiB columns show maxima."""
         table = Table("phase", title="seconds and GiB per phase")
         kinds = next(iter(self.totals.values())).gib if self.totals else ()
         for column in ("runs", "seconds", "mean", *kinds):
@@ -110,7 +113,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def count_used_bytes(device: torch.device) -> int:
-    """Return the memory in use; on CUDA, the driver's value, which covers all processes, torch's cache and vLLM's memory."""
+    """Return the memory in use. On CUDA, this is the driver's value, which covers all processes, torch's cache and vLLM."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
@@ -140,7 +143,7 @@ def reset_peak(device: torch.device) -> None:
 def count_available_bytes(
     cgroup_root: Path = Path("/sys/fs/cgroup"), process_cgroup: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Return the bytes of host memory that this process can still use: the machine's, or fewer if a cgroup limits them."""
+    """Return the bytes of host memory that this process can still use: all of the machine's, or fewer under a cgroup's limit."""
     lines = process_cgroup.read_text() if process_cgroup.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
     for pattern, root, names in GROUP_FILES:

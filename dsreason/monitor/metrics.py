@@ -1,4 +1,4 @@
-"""Metrics of a run; every sink receives all values, texts and images under the same names."""
+"""Metrics of a run. Every sink receives all values, texts and images under the same names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metrics(AbstractContextManager["Metrics"]):
-    """The metrics writer that the training loop uses on every rank. On ranks above 0, it has no sinks and discards everything."""
+    """Metrics writer for the training loop on every rank. On ranks above 0, it has no sinks and discards everything."""
 
     sinks: Sequence[Sink] = ()
 
@@ -62,7 +62,7 @@ def check_sinks(config: MonitorConfig) -> None:
 def open_metrics(
     output_dir: Path, *, rank: int, resume_step: int | None, config: MonitorConfig, run_config: dict[str, Any]
 ) -> Metrics:
-    """Open the sinks of a run on rank 0. Their scalars are written to disk immediately.
+    """Open a run's sinks on rank 0. Scalars are written to disk immediately.
 
     Args:
         output_dir: folder for `metrics.jsonl` and `tensorboard/`.

@@ -24,21 +24,21 @@ FOLDER = "profile"
 
 
 class StepProfiler(AbstractContextManager["StepProfiler"]):
-    """A profiler for selected steps of this rank, which writes `step_N.json.gz` and `step_N.txt` to a folder.
+    """A profiler for selected steps on this rank, which writes `step_N.json.gz` and `step_N.txt` to a folder.
 
-    Neither stacks nor shapes are recorded, and the events of a step are dropped once they have been written. Memory and file
-    size therefore depend only on the number of operators in one step.
+    Neither stacks nor shapes are recorded, and a step's events are dropped once they have been written. Memory use and file size
+    therefore depend only on the number of operators in one step.
     """
 
     def __init__(self, steps: Collection[int], folder: Path, device: torch.device, progress: Progress) -> None:
         self.steps, self.folder, self.device, self.progress = steps, folder, device, progress
         self.step: int | None = None
-        """Step that is being profiled; None while no profile is being recorded."""
+        """Step being profiled; None while no profile is being recorded."""
         self._profile: profile | None = None
         self._recording = ExitStack()
 
     def begin(self, step: int) -> None:
-        """Begin `step` and start its profile if it is selected; first end the profile of any other step."""
+        """End the profile of any other step, and start a profile of `step` if it is selected."""
         if step == self.step:
             return
         self.end()
@@ -53,7 +53,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         self._recording.enter_context(record_phase(f"step {step}"))
 
     def end(self) -> None:
-        """End the current step and write its profile, if any."""
+        """Stop profiling the current step, if any, and write its profile."""
         if self._profile is None or self.step is None:
             return
         wait_for_device(self.device)
@@ -82,7 +82,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         self._profile = self.step = None
 
     def __exit__(self, *exc: object) -> None:
-        """Discard the profile of a step that has not ended."""
+        """Discard the profile of an unfinished step."""
         self._drop()
 
 

@@ -1,4 +1,4 @@
-"""The tables of a profile: host time, GPU time and waits by phase, and the most expensive operators and kernels."""
+"""Tables for a profile: host time, GPU time and waits by phase, and the most expensive operators and kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASYNC_COPY = "cudaMemcpyAsync"
 NOT_PINNED = "Pageable"
 """Word in the name of a copy from or to pageable memory, such as `Memcpy DtoH (Device -> Pageable)`."""
 TOP = 20
-"""Maximum number of rows in the tables of kernels and operators."""
+"""Maximum number of rows in the tables that list kernels or operators."""
 WIDTH = 110
 
 Interval = tuple[float, float]
@@ -55,7 +55,7 @@ class TraceEvent:
 
 @dataclass
 class PhaseTotals:
-    """Totals of a phase, not including its inner phases."""
+    """Totals for a phase, excluding its inner phases."""
 
     host_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -72,7 +72,7 @@ class Timeline:
         self._starts = [start for start, _, _ in self.segments]
 
     def find(self, moment: float) -> str | None:
-        """Return the name of the innermost block at the given time; None outside all blocks."""
+        """Return the name of the innermost block at the given time; None if it is outside all blocks."""
         index = bisect_right(self._starts, moment) - 1
         return self.segments[index][2] if index >= 0 and moment < self.segments[index][1] else None
 
@@ -118,10 +118,10 @@ def read_trace(path: Path) -> list[TraceEvent]:
 
 
 def _to_event(entry: dict[str, Any]) -> Any:
-    """Convert the JSON objects of a trace while it is parsed, because millions of dictionaries would take gigabytes.
+    """Convert a trace's JSON objects while the trace is parsed, because millions of dictionaries would take gigabytes.
 
-    The arguments of an event, which are parsed before the event itself, are replaced with their correlation id. Events that
-    are not needed are replaced with None.
+    An event's arguments, which are parsed before the event itself, are replaced with their correlation id. Events that are not
+    needed are replaced with None.
     """
     if "traceEvents" in entry:
         return entry
@@ -135,7 +135,7 @@ def _to_event(entry: dict[str, Any]) -> Any:
 
 
 def render_report(events: Sequence[TraceEvent]) -> str:
-    """Render the tables of one step. The longest phase is the step itself."""
+    """Render the tables for one step. The longest phase is the step itself."""
     phases = [event for event in events if event.category == PHASE and event.name.startswith(PREFIX)]
     step = max(phases, key=lambda event: event.end - event.start)
     timeline = Timeline(event for event in phases if event.thread == step.thread)
@@ -218,7 +218,7 @@ def group_operators(events: Iterable[TraceEvent]) -> dict[int | str, list[TraceE
 
 
 def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
-    """Sum the waits for each combination of CUDA call and operator that makes the call."""
+    """Sum the waits for each combination of a CUDA call and the operator that makes it."""
     timelines = {thread: Timeline(operators) for thread, operators in group_operators(events).items()}
     named_waits = []
     for wait in find_waits(events):
@@ -229,7 +229,7 @@ def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
 
 
 def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
-    """Sum the time and calls of each operator, excluding the time of operators that it calls."""
+    """Sum each operator's time and calls, excluding the time of the operators that it calls."""
     threads = group_operators(events).values()
     seconds = sum_by_name((name, end - start) for ops in threads for start, end, name in split_nested(ops))
     calls = Counter(operator.name for operators in threads for operator in operators)
@@ -237,7 +237,7 @@ def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
 
 
 def render_phases(totals: dict[str, PhaseTotals], step_seconds: float, *, whole: str) -> str:
-    """Render a table with a row per phase, in order of first occurrence. `whole` is the name of the step's outermost phase."""
+    """Render a table with one row per phase, in order of first occurrence. `whole` is the name of the step's outermost phase."""
     table = Table("phase", title="phases, excluding nested phases", title_justify="left")
     for column in ("host s", "share", "GPU busy s", "waits", "wait s"):
         table.add_column(column, justify="right")

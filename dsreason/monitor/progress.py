@@ -20,7 +20,7 @@ from dsreason.monitor.console import open_console
 from dsreason.screen import escape_control, format_message, print_message, to_one_line, write
 
 Advance = Callable[[int], None]
-"""Type of a function to call with the number of units just completed."""
+"""Type of the function to call with the number of units just completed."""
 
 
 PART = "DSREASON_PART"
@@ -29,9 +29,9 @@ PART = "DSREASON_PART"
 
 @dataclass(frozen=True)
 class CommandPart:
-    """A run's place in a longer command that consists of several runs.
+    """A run's position in a longer command that consists of several runs.
 
-    For example, `1/4 2.5` in the environment means the first of four parts; if its steps take 10 seconds, everything after
+    For example, `1/4 2.5` in the environment stands for the first of four parts; if its steps take 10 seconds, everything after
     them is expected to take 25 seconds.
     """
 
@@ -53,7 +53,7 @@ def read_part() -> CommandPart | None:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """The progress display of the training loop. This base class shows nothing; ranks above 0 use it."""
+    """The training loop's progress display. This base class, which ranks above 0 use, shows nothing."""
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
 
@@ -69,10 +69,10 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: TextIO | None = None) -> Progress:
-    """Return a progress display for rank 0; on other ranks, return a display that shows nothing.
+    """Return a progress display on rank 0, and a display that shows nothing on other ranks.
 
-    The display shows a bar if `stream` (by default stdout) is a terminal. Otherwise, it prints plain lines: for the first
-    step, the last step, and every 10 seconds. `first_step` is the step from which the run resumes.
+    The display is a bar if `stream` (by default stdout) is a terminal. Otherwise, plain lines are printed for the first step, for
+    the last step, and every 10 seconds. `first_step` is the step from which the run resumes.
     """
     if rank != 0:
         return Progress()
@@ -114,7 +114,7 @@ class Rate:
         self.started += self.clock() - begin
 
     def format_title(self, name: str) -> str:
-        """Prefix the name with the number of the command's part, if any: `2/4 step`."""
+        """Prefix the name with the part of the command, if it has several: `2/4 step`."""
         name = to_one_line(name)
         return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
 
@@ -135,7 +135,7 @@ class Rate:
 
 
 class LineProgress(Progress):
-    """A progress display of plain lines, for log files and pipes."""
+    """A progress display that prints plain lines, for log files and pipes."""
 
     def __init__(self, rate: Rate, stream: TextIO, interval_s: float = 10.0) -> None:
         self.rate, self.stream, self.interval_s, self.clock = rate, stream, interval_s, rate.clock
@@ -238,7 +238,7 @@ def format_duration(seconds: float) -> str:
 
 @contextmanager
 def track(name: str, total: int, unit: str) -> Iterator[Advance]:
-    """Show progress towards `total` on stderr; yield a thread-safe function that takes the number of `unit`s just completed."""
+    """Show progress towards `total` on stderr. Yield a thread-safe function to call with the number of `unit`s just completed."""
     name = to_one_line(name)
     if not total:
         yield lambda count: None
@@ -259,7 +259,7 @@ def track(name: str, total: int, unit: str) -> Iterator[Advance]:
 def track_in_lines(
     name: str, total: int, unit: str, report: Callable[[str], object], interval_s: float = 10.0
 ) -> Iterator[Advance]:
-    """Show progress like `track`, but by passing a line to `report` at the start and every `interval_s` seconds."""
+    """Report progress like `track`, but by passing a line to `report` at the start and every `interval_s` seconds."""
 
     def format_amount(count: int) -> str:
         return decimal(count) if unit == "bytes" else str(count)

@@ -1,4 +1,4 @@
-"""Functions that determine the trainer and the configuration of the run that `data`, `plan` and `doctor` inspect."""
+"""Functions that determine the trainer and the configuration that `data`, `plan` and `doctor` inspect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R", bound=RunConfig)
 
 
 def choose_trainer(config: Path | None, overrides: list[str] | None, command: str | None) -> Trainer[Any]:
-    """Return the trainer of `command`; if it is None, the trainer whose schema fits the configuration best, or SFT.
+    """Return the trainer for `command`; if it is None, the trainer whose schema fits the configuration best, or SFT.
 
     Raises:
         ConfigError: `command` is not a training command.

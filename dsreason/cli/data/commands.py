@@ -170,7 +170,7 @@ def inspect(
 
 
 def add_labels(inspection: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
-    """Add the effect of `data.balance` to the inspection; if no row has a label, add a problem instead."""
+    """Add the effect of `data.balance` to the inspection or, if no row has a label, a problem."""
     from dsreason.data.labels import count_labels_per_epoch
 
     try:
@@ -272,7 +272,7 @@ def write_problems(messages: Sequence[str]) -> Path:
 
 
 def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset, Encode]]:
-    """Return (name, data set, encoding function) of the training and the held-out rows, encoded as by the trainer."""
+    """Return (name, data set, encoding function) for the training and the held-out rows, encoded as the trainer does."""
     with make_imports_fast():
         from dsreason.data.sources import open_datasets
         from dsreason.train.common.preflight import build_encoder, find_model

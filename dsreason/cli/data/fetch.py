@@ -101,10 +101,10 @@ def fetch_all_raw_videos(
     """Fetch the raw videos of the `requested` data sets and tasks.
 
     Returns:
-        A message for each clip whose raw video is not available; these are also printed.
+        A message for each clip whose raw video is not available; the messages are also printed.
 
     Raises:
-        DataError: some data sets failed; it is raised after the others have been fetched.
+        DataError: some data sets could not be fetched; it is raised after all the others have been fetched.
     """
     missing: list[str] = []
     failed: list[str] = []
@@ -121,7 +121,7 @@ def fetch_all_raw_videos(
 
 
 def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None, dry_run: bool) -> list[str]:
-    """Fetch the raw videos that clips need, or with `dry_run` only report them.
+    """Fetch the raw videos that clips need; with `dry_run`, only report them.
 
     Returns:
         A message for each clip whose raw video is not available.

@@ -1,4 +1,4 @@
-"""Tables of the results of `dsreason data inspect`."""
+"""Tables that show the results of `dsreason data inspect`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsreason.problems import summarise_problems
 from dsreason.tools.datasets.inspection import Inspection, PartReport, Spread
 
 SHOWN_PIXELS = 3
-"""Maximum number of printed media items whose pixels differ from cosmos-rl's; inspection.json lists more of them."""
+"""Maximum number of media items to print whose pixels differ from cosmos-rl's; inspection.json lists more of them."""
 
 
 def show_inspection(inspection: Inspection) -> None:
@@ -43,7 +43,7 @@ def describe_problem(problem: Mapping[str, str]) -> str:
 
 
 def build_facts_table(inspection: Inspection) -> Table:
-    """Build a table with one column per part; spreads are given as minimum, median, 95th percentile and maximum."""
+    """Build a table with one column per part. Spreads are shown as minimum, median, 95th percentile and maximum."""
     table = Table("", *inspection.parts, title="minimum / median / 95th percentile / maximum")
     columns = [collect_facts(part, inspection.max_length) for part in inspection.parts.values()]
     for name in dict.fromkeys(name for column in columns for name in column):

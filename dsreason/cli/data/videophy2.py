@@ -1,4 +1,4 @@
-"""`dsreason data fetch-videophy2`: download of VideoPhy-2 in the layout of cosmos-framework."""
+"""`dsreason data fetch-videophy2`: download VideoPhy-2 in cosmos-framework's layout."""
 
 from __future__ import annotations
 

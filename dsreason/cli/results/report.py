@@ -1,4 +1,4 @@
-"""`dsreason report`: the page of a run, and the comparison of several runs."""
+"""`dsreason report`: a page about a run, and a comparison of several runs."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def reward_serve(
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device; raise ConfigError if this machine does not have it, or no tensor can be allocated on it."""
+    """Return the device; raise ConfigError if this machine lacks it or cannot allocate a tensor on it."""
     import torch
 
     try:
@@ -124,7 +124,7 @@ def read_token(variable: str | None) -> str | None:
 
 
 def watch_stop_signals() -> threading.Event:
-    """Return an event that is set by any signal that asks the process to stop."""
+    """Return an event that is set when the process receives a stop signal."""
     stop = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:

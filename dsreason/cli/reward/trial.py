@@ -1,4 +1,4 @@
-"""`dsreason reward try`: scores of completions by the rewards of a run, without training."""
+"""`dsreason reward try`: score completions with a run's rewards, without training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 4
 WRONG = "I cannot tell."
-"""Completion that no reward for correct answers should accept."""
+"""Completion that no reward for correctness should accept."""
 SHOWN_CHARACTERS = 60
 LOG_WIDTH = 140
 """Width of tables, in characters, if the output is not a terminal."""
@@ -35,7 +35,7 @@ LOG_WIDTH = 140
 
 @dataclass(frozen=True)
 class Attempt:
-    """A completion of a row. Example: `Attempt(row=1, kind="answer", completion="left", sample=sample)`."""
+    """A completion for a row. Example: `Attempt(row=1, kind="answer", completion="left", sample=sample)`."""
 
     row: int
     """Number of the row, counted from 1."""
@@ -44,7 +44,7 @@ class Attempt:
     completion: str
     sample: Sample
     ids: tuple[int, ...] = ()
-    """Tokens of a sampled completion; empty if the completion has another origin."""
+    """Tokens of a sampled completion; empty for completions of a different origin."""
 
 
 def try_rewards(
@@ -125,7 +125,7 @@ def load_rewards(config: Path | None, overrides: list[str], reward: list[str], p
 
 
 def check_origin(config: Path | None, completion: str | None, completions: Path | None, sample: int | None) -> None:
-    """Raise ConfigError if the completions would come from two places, or from a model that no configuration names."""
+    """Raise ConfigError if several options provide the completions, or if they are to be sampled without a configuration."""
     options = {"--completion": completion, "--completions": completions, "--sample": sample}
     given = [name for name, value in options.items() if value is not None]
     if len(given) > 1:
@@ -192,7 +192,7 @@ def read_completions(file: Path) -> list[str]:
 
 
 def to_json(attempt: Attempt, scores: dict[str, FunctionScore | None], total: float) -> dict[str, Any]:
-    """Return an attempt with its scores as JSON values; the score of a function that does not apply is null."""
+    """Return an attempt and its scores as JSON values; for a function that does not apply, the score is null."""
     return {
         "row": attempt.row,
         "id": attempt.sample.id,
@@ -219,7 +219,7 @@ def print_tables(attempts: Sequence[Attempt], scores: dict[str, list[FunctionSco
 
 
 def make_table(label: str, attempts: Sequence[Attempt], scores: Sequence[FunctionScore | None]) -> Table:
-    """Build the table of a function: a line per completion."""
+    """Build the table for a reward function, with one line per completion."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

@@ -1,1 +1,1 @@
-"""The row formats of other tools: their detection, and the conversion of rows to `Sample`."""
+"""Detection of other tools' row formats, and conversion of their rows to `Sample`."""

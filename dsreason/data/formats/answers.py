@@ -1,4 +1,4 @@
-"""The reference answer of a row, which is a string, a number, true or false, or a list of accepted answers."""
+"""A row's reference answer: a string, a number, true or false, or a list of accepted answers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ TEXT_COLUMNS = (
     *("answerKey", "answer_key", "correct_answer", "correct_option", "gold"),
     *("expected_answer", "final_answer", "reference_answer", "multiple_choice_answer"),
 )
-"""Columns that may contain the reference answer as a string, if no column of `COLUMNS` does."""
+"""Columns that may contain the reference answer as a string if none of `COLUMNS` has one."""
 INDEX_COLUMNS = ("answer_idx", "answer_index", "correct_idx", "correct_index", "gold", "cop", "label")
 """Columns that may contain the index of the right option."""
 FULL_DIGITS = 15
-"""Number of digits at which a number may be a 32-bit float that a table has converted to 64 bits."""
+"""Number of digits from which a number may be a 32-bit float that a table has converted to 64 bits."""
 REMEDY = "write the letter or the text of the right option (whether a number counts from 0 or 1 is unknown)"
 
 
 def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
-    """Return the accepted answers of a row, and the column that contains them.
+    """Return a row's accepted answers and the column that contains them; ([], None) if the row has no answer.
 
-    A solution or ground truth that is an object or coordinates is ignored, because no text can equal it; rewards can read
-    it in `sample.meta`.
+    A solution or ground truth that is an object or a list of coordinates is ignored, because no text can equal it; rewards can
+    read it from `sample.meta`.
     """
     model = parse_json_text(row.get("reward_model"))
     ground_truth = model.get("ground_truth") if isinstance(model, dict) else None
@@ -64,7 +64,7 @@ def read_answers(row: Mapping[str, Any]) -> tuple[list[str], str | None]:
 
 
 def read_votes(value: Any) -> list[str]:
-    """Return the answers of VQA's annotators, `[{"answer": …}, …]`, the most frequent one first; [] for other values."""
+    """Return the answers from VQA's list of annotations, `[{"answer": …}, …]`, most frequent first; [] for other values."""
     if not isinstance(value, list) or not all(isinstance(item, dict) and "answer" in item for item in value):
         return []
     return [text for text, _ in Counter(to_answers([item["answer"] for item in value])).most_common()]
@@ -87,25 +87,25 @@ def is_object(value: Any) -> bool:
 
 
 def is_coordinates(value: Any) -> bool:
-    """Return whether a value is a list of numbers that may be a box or a span; two integers are accepted answers."""
+    """Return whether a value is a list of numbers that may be a box or a span; two integers count as accepted answers instead."""
     if not isinstance(value, list) or len(value) < 2 or not all(isinstance(item, int | float) for item in value):
         return False
     return len(value) > 2 or any(isinstance(item, float) for item in value)
 
 
 def to_answers(value: Any) -> list[str]:
-    """Convert a value to the accepted answers, as strings; [] if it is missing or blank."""
+    """Convert a value to a list of accepted answers; [] if it is missing or blank."""
     items = value if isinstance(value, list) else [value]
     return [text for item in items if not is_missing(item) and (text := to_text(item)).strip()]
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value stands for a missing one: None, or a non-finite number, which tables use for this purpose."""
+    """Return whether a value is missing: None, or a non-finite number, which tables use for missing values."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def to_text(value: Any) -> str:
-    """Return an answer as a model would write it: `true` is yes, 2.0 is 2, and the nearest number to 0.1 in 32 bits is 0.1."""
+    """Return an answer as a model would write it: `true` → yes, 2.0 → 2, and the 32-bit float nearest to 0.1 → 0.1."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float) and value.is_integer():
@@ -122,7 +122,7 @@ def check_option(row: Mapping[str, Any], options: Mapping[str, str], labels: Map
     """Raise DataError if the answer to a question with options is a number, true or false, or a letter without an option.
 
     Some data sets count options from 0 and others from 1, so the meaning of a number is unknown unless the row numbers its
-    options: `labels` maps such spellings of the answer to letters or texts.
+    options. `labels` maps those numbers, and truth values, to option letters or texts.
     """
     accepted, column = read_answers(row)
     index = next((name for name in INDEX_COLUMNS if not is_missing(row.get(name)) and row[name] != ""), None)

@@ -1,4 +1,4 @@
-"""Names of cameras, which the model reads before each image or video; they are in a column, or in the item's object."""
+"""Camera names, which precede each image or video in the prompt. They come from a column or from the media item's object."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dsreason.data.formats.media_settings import parse_list
 from dsreason.errors import DataError
 
 NAME_COLUMNS = ("cameras", "views", "camera_names", "camera_labels", "view_names", "image_labels", "video_labels")
-"""Columns that may list the names of cameras."""
+"""Columns that may list camera names."""
 
 
 def find_label(item: Any, name: str | None) -> str | None:
-    """Return the name of an item's camera: `name`, or the value of one of the item's keys. File names do not count.
+    """Return the camera name of a media item: `name`, or the value of one of the item's keys. File names do not count.
 
     Raises:
-        DataError: the item has two names, or its name is not a string.
+        DataError: the item has two different camera names, or the name is not a string.
     """
     labels = [] if name is None else [name]
     for key in sorted(LABEL_KEYS & item.keys()) if isinstance(item, dict) else ():
@@ -36,10 +36,10 @@ def find_label(item: Any, name: str | None) -> str | None:
 
 
 def add_names(row: Mapping[str, Any], media: RowMedia) -> None:
-    """Add the names of cameras in the row's columns to its media.
+    """Add the camera names in the row's columns to its media.
 
     Raises:
-        DataError: the numbers of names and media differ, or the media already have other names.
+        DataError: the number of names differs from the number of media, or the media already have different names.
     """
     num_media = sum(map(len, media.waiting.values()))
     if media.labels and len(media.labels) != num_media:

@@ -1,4 +1,4 @@
-"""The options of a question: a list, an object, ARC's labels and texts, or the columns A, B, C …"""
+"""A question's options: a list, an object, ARC's labels and texts, or the columns A, B, C …"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMN_NAMES = (
     re.compile(r"a(\d)"),  # NExT-QA
     re.compile("([a-z])"),
 )
-"""Patterns of columns that contain one option each, such as `A`, `option_a`, `opa` (MedMCQA) or `option1`."""
+"""Patterns for columns that contain one option each, such as `A`, `option_a`, `opa` (MedMCQA) or `option1`."""
 BARE_LETTER = COLUMN_NAMES[-1]
 TRUTH = {True: ("true", "yes"), False: ("false", "no")}
 LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s+")
@@ -45,7 +45,7 @@ def read_options(row: Mapping[str, Any]) -> tuple[dict[str, str] | None, set[str
 
 
 def read_option_columns(row: Mapping[str, Any]) -> tuple[dict[str, str] | None, set[str]]:
-    """Return the options that are in separate columns, and these columns."""
+    """Return the options that are in separate columns and the names of these columns; (None, set()) if there are none."""
     for pattern in COLUMN_NAMES:
         columns = {match[1].upper(): column for column in row if (match := pattern.fullmatch(str(column)))}
         ordered = sorted(columns.items(), key=lambda item: (len(item[0]), item[0]))
@@ -61,7 +61,7 @@ def is_option(value: Any) -> bool:
 
 
 def assign_option_letters(options: dict[str, str] | None, answer: Any) -> tuple[dict[str, str] | None, dict[str, str]]:
-    """Return the options by letter, and a map from answers that are numbers or truth values to the option's letter or text."""
+    """Return the options by letter, and a map from numeric or true/false answers to the option's letter or text."""
     labels: dict[str, str] = {}
     if options and all(label.isdigit() for label in options):
         labels = dict(zip(options, ascii_uppercase, strict=False))
@@ -89,7 +89,7 @@ def has_listed_options(options: Mapping[str, str] | None, question: str) -> bool
 def read_options_of_prompt(
     row: Mapping[str, Any], messages: Sequence[Message]
 ) -> tuple[dict[str, str] | None, set[str]]:
-    """Return the options of a row whose question is in messages or a prompt, and the columns that contain them.
+    """Return the options and their columns for a row whose question is in its messages or prompt.
 
     Raises:
         DataError: the question does not contain the options.

@@ -1,4 +1,4 @@
-"""Report of the columns and message keys that an adapter uses, keeps for rewards, or ignores."""
+"""Report on which columns and message keys an adapter uses, keeps for rewards, or ignores."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dsreason.data.types import TOKEN_TYPES
 from dsreason.errors import DsReasonError
 
 MOST_ROWS = 100
-"""Maximum number of rows that are read for the report."""
+"""Maximum number of rows to read for the report."""
 
 
 class TrackedRow(dict[str, Any]):
-    """A row, or a message of a row, that records which of its keys are read."""
+    """A row, or a message or media object in a row, that records which of its keys are read."""
 
     def __init__(self, items: Mapping[str, Any], name: str, read: set[str]) -> None:
         super().__init__({key: track(value, f"{name}{key}[].", read) for key, value in items.items()})
@@ -37,7 +37,7 @@ class TrackedRow(dict[str, Any]):
 
 
 def track(value: Any, name: str, read: set[str]) -> Any:
-    """Track the messages or media in a list of objects, or a media object; other values are not tracked."""
+    """Wrap messages and media objects in `TrackedRow`; return other values unchanged."""
     if name.count("[]") != 1 or not list_objects(value):
         return value
     return (
@@ -46,7 +46,7 @@ def track(value: Any, name: str, read: set[str]) -> Any:
 
 
 def list_objects(value: Any) -> list[dict[str, Any]]:
-    """Return the messages or media objects in a value; an empty list for other values."""
+    """Return the messages or media objects in a value; [] if the value contains anything else."""
     items = value if isinstance(value, list) else [value]
     keys = {*ROLE_KEYS, *FILE_KEYS, *TOKEN_TYPES} if items is value else {*FILE_KEYS, *TOKEN_TYPES}
     return items if all(isinstance(item, dict) and item.keys() & keys for item in items) else []
@@ -54,23 +54,23 @@ def list_objects(value: Any) -> list[dict[str, Any]]:
 
 @dataclass
 class ColumnUse:
-    """The columns of a data set, grouped by use. Keys of messages and media objects are written like `messages[].loss`."""
+    """A data set's columns, grouped by use. Keys of messages and media objects are written like `messages[].loss`."""
 
     name: str
-    """Path of the data set, or the name of its adapter."""
+    """Path of the data set, or name of its adapter."""
     num_rows: int = 0
-    """Number of usable rows among those read for this report."""
+    """Number of usable rows among the rows read."""
     num_read: int = 0
     num_total: int = 0
     formats: Counter[str] = field(default_factory=Counter)
-    """Description of a detected format → number of its rows; empty unless the adapter is `auto`."""
+    """Description of a detected format → number of rows in it; empty unless the adapter is `auto`."""
     used: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
     """Columns kept in `sample.meta`, which rewards can read."""
     ignored: set[str] = field(default_factory=set)
 
     def describe(self) -> str:
-        """Describe the use of the columns in one line."""
+        """Describe in one line how the columns are used."""
         formats = [f"{describe_count(count)} the {description}" for description, count in self.formats.most_common()]
         used_columns = sorted(column for column in self.used if "[]" not in column)
         parts = [f"{self.name}: {', '.join(formats) or describe_count(self.num_rows, '')}"]
@@ -86,12 +86,12 @@ class ColumnUse:
 
 
 def describe_count(count: int, verb: str = "have") -> str:
-    """Return a number of rows with a verb: `1 row has`, `2 rows have`."""
+    """Return a row count with a matching verb: `1 row has`, `2 rows have`."""
     return f"{count} row{'s' * (count != 1)} {'has' if verb and count == 1 else verb}".strip()
 
 
 def find_column_use(source: DataSource, limit: int = MOST_ROWS) -> ColumnUse:
-    """Read up to `limit` evenly spaced rows and return how the adapter uses their columns; bad rows are skipped."""
+    """Return how the adapter uses the columns, based on up to `limit` evenly spaced rows; bad rows are skipped."""
     indices = pick_evenly(len(source.rows), limit)
     use = ColumnUse(source.config.path or source.config.adapter, num_read=len(indices), num_total=len(source.rows))
     for index in indices:
@@ -123,7 +123,7 @@ def add_row(use: ColumnUse, row: dict[str, Any], source: DataSource) -> None:
 
 
 def iter_keys(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the columns with a value, and the keys of the messages in them."""
+    """Yield the columns that have a value, and the keys of the messages or media objects in them."""
     for column, value in row.items():
         if value is None or value == "" or value == []:
             continue

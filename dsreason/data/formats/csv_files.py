@@ -1,4 +1,4 @@
-"""Checks of CSV and TSV files, because pandas shifts or drops fields of rows that are longer or shorter than the header."""
+"""Checks for CSV and TSV files. They are needed because pandas shifts or drops fields if a row does not match the header."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_FIELD_CHARACTERS = 1 << 28
 
 
 def read_csv_options(paths: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
-    """Return the pandas options with which every cell is read as text, so that `007` and `none` stay unchanged.
+    """Return the pandas options that read every cell as text, so that `007` and `none` stay unchanged.
 
-    `names` are the names of the files in messages. Raise DataError if the columns of the files differ, or if a row has more or
-    fewer fields than the header.
+    `names` are the file names to use in messages. Raise DataError if the files' columns or delimiters differ, or if a row has
+    more or fewer fields than the header.
     """
     import datasets
 
@@ -33,7 +33,7 @@ def read_csv_options(paths: Sequence[Path], names: Sequence[str]) -> dict[str, A
 
 
 def check_csv(path: Path, name: str) -> tuple[str, list[str]]:
-    """Return the delimiter and the columns of a file. Raise DataError, naming the line, if its rows do not match the header."""
+    """Return a file's delimiter and columns. Raise DataError with the line number if a row does not match the header."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     line = 1
     try:
@@ -57,7 +57,7 @@ def check_csv(path: Path, name: str) -> tuple[str, list[str]]:
 
 
 def find_delimiter(header: str, *, is_tsv: bool) -> str:
-    """Return the delimiter of a header: a comma, unless the header has no comma but has a semicolon or a tab."""
+    """Return the delimiter that a header uses: a comma, or, in a header without commas, a semicolon or a tab."""
     if is_tsv:
         return "\t"
     return next((delimiter for delimiter in ",;\t" if delimiter in header), ",")

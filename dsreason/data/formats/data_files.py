@@ -1,4 +1,4 @@
-"""Names of data files: their types, compression and splits."""
+"""Types, compression and splits of data files, derived from their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv
 INDEX_FILES = ("dataset_info.json", "dataset_infos.json")
 
 LIST_KEYS = ("data", "rows", "examples", "instances", "samples", "train")
-"""Keys under which a JSON object may contain the list of rows; such an object is not a row itself."""
+"""Keys under which a JSON object may contain the list of rows. Such an object is not itself a row."""
 START_BYTES, BLOCK_BYTES = 4096, 1 << 20
 MAX_LIST_BYTES = 4 * 1024**3
 
@@ -29,9 +29,9 @@ def strip_packing(path: PurePath) -> PurePath:
 
 
 def find_split_files(folder: Path, split: str) -> list[Path]:
-    """Return the data files of one type whose names contain the split as a word.
+    """Return the data files whose names contain the split as a word. They must all have the same type.
 
-    If no file name contains any split's name, all files belong to `train`.
+    If no file name contains the name of any split, all files belong to `train`.
     """
     nested = next((p for name in ("metadata.jsonl", "metadata.csv") if (p := folder / split / name).is_file()), None)
     if nested is not None:
@@ -75,7 +75,7 @@ def read_start(path: Path, name: str) -> bytes:
 
 
 def check_document(document: Any, name: str, *, several_lines: bool) -> None:
-    """Raise DataError if the only JSON value of a file contains the rows in a list, or is an object on several lines."""
+    """Raise DataError if a file's only JSON value is an object that contains the list of rows or spans several lines."""
     if not isinstance(document, dict):
         return
     key = next((key for key in LIST_KEYS if isinstance(document.get(key), list)), None)

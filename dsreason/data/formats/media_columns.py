@@ -1,4 +1,4 @@
-"""Media in separate columns: their files and settings, and a check that the messages use all of them."""
+"""Media in separate columns: their files, their settings, and a check that the messages use every file."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from dsreason.media.files import IMAGE_SUFFIXES
 from dsreason.media.frames import TIMES, to_number
 
 COLUMNS: dict[str, MediaKind] = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-"""Column → kind of media."""
+"""Column → media kind."""
 NUMBERED = re.compile("(image|video)_?([0-9]+)")
-"""Pattern of the columns that contain one item each, such as MMMU's image_1 to image_7."""
+"""Pattern for columns that contain one media item each, such as MMMU's image_1 to image_7."""
 
 
 def collect_media(row: Mapping[str, Any]) -> RowMedia:
     """Collect the media in the row's columns as message parts.
 
     A column contains a file, a list of files, or an object with one file per camera. A video may also be given as image files
-    (a list, a folder or a glob); the column `fps` or `timestamps` then contains the times. A file in two columns of a kind,
-    such as `image` and `images`, counts once.
+    (a list, a folder or a glob); the column `fps` or `timestamps` then contains the frame times. A file that is in both the
+    singular and the plural column, such as `image` and `images`, counts once.
     """
     media = RowMedia({kind: [] for kind in TOKEN_TYPES})
     for column, kind in find_columns(row).items():
@@ -74,7 +74,7 @@ def collect_media(row: Mapping[str, Any]) -> RowMedia:
 
 
 def find_columns(row: Mapping[str, Any]) -> dict[str, MediaKind]:
-    """Return the kinds of the row's media columns. `file_name`, from a folder's metadata file, counts only without the others."""
+    """Return the row's media columns and their kinds. `file_name`, from a folder's metadata file, is used only as a fallback."""
     columns = {column: kind for column, kind in COLUMNS.items() if row.get(column)}
     for kind in TOKEN_TYPES:
         if has_no_file([row.get(kind), row.get(f"{kind}s")]):
@@ -86,10 +86,10 @@ def find_columns(row: Mapping[str, Any]) -> dict[str, MediaKind]:
 
 
 def find_numbered(row: Mapping[str, Any], kind: MediaKind) -> list[str]:
-    """Return the numbered columns, such as `image_1`, that contain an item, in numerical order.
+    """Return the numbered columns that contain a media item, such as `image_1`, in numerical order.
 
     Raises:
-        DataError: the numbers do not start at 0 or 1, or one is missing.
+        DataError: the numbers do not start at 0 or 1, or have a gap.
     """
     matches = {column: match for column in row if (match := NUMBERED.fullmatch(str(column))) and match[1] == kind}
     columns = {int(match[2]): column for column, match in matches.items() if not has_no_file(row[column])}
@@ -103,7 +103,7 @@ def find_numbered(row: Mapping[str, Any], kind: MediaKind) -> list[str]:
 
 
 def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
-    """Split a column into its media items and the names of their cameras."""
+    """Split a column into its media items and their camera names."""
     if has_no_file(value):
         return [], []
     if isinstance(value, dict) and find_file_key(value, kind) is None and not value.keys() & {*FILE_KEYS}:
@@ -116,7 +116,7 @@ def split_column(value: Any, kind: MediaKind) -> tuple[list[Any], list[str]]:
 
 
 def add_times(part: dict[str, Any], row: Mapping[str, Any], media: RowMedia, camera: str | None) -> None:
-    """Add the columns `fps` and `timestamps` to a video that lacks these keys.
+    """Add the row's `fps` and `timestamps` columns to a video that has neither key.
 
     Only a video given as frames may have timestamps. For a video file, `fps` is the rate at which frames are sampled.
     """
@@ -138,7 +138,7 @@ def add_times(part: dict[str, Any], row: Mapping[str, Any], media: RowMedia, cam
 
 
 def check_times(row: Mapping[str, Any], media: RowMedia) -> None:
-    """Raise DataError if a list of times has more entries than the row has videos, because the assignment would be unclear."""
+    """Raise DataError if a list of times does not have one entry per video, because the assignment would be ambiguous."""
     num_videos = len(media.waiting["video"])
     for name in TIMES:
         value = parse_list(row.get(name))
@@ -149,14 +149,14 @@ def check_times(row: Mapping[str, Any], media: RowMedia) -> None:
 
 
 def is_per_video(value: Any, name: str) -> bool:
-    """Return whether a column of times has one entry per video, by camera or in a list."""
+    """Return whether a column of times has one entry per video, in an object by camera or in a list."""
     if isinstance(value, dict):
         return True
     return isinstance(value, list) and (name == "fps" or any(item is None or isinstance(item, list) for item in value))
 
 
 def pick(value: Any, number: int, name: str, camera: str | None = None) -> Any:
-    """Return the times of one video: `value`, or the video's entry if there is one per video."""
+    """Return the times for one video: the video's entry if `value` has one entry per video, otherwise `value` itself."""
     if not is_per_video(value, name):
         return value
     if isinstance(value, dict):
@@ -176,13 +176,13 @@ def pick(value: Any, number: int, name: str, camera: str | None = None) -> Any:
 
 
 def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[Message], set[str]]:
-    """Insert the media from the row's columns into the messages, and return the messages and the columns used.
+    """Insert the media from the row's columns into the messages; return the new messages and the columns used.
 
-    Each tag in the text of a system, user or tool message, and each media part without a file, is replaced with the next item
-    of its kind. Without tags and such parts, all media are inserted before the user's first text.
+    Each tag in a system, user or tool message, and each media part without a file, is replaced with the next media item of its
+    kind. If the row has neither tags nor empty parts, all media are inserted before the user's first text.
 
     Raises:
-        DataError: the numbers of tags and media differ, or a column's setting applies to no media item.
+        DataError: the number of tags differs from the number of media, or a column's setting applies to no media item.
     """
     media = collect_media(row)
     messages = [read_objects(message) for message in messages]
@@ -196,7 +196,7 @@ def place_media(messages: list[Message], row: Mapping[str, Any]) -> tuple[list[M
 
 
 def read_objects(message: Message) -> Message:
-    """Convert media parts whose file is an object or a list of frames, as in columns."""
+    """Convert media parts whose file is an object or a list of frames, like media in columns."""
     parts = []
     for part in list_parts(message):
         file = part.get(part["type"])
@@ -269,7 +269,10 @@ def check_no_unused_media(unused: Mapping[str, Any], messages: Sequence[Message]
 def suggest_column(
     column: str, value: Any, kind: MediaKind, row: Mapping[str, Any], used_names: Sequence[str | bytes]
 ) -> str:
-    """Suggest how to show a file in an unused column; with data.columns, it would replace the column of `used_names`."""
+    """Suggest how to include a file from an unused column.
+
+    Suggest data.columns only if `used_names` is empty, because a renamed column would replace the column of those files.
+    """
     value = parse_list(value)
     if isinstance(value, list) and is_frame_list(value) and (column == "frames" or row.keys() & {*TIMES, "sample_fps"}):
         kind = "video"

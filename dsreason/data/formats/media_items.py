@@ -1,4 +1,4 @@
-"""The media items of a column: their files in all common spellings, their settings, and their kinds."""
+"""The media items in a column: their files in all common notations, their settings, and their kinds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dsreason.media.frames import TIMES
 from dsreason.media.vision import PART_SETTINGS
 
 FILE_KEYS = ("bytes", "path", "url", "file_name", "src", "image_url", "video_url")
-"""Keys under which an object may contain one media file."""
+"""Keys under which an object may contain a media file."""
 LABEL_KEYS = frozenset(("label", "camera", "camera_name", "view", "name"))
-"""Keys under which an object may contain the name of the camera."""
+"""Keys under which an object may contain the camera name."""
 FRAME_TIMES = ("timestamp", "time")
 """Keys under which a frame may contain its time in seconds."""
 FACTS = frozenset(
@@ -53,31 +53,31 @@ FACTS = frozenset(
         *("media_type", "content_type", "license", "source", "split", "coco_url", "flickr_url", "date_captured"),
     )
 )
-"""Keys that describe a file but do not change the meaning of a row."""
+"""Keys that describe a file and do not change a row's meaning."""
 VIDEO_SUFFIXES = (
     *(".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg"),
     *(".ts", ".3gp", ".ogv", ".wmv", ".flv", ".h264", ".hevc"),
 )
 VIDEO_MARKS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"FLV"), (0, b"\x00\x00\x01\xba"))
-"""Offset and bytes by which a video's content is recognised."""
+"""(offset, bytes) pairs by which video content is recognised."""
 
 
 def has_no_file(value: Any) -> bool:
-    """Return whether a value means "no file", which Arrow stores as null or as `{"bytes": null, "path": null}`."""
+    """Return whether a value stands for "no file", which Arrow stores as null or as `{"bytes": null, "path": null}`."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return not value or (bool(inner) and all(map(has_no_file, inner)))
 
 
 def find_file_key(item: Mapping[str, Any], kind: MediaKind) -> str | None:
-    """Return the key under which an object contains its file or its video's frames; None if it has no such key."""
+    """Return the key under which an object contains its file or, for a video, its frames; None if it has no such key."""
     keys = (kind, *(("frames",) if kind == "video" else ()), *FILE_KEYS)
     return next((key for key in keys if item.get(key)), None)
 
 
 def to_media_part(item: Any, kind: MediaKind, known: Sequence[str] = ()) -> dict[str, Any]:
-    """Convert an item of a column to a part; an item may already be one, such as `{"type": "image", "image": "a.png"}`.
+    """Convert a column's item to a message part; it may already be one, such as `{"type": "image", "image": "a.png"}`.
 
-    The caller handles the keys in `known` and the camera's label.
+    The caller handles the keys in `known` and the camera name.
 
     Raises:
         DataError: the item has no file, or a key that may change its meaning.
@@ -103,7 +103,7 @@ def to_media_part(item: Any, kind: MediaKind, known: Sequence[str] = ()) -> dict
 def read_settings(
     item: Mapping[str, Any], part: Mapping[str, Any], kind: MediaKind, known: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the settings in an object other than its file, which is in `part`."""
+    """Return the settings in an object; its file is already in `part`."""
     settings: dict[str, Any] = {}
     if kind == "video":
         settings = {setting: second for _, setting, second in read_clip(item, "key")}
@@ -131,7 +131,7 @@ def read_settings(
 
 
 def read_frames(frames: list[Any]) -> dict[str, Any]:
-    """Return the frames of a video as a part, with their times in seconds if each frame has a `timestamp` or `time`."""
+    """Return a video's frames as a message part, with their times in seconds if each frame has a `timestamp` or `time`."""
     parts = [to_media_part(frame, "image", FRAME_TIMES) for frame in frames]
     for number, (frame, part) in enumerate(zip(frames, parts, strict=True)):
         extra = part.keys() - {"type", "image"} | (LABEL_KEYS & frame.keys() if isinstance(frame, dict) else set())
@@ -157,7 +157,7 @@ def find_timestamp(frame: Any) -> Any:
 
 
 def is_frame_list(items: Sequence[Any]) -> bool:
-    """Return whether all items are images, so that they are the frames of one video."""
+    """Return whether all items are images, and therefore the frames of one video."""
     return bool(items) and all(guess_kind(item) == "image" and "*" not in str(item)[:1000] for item in items)
 
 
@@ -175,7 +175,7 @@ def has_frames(item: Any) -> bool:
 
 
 def iter_files(value: Any) -> Iterator[tuple[Any, MediaKind]]:
-    """Yield the media files in a value, including those in nested objects and lists, with their kinds."""
+    """Yield (file, kind) for each media file in a value, including files in nested objects and lists."""
     if kind := guess_kind(value):
         yield value, kind
     elif isinstance(value, dict | list):
@@ -184,7 +184,7 @@ def iter_files(value: Any) -> Iterator[tuple[Any, MediaKind]]:
 
 
 def iter_names(file: Any) -> Iterator[str | bytes]:
-    """Yield the paths and contents that identify a file or the files of a list."""
+    """Yield the paths and contents that identify a file, or the files in a list."""
     if isinstance(file, str | bytes):
         yield file
     elif isinstance(file, dict | list):
@@ -193,16 +193,16 @@ def iter_names(file: Any) -> Iterator[str | bytes]:
 
 
 def is_same_file(one: str | bytes, other: str | bytes) -> bool:
-    """Return whether two names are equal, or one path ends with the other."""
+    """Return whether two paths or contents are equal, or one path ends with the other."""
     if isinstance(one, str) and isinstance(other, str):
         return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
     return one == other
 
 
 def guess_kind(value: Any) -> MediaKind | None:
-    """Return the kind of media that a string names (by its suffix) or contains, or that bytes or an object contain.
+    """Return the media kind of a path (by its suffix), a data URI, bytes, or an object with a file; None for other values.
 
-    An object with bytes and path counts as an image if its content is unknown. Return None for other values.
+    An object whose bytes are not recognised counts as an image.
     """
     if isinstance(value, bytes):
         if any(value[start : start + len(mark)] == mark for start, mark in VIDEO_MARKS):

@@ -15,26 +15,26 @@ from dsreason.media.vision import PART_SETTINGS
 TAG = re.compile(
     r"\n?(?:<\|?(?P<kind>image|video)(?:[ _]?(?P<number>\d+))?\|?>|<(?P<name>img|vid)>(?P<file>[^<>\n]+)</(?P=name)>)\n?"
 )
-"""Pattern of tags: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`, including an adjacent line break."""
+"""Pattern for media tags: `<image>`, `<image 2>`, `<|image_2|>` or `<img>a.png</img>`, including adjacent line breaks."""
 PLACEHOLDER = re.compile(
     r"<\s*/?(?:image|img|im|video|vid)(?:[ _-]?(?:placeholder|here|context|token|soft[ _-]?token|pad|patch|start|\d+))?\s*/?>"
     r"|<start_of_image>|<(?:image|video|img)[^<>\n]{0,3}>|\[(?:image|img|video)(?:[ _-]?\d+)?\]|\{(?:image|video)\}",
     re.IGNORECASE,
 )
-"""Pattern of other models' tags for images and videos, such as `<ImageHere>`, `<IMG_CONTEXT>`, `[IMG]` or `{image}`."""
+"""Pattern for other models' image and video tags, such as `<ImageHere>`, `<IMG_CONTEXT>`, `[IMG]` or `{image}`."""
 UNFILLED_TAGS = {"<ref-object>": "</ref-object>", "<bbox>": "</bbox>", "<audio>": "</audio>"}
-"""Tags that ms-swift replaces from columns that dsreason does not read → end tag of an unrelated element of that name."""
+"""Tags that ms-swift fills from columns unknown to dsreason → end tag, whose presence shows that the tag is ordinary markup."""
 NAMES: dict[str, MediaKind] = {"image": "image", "video": "video", "img": "image", "vid": "video"}
 
 
 @dataclass
 class RowMedia:
-    """The media from a row's columns that no message uses yet, and the names of these columns."""
+    """The media from a row's columns that no message uses yet, and the names of the columns."""
 
     waiting: dict[MediaKind, list[dict[str, Any]]]
     columns: set[str] = field(default_factory=set)
     labels: list[str] = field(default_factory=list)
-    """Names of the cameras, one per media item, images first; empty if the columns name no cameras."""
+    """Camera names, one per media item, images first; empty if the columns name no cameras."""
 
     has_system_tags: bool = True
     """Whether tags in a system message stand for media; they are ordinary text if the row has no media."""
@@ -58,7 +58,7 @@ def check_parts(messages: Sequence[Message]) -> None:
 
 
 def describe_message(messages: Sequence[Message], number: int) -> str:
-    """Name a message by its role, such as "user message 2", because a column `system` shifts the row's own numbering."""
+    """Name a message by its role, such as "user message 2": indices are unreliable because a `system` column shifts them."""
     role = messages[number]["role"]
     return f"{role} message {sum(message['role'] == role for message in messages[: number + 1])}"
 
@@ -82,7 +82,7 @@ def check_replies(messages: Sequence[Message]) -> None:
 
 
 def check_placeholders(messages: Sequence[Message]) -> None:
-    """Raise DataError if a message contains another model's placeholder for media and the row's media have no tags."""
+    """Raise DataError if a message contains another model's media placeholder. Call it for rows whose media have no tags."""
     for number, message in enumerate(messages):
         texts = [
             part["text"] for part in to_parts(message) if part["type"] == "text" and message["role"] != "assistant"
@@ -103,10 +103,10 @@ def describe_tags(kind: MediaKind, num_media: int) -> str:
 
 
 def is_repeated(messages: Sequence[Message], media: RowMedia) -> bool:
-    """Return whether the messages already name the columns' files; if they do, add the columns' settings to these parts.
+    """Return whether the messages already name the columns' files; if so, add the columns' settings to their parts.
 
     Raises:
-        DataError: the messages name other files, or a setting has two different values.
+        DataError: the messages lack some of the columns' files, or a setting has two different values.
     """
     media_parts = list_media(messages)
     if not media_parts:
@@ -142,7 +142,7 @@ def list_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def count_slots(messages: Sequence[Message], media: RowMedia) -> dict[MediaKind, int]:
-    """Count the media to which tags and parts without a file refer, by kind; equal numbers refer to the same item."""
+    """Count, by kind, the media items to which tags and empty parts refer; equal numbers refer to the same item."""
     counts: dict[MediaKind, int] = dict.fromkeys(TOKEN_TYPES, 0)
     numbers: dict[MediaKind, set[int]] = {kind: set() for kind in TOKEN_TYPES}
     for message in messages:
@@ -171,7 +171,7 @@ def iter_empty(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 
 
 def read_index(part: Mapping[str, Any]) -> int:
-    """Return the index of the item to which a part without a file refers."""
+    """Return the index of the media item to which an empty part refers."""
     index = part["index"]
     if type(index) is not int or index < 0:
         raise DataError(
@@ -181,7 +181,7 @@ def read_index(part: Mapping[str, Any]) -> int:
 
 
 def has_tags(message: Message, media: RowMedia) -> bool:
-    """Return whether tags in this message stand for media. In replies, they are ordinary text."""
+    """Return whether tags in this message stand for media; in replies, they are ordinary text."""
     return message["role"] in ("user", "tool") or (message["role"] == "system" and media.has_system_tags)
 
 
@@ -212,7 +212,7 @@ def to_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def fill_message(message: Message, media: RowMedia, numbered: dict[MediaKind, list[dict[str, Any]]]) -> Message:
-    """Replace tags and parts without a file with media; tags with a number take their media from `numbered`."""
+    """Replace a message's tags and empty parts with media; numbered tags and parts take theirs from `numbered`."""
     if not any(is_empty(part) for part in list_parts(message)) and not any(iter_tags(message, media)):
         return message
     filled: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Media settings in columns and objects, and clip limits under the names that other tools use."""
+"""Media settings in columns and objects, including clip limits under the names that other tools use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.media.frames import FRAME_RATE_HINT, is_number, to_number
 from dsreason.media.vision import PART_SETTINGS
 
 IMAGE_SETTINGS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-"""Columns that set an option of the row's only image or video; the other `PART_SETTINGS` apply only to videos."""
+"""Columns that set an option for the row's only image or video; the other `PART_SETTINGS` apply only to videos."""
 FRAMES_HINT = ", or, if the images are the frames of a video, rename their column to 'video'"
 LIMITS = {
     "video_start": (
@@ -26,12 +26,12 @@ LIMITS = {
     ),
     "video_end": ("end", "end_time", "end_sec", "end_second", "end_seconds", "clip_end"),
 }
-"""Clip limit in seconds → its names in other tools."""
+"""Setting for a clip limit in seconds → its names in other tools."""
 PAIR = "clip"
 """Key of a `[start, end]` list, in seconds."""
 CLIP_KEYS = (*(name for names in LIMITS.values() for name in names), PAIR)
 SPANS = ("time", "times", "timestamp", "time_range", "time_span", "segment", "span", "interval", "window")
-"""Columns in which two numbers may either limit the clip or be the span that the model must find."""
+"""Columns whose two numbers may be either the clip limits or the span that the model must find."""
 FRAME_KEYS = (
     "start_frame",
     "end_frame",
@@ -42,11 +42,11 @@ FRAME_KEYS = (
     "start_idx",
     "end_idx",
 )
-"""Names of clip limits that are frame numbers."""
+"""Names for clip limits that are frame numbers."""
 
 
 def parse_list(value: Any) -> Any:
-    """Parse the JSON text of a list or an object, for example from a CSV file; return other values unchanged."""
+    """Parse a list or an object stored as JSON text, for example in a CSV file; return other values unchanged."""
     if not isinstance(value, str) or (value[:1], value[-1:]) not in (("[", "]"), ("{", "}")):
         return value
     try:
@@ -56,10 +56,13 @@ def parse_list(value: Any) -> Any:
 
 
 def read_clip(values: Mapping[str, Any], noun: str) -> list[tuple[str, str, float]]:
-    """Return (name, setting, seconds) of each clip limit in an object or a row; messages call a name a `noun`.
+    """Return (name, setting, seconds) for each clip limit in an object or a row.
+
+    Args:
+        noun: what error messages call a name: "key" or "column".
 
     Raises:
-        DataError: a limit is not a number, or two names of the same limit have different numbers.
+        DataError: a limit is not a number, or two names for the same limit have different values.
     """
     limits = [
         (name, setting, values[name])
@@ -92,10 +95,10 @@ def is_pair(value: Any) -> bool:
 
 
 def apply_settings(parts: list[dict[str, Any]], row: Mapping[str, Any], used: set[str]) -> set[str]:
-    """Add the settings in the row's columns to its only video or image, and return the columns.
+    """Add the settings in the row's columns to its only video or image, and return the names of these columns.
 
     Raises:
-        DataError: the row has no media or several to which a setting may apply, or the item has a different value.
+        DataError: a setting applies to no media item or to several, or the media item already has a different value for it.
     """
     if row.get("timestamps") is not None and "timestamps" not in used:
         raise DataError(
@@ -126,7 +129,7 @@ def apply_settings(parts: list[dict[str, Any]], row: Mapping[str, Any], used: se
 
 
 def check_other_limits(row: Mapping[str, Any], used: set[str]) -> None:
-    """Raise DataError if a column may limit the row's video, limits it by frame numbers, or has an ambiguous frame rate."""
+    """Raise DataError if a column has clip limits as frame numbers, an ambiguous time span, or an ambiguous frame rate."""
     for column in FRAME_KEYS:
         if row.get(column) not in (None, "", []):
             raise DataError(

@@ -1,4 +1,4 @@
-"""The better and the worse reply of a preference row; each is a string, messages, or a complete conversation."""
+"""The better and the worse reply in a preference row. Each is a string, messages, or a complete conversation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CHOSEN = ("chosen", "chosen_response", "chosen_messages")
 COLUMNS = (*CHOSEN, *REJECTED)
 MARK = re.compile("<(image|video)>")
 MESSAGE_KEYS = {*ROLE_KEYS, *CONTENT_KEYS}
-"""Keys of messages in the formats that data sets commonly use."""
+"""Keys of messages in common data set formats."""
 
 
 def read_pair(row: Mapping[str, Any], base: list[Message]) -> tuple[list[Message], list[Message], set[str]]:
     """Return the conversations with the better and with the worse reply, and the columns read.
 
-    `base` contains the messages from the row's other columns: the prompt, or, without a column `chosen`, the prompt with the
-    better reply. `chosen` and `rejected` may also be complete conversations, which must then contain the prompt.
+    `base` contains the messages from the row's other columns: the prompt or, if the row has no column `chosen`, the prompt with
+    the better reply. `chosen` and `rejected` may also be complete conversations, which must then contain the prompt.
     """
     better, worse = (
         next((name for name in names if row.get(name) not in (None, "", [])), None) for names in (CHOSEN, REJECTED)
@@ -65,9 +65,9 @@ def to_messages(raw: Any, column: str, role: str) -> list[Message]:
 
 
 def parse_listed_messages(text: str) -> list[Message] | None:
-    """Parse a JSON list of messages; return None for other text, for example a reply that is a list of boxes.
+    """Parse a JSON list of messages; return None for other text, such as a reply that is a list of boxes.
 
-    Raise DataError if the items look like messages but some lack a role.
+    Raise DataError if an item looks like a message but has no role.
     """
     if not text.lstrip().startswith("["):
         return None
@@ -91,7 +91,7 @@ def read_conversation(
 ) -> list[Message]:
     """Return the prompt followed by the reply in this column, or the column's complete conversation.
 
-    With `is_implicit`, the prompt is the beginning of the other reply's conversation.
+    If `is_implicit`, `prompt` was taken from the chosen conversation, so the column's conversation must start with it.
     """
     messages = to_messages(row[column], column, "assistant")
     if not messages:
@@ -115,7 +115,7 @@ def read_conversation(
 
 
 def check_same_prompt(messages: list[Message], column: str, prompt: list[Message]) -> None:
-    """Raise DataError if two conversations differ before the last reply, except that only one may have a system message."""
+    """Raise DataError if a conversation differs from the prompt before its last reply. System messages are not compared."""
     texts, others = (
         [get_role_and_text(message) for message in conversation if message["role"] != "system"]
         for conversation in (messages, prompt)
@@ -147,12 +147,12 @@ def merge_prompt(messages: list[Message], column: str, prompt: list[Message]) ->
 
 
 def get_role_and_text(message: Message) -> tuple[str, str]:
-    """Return a message's role, and its text without tags such as `<image>`."""
+    """Return a message's role and its text without tags such as `<image>`."""
     return message["role"], MARK.sub("", join_text(message)).strip()
 
 
 def flatten_openai_preference(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert OpenAI's preference rows (`input`, `preferred_output`, `non_preferred_output`) to the usual columns."""
+    """Convert OpenAI's preference rows (`input`, `preferred_output`, `non_preferred_output`) to `chosen` and `rejected`."""
     if not isinstance(row.get("input"), dict) or "preferred_output" not in row:
         return row
     rest = {

@@ -23,7 +23,7 @@ from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 REASONING_COLUMNS = ("reasoning_content", "reasoning", "thinking", "think", "cot")
-"""Columns that may contain the reasoning before the reply to a question, an instruction or a prompt."""
+"""Columns that may contain the reasoning that precedes the reply to a question, an instruction or a prompt."""
 CONVERSATION_COLUMNS = {
     *LISTS,
     *QUESTIONS,
@@ -54,9 +54,10 @@ CONVERSATION_COLUMNS = {
 
 
 def read_row(row: Any, name: str | None = None) -> Sample:
-    """Convert a row of any format to a sample; `name` selects the format, and None detects it.
+    """Convert a row in any format to a sample.
 
-    With `name`, columns of other formats are kept in `sample.meta`; otherwise, a column that no format would ignore is an error.
+    `name` selects the format, and columns of other formats are then kept in `sample.meta`. If `name` is None, the format is
+    detected, and an unused column that another format would read is an error.
 
     Raises:
         DataError: the row has no known format, is contradictory, or is incomplete.
@@ -118,7 +119,7 @@ def read_row(row: Any, name: str | None = None) -> Sample:
 
 
 def add_reasoning(messages: list[Message], row: Row) -> set[str]:
-    """Insert the reasoning from one of the row's columns before the reply, and return the column's name; {} if there is none."""
+    """Insert the reasoning from one of the row's columns before the reply; return a set with that column, empty without one."""
     column = next((column for column in REASONING_COLUMNS if not refused.is_blank(row.get(column))), None)
     if column is None and str(row.get("process")).lstrip().startswith("<think>"):  # Video-R1
         column = "process"
@@ -161,6 +162,6 @@ def is_repeated(value: Any, column: str, texts: set[str]) -> bool:
 
 
 def get_last_reply(messages: Sequence[Message]) -> str | None:
-    """Return the last message's text as the reference answer; None if the message is not the assistant's."""
+    """Return the last message's text as the reference answer; None if it is not an assistant message."""
     last = messages[-1] if messages else None
     return join_text(last) if last is not None and last["role"] == "assistant" else None

@@ -1,4 +1,4 @@
-"""Columns and message keys that are refused, because they change a row's meaning in other tools but no format reads them."""
+"""Refused columns and message keys, which change a row's meaning in other tools but are not supported by any format."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ COLUMNS = {
     **dict.fromkeys(("loss_mask", "label_mask", "completion_mask", "response_mask", "assistant_masks"), MASKS),
     **dict.fromkeys(("train_on_turn", "train_on_input", "train_on_inputs", "mask_history"), MASKS),
 }
-"""Refused columns of rows → reason."""
+"""Refused column → reason."""
 WEIGHT_COLUMNS = ("loss", "train", "weight")
-"""Columns that must be 1 or true."""
+"""Columns whose values must be 1 or true."""
 MESSAGE_KEYS = {
     "audio": AUDIO,
     "audios": AUDIO,
@@ -49,11 +49,11 @@ MESSAGE_KEYS = {
     "thoughts": "reasoning belongs in the key 'reasoning_content'",
     **dict.fromkeys(("media", "file", "files"), MEDIA),
 }
-"""Refused keys of messages → reason."""
+"""Refused message key → reason."""
 VIDEO_SETTINGS = ("video_start", "video_end", "fps", "nframes", "min_frames", "max_frames", "timestamps")
-"""Refused keys of messages that contain a video in addition to their text."""
+"""Keys that are refused in messages with a separate `video` or `videos` key."""
 LOSS_WORDS = ("loss", "train", "mask", "weight", "learn")
-"""Words in the names of keys that control training on a reply or on a part of it."""
+"""Words in names of keys that control whether or how much to train on a reply or a part of it."""
 SWITCHES = (
     *("mask", "masked", "is_masked", "mask_history", "ignore", "skip", "prefix", "rejected"),
     *("train_on_input", "train_on_inputs"),
@@ -91,7 +91,7 @@ def check_message_keys(turn: Mapping[str, Any], location: str) -> None:
 
 
 def check_loss_keys(items: Mapping[str, Any], location: str, known: Collection[str] = ()) -> None:
-    """Raise DataError if a reply or a part has a training-related key other than the `known` ones."""
+    """Raise DataError if a message or a part has a key related to the loss that is not in `known`."""
     for key in items:
         name = str(key).lower()
         if key not in known and any(word in name for word in LOSS_WORDS) and has_effect(items, key):
@@ -102,7 +102,7 @@ def check_loss_keys(items: Mapping[str, Any], location: str, known: Collection[s
 
 
 def check_case(row: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise DataError if columns differ from known ones only in upper or lower case."""
+    """Raise DataError if a column's name differs from a known name only in case."""
     names = {
         str(column).lower(): column
         for column, value in row.items()
@@ -129,7 +129,7 @@ def is_blank(value: Any) -> bool:
 
 
 def has_effect(items: Mapping[str, Any], key: str) -> bool:
-    """Return whether a refused column or key has a value that changes the meaning of the row."""
+    """Return whether a refused column or key has a value that changes the row's meaning."""
     value = items.get(key)
     if is_blank(value) or (key in SWITCHES and (value is False or value in ("false", "False"))):
         return False

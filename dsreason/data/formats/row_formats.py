@@ -1,4 +1,4 @@
-"""The row formats: the columns that identify each format, and the functions that read its conversations."""
+"""The row formats: the columns that identify each format, and the function that reads its conversations."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ COMPLETIONS = ("completion", "response", "output")
 
 @dataclass
 class Conversation:
-    """The conversation that a format reads from a row, before media from other columns are inserted."""
+    """A conversation read from a row, before media from other columns are inserted."""
 
     messages: list[Message]
     columns: set[str]
-    """Columns that the format used; their content is now in `messages` or in the fields below."""
+    """Columns that the format read; their content is now in `messages` or in the fields below."""
     rejected: list[Message] | None = None
     options: dict[str, str] | None = None
     labels: dict[str, str] = field(default_factory=dict)
-    """Spelling of the answer in the row → letter or text of the corresponding option."""
+    """Answer as written in the row → letter or text of the corresponding option."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Format:
     description: str
     """Description of the format's columns, for messages."""
     find_columns: Callable[[Row], list[str]]
-    """Function that returns the columns that identify the format; an empty list if the row has another format."""
+    """Function that returns the row's columns that identify this format; [] if the row has a different format."""
     read: Callable[[Row], Conversation]
 
 
 def has(row: Row, *columns: str) -> bool:
-    """Return whether the row has a value in all these columns."""
+    """Return whether the row has a value in every one of the columns."""
     return all(row.get(column) is not None for column in columns)
 
 
@@ -58,7 +58,7 @@ def find_column(row: Row, columns: Sequence[str]) -> str | None:
 
 
 def list_present(row: Row, columns: Sequence[str]) -> list[str]:
-    """Return those of the columns in which the row has a value."""
+    """Return the columns in which the row has a value."""
     return [column for column in columns if has(row, column)]
 
 
@@ -129,7 +129,7 @@ def read_history(history: Any) -> list[Message]:
 def read_prompt(row: Row) -> Conversation:
     """Read TRL's `prompt` and `completion` (or `response`), or verl's prompt without a reply.
 
-    Only the completion is trained on.
+    The model is trained only on the completion.
     """
     messages = [mark_untrained(message) for message in preferences.to_messages(row["prompt"], "prompt", "user")]
     columns = {"prompt"}
@@ -147,7 +147,7 @@ def read_prompt(row: Row) -> Conversation:
 
 
 def read_preference(row: Row) -> Conversation:
-    """Read `chosen` and `rejected`, each a reply to the prompt in the other columns or a complete conversation."""
+    """Read `chosen` and `rejected`. Each is a complete conversation, or a reply to the prompt in the other columns."""
     base = Conversation([], set())
     if prompt_format := next((form for form in FORMATS[1:] if form.find_columns(row)), None):
         base = prompt_format.read(row)
@@ -214,7 +214,7 @@ FORMATS = (
 
 
 def find_format(row: Row) -> Format:
-    """Find the format to which the row's columns belong.
+    """Find the format that the row's columns match.
 
     Raises:
         DataError: the columns match no format.
@@ -235,13 +235,13 @@ def find_format(row: Row) -> Format:
 
 
 def names_conversation_file(row: Row) -> bool:
-    """Return whether the row's conversation is in a JSON file that the column `conversation` names (Cosmos 3)."""
+    """Return whether the row's conversation is in a JSON file named in the column `conversation` (Cosmos 3)."""
     conversation = row.get("conversation")
     return isinstance(conversation, str) and conversation.endswith(".json")
 
 
 def describe_detection(row: Row) -> str:
-    """Describe a row's format, the columns by which it was recognised, and how to select another matching format."""
+    """Describe a row's format, the columns that identify it, and how to select another format that also matches."""
     if names_conversation_file(row):
         return "format conversation file (recognised by conversation, which names a .json file)"
     row = preferences.flatten_openai_preference(row)
@@ -256,7 +256,7 @@ def add_system(conversation: Conversation, row: Row) -> None:
     """Insert the column `system` (or `system_prompt`) as the first message, unless the conversation already starts with it.
 
     Raises:
-        DataError: the conversation starts with another system message.
+        DataError: the conversation starts with a different system message.
     """
     column = next((column for column in SYSTEMS if get_optional_text(row, column) is not None), None)
     if column is None:

@@ -1,6 +1,6 @@
-"""Tables that `datasets` has converted to Arrow files in its cache; damaged files are converted again.
+"""Tables that `datasets` has converted to Arrow files in its cache. If the files are damaged, the data is converted again.
 
-An Arrow file that was cut off between two batches can still be read, but has fewer rows.
+The files must be checked, because an Arrow file that was cut off between two batches can still be read but has fewer rows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def load_intact_table(name: str, load: Callable[[str | None], datasets.Dataset])
     """Return the table that `load` returns; if its Arrow files have been damaged, convert the data again.
 
     Args:
-        name: name of the data, for the warning.
-        load: calls `datasets.load_dataset` with this `download_mode`.
+        name: name of the data in the warning.
+        load: function that calls `datasets.load_dataset` with the given `download_mode`.
     """
     import pyarrow
 
@@ -45,7 +45,7 @@ def load_intact_table(name: str, load: Callable[[str | None], datasets.Dataset])
 
 
 def find_table_damage(table: datasets.Dataset) -> str | None:
-    """Describe the damage to a table's files; None if they are intact. Write a record when the table is first used."""
+    """Describe the damage to a table's files; None if they are intact. On first use of the table, record its files instead."""
     split = (table.info.splits or {}).get(str(table.split))
     if split is not None and split.num_examples != len(table):
         return f"{len(table)} of {split.num_examples} rows"
@@ -65,7 +65,10 @@ def list_arrow_files(table: datasets.Dataset) -> list[str]:
 
 
 def locate_record(table: datasets.Dataset) -> Path:
-    """Return the path at which this version of the table is recorded; `datasets` writes `dataset_info.json` when it converts."""
+    """Return the path of the record for this version of the table.
+
+    A version is identified by the modification time of `dataset_info.json`, which `datasets` writes at each conversion.
+    """
     files = list_arrow_files(table)
     info = [Path(file).with_name("dataset_info.json") for file in files[:1]]
     version = [str(file.stat().st_mtime_ns) for file in info if file.is_file()]

@@ -1,4 +1,4 @@
-"""The messages of a row in all common spellings: roles, text, media parts, tool calls, and flags for trained replies."""
+"""A row's messages in all common notations: roles, text, media parts, tool calls, and flags for trained replies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROLES = {
     "observation": "tool",
     "ipython": "tool",
 }
-"""Role name in OpenAI's, ShareGPT's, LLaMA-Factory's or ms-swift's format, in lower case → role."""
+"""Lower-case role name in the format of OpenAI, ShareGPT, LLaMA-Factory or ms-swift → role."""
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
 """Keys for a message's role, and for its text or parts."""
 PAIR_KEYS = {
@@ -43,9 +43,9 @@ PAIR_KEYS = {
     "assistant": "assistant",
     "output": "assistant",
 }
-"""Keys of an item with a question and its reply, in ms-swift and XTuner → role."""
+"""Key of an item that holds a question and its reply (ms-swift, XTuner) → role."""
 CALL_ROLES = ("function_call", "tool_call")
-"""Roles whose text is the JSON of a tool call."""
+"""Roles whose text is a tool call in JSON."""
 TRAINED_KEYS = ("loss", "train", "trained", "is_trained", "training", "trainable", "loss_mask", "weight")
 """Keys that say whether to train on a reply."""
 TAGGED_REASONING = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
@@ -57,11 +57,11 @@ PART_KINDS = {
     "video_url": "video",
     "input_video": "video",
 }
-"""Types of media parts → kind of media."""
+"""Type of a media part → media kind."""
 MEDIA_KEYS = ("image", "images", "video", "videos")
 """Keys for media that a message contains in addition to its text."""
 SOURCE_KEYS = ("url", "path", "base64")
-"""Other keys under which a media part may contain its file."""
+"""Additional keys under which a media part may contain its file."""
 
 
 def parse_json(value: Any, column: str) -> Any:
@@ -77,7 +77,7 @@ def parse_json(value: Any, column: str) -> Any:
 def read_messages(value: Any, column: str) -> list[Message]:
     """Read a list of messages, a single message, or the JSON text of either.
 
-    A message that must not be trained on gets `"trained": False`. Consecutive tool calls are merged into one message.
+    A reply that must not be trained on gets `"trained": False`. Consecutive tool calls are merged into one message.
     """
     value = parse_json(value, column)
     turns = [value] if isinstance(value, dict) else value
@@ -99,7 +99,7 @@ def read_messages(value: Any, column: str) -> list[Message]:
 
 
 def split_pairs(turns: list[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the index and message of each turn; an item without a role may be a question with its reply."""
+    """Yield (index, message) for each turn; an item without a role may hold a question and its reply, and yields both."""
     for number, turn in enumerate(turns):
         if get_first_value(turn, *ROLE_KEYS) is not None or len(PAIR_KEYS.keys() & turn.keys()) < 2:
             yield number, turn
@@ -169,12 +169,12 @@ def put_reasoning(reasoning: Any, reply: str, location: str) -> str:
 
 
 def get_first_value(turn: Mapping[str, Any], *keys: str) -> Any:
-    """Return the first value that is not None, because Arrow adds null keys to all messages of a table."""
+    """Return the value of the first key whose value is not None. Arrow adds keys with null values to all messages in a table."""
     return next((value for key in keys if (value := turn.get(key)) is not None), None)
 
 
 def read_media(turn: Mapping[str, Any], column: str, location: str) -> list[dict[str, Any]]:
-    """Convert media that a message has in separate keys (Ollama's format) to parts."""
+    """Convert the media in a separate key of a message (Ollama's format) to parts."""
     value = turn.get(column)
     kind = column.removesuffix("s")
     items = value if isinstance(value, list) else [value] if value else []
@@ -182,7 +182,7 @@ def read_media(turn: Mapping[str, Any], column: str, location: str) -> list[dict
 
 
 def read_trained(turn: Mapping[str, Any], location: str) -> bool:
-    """Return whether to train on the reply. Raise DataError for a weight between 0 and 1, and for masks within the reply."""
+    """Return whether to train on the reply. Raise DataError for weights other than 0 and 1, and for masks within the reply."""
     check_loss_keys(turn, location, TRAINED_KEYS)
     for key in TRAINED_KEYS:
         value = turn.get(key)
@@ -209,7 +209,7 @@ def read_content(content: Any, location: str) -> str | list[dict[str, Any]] | No
 
 
 def read_part(part: Any, location: str) -> dict[str, Any]:
-    """Return a part as `{"type": "text", "text": …}` or `{"type": kind, kind: file, …}`; without a file, the key is missing."""
+    """Return a part as `{"type": "text", "text": …}` or `{"type": kind, kind: file, …}`, without the key `kind` if no file."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
@@ -232,7 +232,7 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
     if isinstance(file, dict) and "url" in file:
         part |= {key: value for key, value in file.items() if key != "url" and value is not None}
         file = file["url"]
-    part.pop("detail", None)  # a setting of OpenAI's models
+    part.pop("detail", None)  # a setting for OpenAI's models
     for key in SOURCE_KEYS:
         if file is None and key in part:
             file = f"data:{kind}/unknown;base64,{part[key]}" if key == "base64" else part[key]
@@ -248,7 +248,7 @@ def read_part(part: Any, location: str) -> dict[str, Any]:
 
 
 def read_calls(value: Any, location: str) -> list[dict[str, Any]]:
-    """Read one or several tool calls, as objects or JSON text, with the name at the top level or in `function`."""
+    """Read one or more tool calls, as objects or JSON text, with the name at the top level or in `function`."""
     if value is None or value == []:
         return []
     calls = parse_json(value, location)
@@ -279,7 +279,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Remove keys whose value is None, because Arrow adds them to all objects of a column."""
+    """Remove keys whose value is None. Arrow adds them to all objects in a column."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value

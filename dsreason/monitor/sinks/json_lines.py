@@ -1,4 +1,4 @@
-"""A sink that writes `metrics.jsonl`, with one line for the scalars of each step."""
+"""A sink that writes `metrics.jsonl`, with one line of scalars per step."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def encode_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def read_earlier_entries(path: Path, *, last_step: int) -> list[dict[str, Any]]:
-    """Return the entries as `read_lines` does; rename a file that cannot be read, because the run continues without it."""
+    """Return the entries as `read_lines` does. If the file cannot be read, rename it, and let the run continue without it."""
     try:
         return read_lines(path, last_step=last_step)
     except OSError as error:
@@ -103,5 +103,5 @@ def read_lines(path: Path, *, last_step: int | None) -> list[dict[str, Any]]:
 
 @cache
 def warn_damaged(path: Path, problem: str) -> None:
-    """Log a warning once per process, because the page of a world model reads the file at every validation."""
+    """Log a warning, but only once per process: a world model's page reads the file at every validation."""
     log.warning("%s: damaged lines are left out: %s", path, problem)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Sink:
-    """A sink that ignores all values. Steps never decrease, and a method may be called several times for the same step."""
+    """A sink that ignores everything. Steps never decrease, and a method may be called several times for the same step."""
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def log_text(self, step: int, name: str, text: str) -> None: ...

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Sink):
-    """A writer of a TensorBoard folder. Events that a stopped run has written for steps after `resume_step` are purged."""
+    """A writer for a TensorBoard folder. Events that a stopped run has written for steps after `resume_step` are purged."""
 
     def __init__(self, folder: Path, run_config: dict[str, Any], resume_step: int | None) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class TensorBoard(Sink):
                 self.writer.add_image(f"{name}/{i}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
     def log_video(self, step: int, name: str, gif: bytes) -> None:
-        """Write the GIF as an image summary, like `add_video`, which would require another package to encode the GIF."""
+        """Write the GIF as an image summary, as `add_video` does, but without the package that it needs to encode a GIF."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         width, height = (int.from_bytes(gif[at : at + 2], "little") for at in (6, 8))

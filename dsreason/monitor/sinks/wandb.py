@@ -94,7 +94,7 @@ def check_wandb(config: MonitorConfig) -> None:
 
 
 def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool) -> wandb.Run:
-    """Start a W&B run; if this run is resumed, continue the W&B run whose id is stored in the output folder."""
+    """Start a W&B run or, if this run is resumed, continue the W&B run whose id is stored in the output folder."""
     check_wandb(config)
     import wandb
 
@@ -118,7 +118,7 @@ def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, An
 
 
 def read_run_id(file: Path) -> str | None:
-    """Return the id of the W&B run to continue; None if there is none yet, or, with a warning, if the file is damaged."""
+    """Return the id of the W&B run to continue; None if the file is missing or, with a warning, if it is damaged."""
     if not os.path.lexists(file):
         return None
     try:
