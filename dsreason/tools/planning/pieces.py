@@ -35,6 +35,8 @@ class Pieces:
     model: PreTrainedModel
     shape: ModelShape
     dtype: torch.dtype
+    adapted_experts: int = 0
+    """Bytes of a layer's experts that have adapters, which peft copies in every forward pass to add the adapters' products."""
 
     @cache  # noqa: B019 (one instance per plan)
     def trace_text_layer(self, tokens: int, *, training: bool = True) -> Traced:
@@ -48,7 +50,8 @@ class Pieces:
             )
             return get_tensor(outputs)
 
-        return trace(run, (1, tokens, self.shape.hidden), self.dtype, training=training)
+        traced = trace(run, (1, tokens, self.shape.hidden), self.dtype, training=training)
+        return Traced(traced.kept + self.adapted_experts * training, traced.peak + self.adapted_experts)
 
     @cache  # noqa: B019
     def trace_vision_block(self, patches: int, *, training: bool = True) -> Traced:
@@ -134,8 +137,11 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
         quantize_meta_layers(model, family.modules.text_layers, dtype)
     if targets:
         add_matching_adapters(model, config, targets, dtype)
+    experts = [parameter for name, parameter in model.named_parameters() if drop_layer_number(name) in targets]
+    for parameter in experts:
+        parameter.requires_grad_(True)  # the gradient of the copy is as large as that of the experts
     free_gradients_early(model)
-    return Pieces(model, shape, dtype)
+    return Pieces(model, shape, dtype, sum(parameter.nbytes for parameter in experts))
 
 
 def drop_layer_number(name: str) -> str:
@@ -151,12 +157,12 @@ def quantize_meta_layers(model: nn.Module, pattern: str, dtype: torch.dtype) -> 
 
 def add_matching_adapters(model: PreTrainedModel, config: RunConfig, targets: set[str], dtype: torch.dtype) -> None:
     """Add adapters to the remaining layers that have one in the full model."""
-    members = [*model.named_modules(), *model.named_parameters()]
-    names = [name for name, _ in members if drop_layer_number(name) in targets]
+    names = [name for name, _ in model.named_modules() if drop_layer_number(name) in targets]
     exact = tuple(f"^{re.escape(name)}$" for name in names)
     model.requires_grad_(False)
     lora = config.lora.model_copy(update={"targets": exact, "vision": False, "rank_pattern": {}, "alpha_pattern": {}})
-    add_adapters(model, lora, seed=0)
+    if exact:
+        add_adapters(model, lora, seed=0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to("meta", dtype)
