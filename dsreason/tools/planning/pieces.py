@@ -19,7 +19,7 @@ from dsreason.models.nf4.layers import convert_to_nf4
 from dsreason.tools.planning.architecture import Architecture
 from dsreason.tools.planning.parameters import Parameters, build_meta_model
 from dsreason.tools.planning.shape import ModelShape, read_shape
-from dsreason.tools.planning.tracing import ATTENTION, Traced, free_gradients_early, trace
+from dsreason.tools.planning.tracing import ATTENTION, EXPERTS, Traced, free_gradients_early, trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,6 +130,8 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
         attention_configs.append(tower.config)
     for attention_config in attention_configs:
         attention_config._attn_implementation = ATTENTION
+    if family.modules.experts:
+        decoder.config._experts_implementation = EXPERTS
     trained = {drop_layer_number(parameter.name) for parameter in parameters.trained}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(drop_layer_number(name) in trained)
