@@ -3,8 +3,8 @@
     python benchmarks/answer_reading.py [--show tuned|held-out|new] [--write]
 
 The responses are in `tests/unit/answers/responses.jsonl`, each with the option that a person would read, or null if it names
-no option. The other packages' rules run if these are installed (`pip install --no-deps ms-vlmeval lmms-eval` suffices), and
-`--write` saves the readings to `others_readings.json` next to the responses; without packages, the saved readings are used.
+no option. The other packages' rules run if the packages are installed (`pip install --no-deps ms-vlmeval lmms-eval` suffices);
+`--write` then saves their readings to `others_readings.json` next to the responses. Otherwise, the saved readings are used.
 Neither judge models nor random choices are used: if a rule would choose at random, the answer counts as unread. All rules get
 the response without its thoughts. If the options have no texts, the other packages' rules get the letters A to E.
 """
@@ -38,7 +38,7 @@ Rule = Callable[[str, "dict[str, str] | None"], str]
 
 class Row(NamedTuple):
     part: str
-    """`tuned`: used while the rules were written; `held-out`: not used then; `new`: written after the last change to a rule."""
+    """`tuned`: used while the rules were written; `held-out`: unused then; `new`: written after the last change to a rule."""
     options: dict[str, str] | None
     response: str
     reading: str | None
@@ -72,7 +72,11 @@ def load_others(file: Path = OTHERS) -> dict[str, str]:
 
 
 def count_outcomes(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
-    """Count outcomes: if a person reads B, `B` is read, `-` unread, `A` misread; if a person reads nothing, `B` is misread."""
+    """Count the outcomes of the rule's readings.
+
+    If a person reads B, the reading `B` counts as read, `-` as unread and `A` as misread. If a person reads nothing, `B` counts
+    as misread.
+    """
     outcomes: Counter[str] = Counter()
     for row, reading in zip(rows, readings, strict=True):
         if part is not None and row.part != part:
@@ -85,7 +89,7 @@ def count_outcomes(rows: Sequence[Row], readings: str, part: str | None = None) 
 
 
 def format_table(rows: Sequence[Row], readings: Mapping[str, str]) -> str:
-    """Format a Markdown table of the read, unread and misread counts of each part and of all rows."""
+    """Format a Markdown table of the read, unread and misread counts for each part and for all rows."""
     parts = [*dict.fromkeys(row.part for row in rows), None]
     sizes = {part: sum(part in (row.part, None) for row in rows) for part in parts}
     heads = [f"{part or 'all'} ({sizes[part]})" for part in parts]
@@ -100,7 +104,7 @@ def format_table(rows: Sequence[Row], readings: Mapping[str, str]) -> str:
 
 
 def load_rules() -> dict[str, Rule]:
-    """Return the rules of the installed packages by name."""
+    """Return the installed packages' rules: name → rule."""
     rules: dict[str, Rule] = {}
     if importlib.util.find_spec("vlmeval"):
         version = importlib.metadata.version("ms-vlmeval")
@@ -112,7 +116,7 @@ def load_rules() -> dict[str, Rule]:
 
 
 def skip_init(package: str, *below: str) -> None:
-    """Make modules of a package importable without running `__init__`, which imports much that these modules do not need."""
+    """Make a package's modules importable without running its `__init__`, which imports much that they do not need."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     for name in ("", *below):

@@ -2,11 +2,10 @@
 
     python benchmarks/checkpoint_digests.py [--gib 1.0] [--rounds 5] [--nproc 1]
 
-Each round saves the checkpoint of `checkpoint_stall.py` in the background and in the foreground, without digests and with them,
-and loads it without and with the check of all its files; once from the page cache, and once after its files have been dropped
-from there. The sides take turns, and the shortest time of each is compared, because other work on the machine only adds to it;
-the ratio of the medians follows. A resume consists of the rank's start (imports, joining the job, building the engine) and
-the load.
+Each round saves the checkpoint of `checkpoint_stall.py` in the background and in the foreground, without and with digests. It
+then loads the checkpoint without and with a check of all its files, once from the page cache and once after the files have been
+dropped from it. The sides take turns. Their shortest times are compared, because other work on the machine only adds time; the
+ratio of the medians follows. A resume consists of the rank's start (imports, joining the job, building the engine) and the load.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 class Measurement:
-    """The engine, its checkpoint writers, and the times of all rounds in seconds, by metric and side."""
+    """The engine, its checkpoint writers, and the seconds measured in all rounds, by metric and side."""
 
     def __init__(self, folder: Path, gib: float, world: World) -> None:
         from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, compute_digest

@@ -59,8 +59,11 @@ def run_step(engine, width: int) -> float:
 
 
 def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[str, list[float]], int]:
-    """Return the seconds of each measurement by round (the first one is a warm-up), and a checkpoint's size in bytes.
-    Collective."""
+    """Measure saves and steps in `rounds` + 1 rounds, the first of which is a warm-up. Collective.
+
+    Returns:
+        The seconds of each measurement (name → one number per round or step), and a checkpoint's size in bytes.
+    """
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
@@ -90,7 +93,7 @@ def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[s
 
 
 def compute_medians(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Return the medians over all rounds but the first, which has to allocate memory for the copy."""
+    """Return each measurement's median over all values but the first; the first round has to allocate memory for the copy."""
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
@@ -110,7 +113,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def start(script: str, description: str | None, measure_on_rank: Callable[[argparse.Namespace], None]) -> None:
-    """Parse the options, and call `measure_on_rank` with them on each of the ranks, which run `script`."""
+    """Parse the options, start the ranks, each of which runs `script`, and call `measure_on_rank` with the options on each."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)

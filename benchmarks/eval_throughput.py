@@ -2,8 +2,8 @@
 
     python benchmarks/eval_throughput.py [--engine vllm] [--questions 128] [--rounds 3]
 
-Both sides take turns to answer the same built-in questions, greedily and in float32, with the same tiny random model and
-engine. The rate is the one that the evaluation reports; it excludes the start of the engine and the report. Retries are off, so
+Both sides take turns answering the same built-in questions, greedily and in float32, with the same tiny random model and
+engine. The rate is the one that the evaluation reports; it excludes the engine's startup and the report. Retries are off, so
 both sides sample the same number of tokens. If an answer differs between the sides, the exit code is 1. `--length` sets the
 number of tokens per answer.
 """
@@ -54,7 +54,7 @@ def evaluate(folder: Path, name: str, batch_size: int, arguments: argparse.Names
 
 
 def read_responses(folder: Path) -> dict[str, str]:
-    """Return the full responses by question id."""
+    """Return the full responses: question id → response."""
     items = [item for file in folder.glob("*/*/builtin/*.json") for item in json.loads(file.read_text())]
     return {item["id"]: item["full_response"] for item in items}
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def compare(batched: dict[str, str], single: dict[str, str]) -> None:
-    """Exit with a list of the answers that differ, if any do: the sides then did different work, and the ratio means nothing."""
+    """If any answers differ, exit with a list of them: the two sides did different work, so the ratio means nothing."""
     differing = sorted(id for id in batched.keys() | single.keys() if batched.get(id) != single.get(id))
     if differing or not batched:
         examples = "".join(

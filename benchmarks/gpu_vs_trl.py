@@ -2,14 +2,14 @@
 
     python benchmarks/gpu_vs_trl.py sft|grpo [--size 2B] [--sides dsreason trl] [--seconds 150]
 
-SFT trains on image rows of 50 to 1,500 tokens, 64 per step, in bf16 with gradient checkpointing. TRL's weights are bf16, as is
-usual there; dsreason keeps float32 master weights. GRPO samples 8 completions of 256 tokens for each of 16 prompts, and both
-sides let vLLM sleep while the policy trains. The model is random, and its end token is never sampled, so every completion has
-the full length.
+SFT trains on image rows of 50 to 1,500 tokens, 64 per step, in bf16 with gradient checkpointing. TRL's weights are bf16, which is
+usual with TRL; dsreason keeps float32 master weights. GRPO samples 8 completions of 256 tokens for each of 16 prompts, and both
+sides let vLLM sleep while the policy trains. The model is random, and its end token is never sampled, so every completion has the
+full length.
 
-The output is seconds per step after two warm-up steps and, at the end, the ratio. A side that exceeds its time limit is stopped,
-and the steps that it has finished count. Without a GPU, the model is tiny, and TRL generates without vLLM, because its weight
-sync fails on CPUs.
+The output is each side's seconds per step after two warm-up steps and, at the end, the ratio. A side that exceeds its time limit
+is stopped, and the steps that it has finished count. Without a GPU, the model is tiny, and TRL generates without vLLM, because
+its weight sync fails on CPUs.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def has_gpu() -> bool:
 
 
 def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
-    """Write the model, rows and reward of a comparison; return the values that both sides need.
+    """Write a comparison's model, rows and reward; return the settings that both sides need.
 
-    `media_ids` must not be sampled: TRL's forward pass would take them for missing media, and dsreason bans them.
+    The tokens `media_ids` must not be sampled: TRL's forward pass would take them for missing media, and dsreason bans them.
     """
     import torch
     from transformers import AutoTokenizer, GenerationConfig

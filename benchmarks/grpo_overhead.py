@@ -5,9 +5,9 @@
 The loop of `dsreason grpo` trains a random model on image rows, with clocks around its calls; the model is large enough for
 generate, forward and backward to take seconds. `--profile` also runs the loop under cProfile and prints the functions that took
 the most time. A step lasts from the end of the previous step to its own end; the time that no clock covers is `other`. The
-output contains means of rank 0 over the steps after the warm-up: `work` is generate, forward and backward, and `apart` is the
-optimizer step and the weight sync; time spent waiting for another rank counts towards the phase that waits. No completion ends
-early; nothing is saved or validated.
+output contains rank 0's means over the steps after the warm-up: `work` is generate, forward and backward, and `apart` is the
+optimizer step and the weight sync. Time spent waiting for another rank counts towards the phase that waits. No completion ends
+early, and nothing is saved or validated.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ WORK = ("generate", "forward", "backward")
 APART = ("optimizer step", "sync")
 
 Seconds = np.ndarray[Any, np.dtype[np.float64]]
-"""Seconds of wall-clock time, and of CPU time."""
+"""Wall-clock seconds and CPU seconds."""
 
 
 class PhaseClock:
-    """A clock for the wall-clock time and this process's CPU time of each phase of each step; phases do not nest."""
+    """A clock that measures each phase's wall-clock time and this process's CPU time, step by step; phases do not nest."""
 
     def __init__(self) -> None:
         self.now: dict[str, Seconds] = defaultdict(lambda: np.zeros(2))
@@ -61,7 +61,7 @@ class PhaseClock:
         return call_timed
 
     def wrap(self, owner: Any, **phases: str) -> None:
-        """Put a clock around the methods of `owner` that are named in `phases`: method → phase."""
+        """Put a clock around each of `owner`'s methods that `phases` maps to a phase."""
         for name, phase in phases.items():
             setattr(owner, name, self.add_clock(phase, getattr(owner, name)))
 
@@ -96,7 +96,7 @@ def watch(trainer: GRPOTrainer) -> PhaseClock:
 
 
 class Waiting:
-    """An iterator that counts the time to get an item as the phase `prompts`."""
+    """An iterator that counts the time spent waiting for items as the phase `prompts`."""
 
     def __init__(self, items: Iterator[Any], clock: PhaseClock) -> None:
         self.take = clock.add_clock("prompts", items.__next__)

@@ -3,13 +3,13 @@
     python benchmarks/grpo_vs_trl.py [--engines transformers vllm] [--rounds 1] [--threads 1]
 
 Each side is a complete trainer in a separate process; the sides take turns, each pinned to one core per thread. dsreason samples
-with the engines in `--engines`, by default transformers; TRL samples with transformers' `generate`, as its vLLM does not run on
-a CPU. All sides use the same number of prompts and completions per step and of samples per forward, one optimizer step per
-rollout, AdamW, no KL, and random rewards. No completion ends early: neither side may sample the model's end token. TRL is
-patched to compute only the logits of completions, as it does on a GPU; on a CPU, it would compute those of all tokens (`TRL as
-it comes`).
+with the engines in `--engines`, by default transformers; TRL samples with transformers' `generate`, as its vLLM does not run on a
+CPU. All sides use the same number of prompts and completions per step, the same number of samples per forward, one optimizer step
+per rollout, AdamW, no KL, and random rewards. No completion ends early: neither side may sample the model's end token. TRL is
+patched to compute only the logits of completions, as it does on a GPU; on a CPU, it would compute those of all tokens (`TRL as it
+comes`).
 
-Times run from the end of the warm-up to the end of the last step, in wall-clock time and in CPU time of the process. On an
+Times run from the end of the warm-up to the end of the last step, in wall-clock time and in the process's CPU time. On an
 otherwise idle core, the two agree; if other work runs, CPU time is more reliable.
 """
 
@@ -45,7 +45,7 @@ SETTINGS = ("steps", "prompts", "generations", "micro_batch", "length", "ds_conf
 REWARD = "import random\n\ndef chance(completion, sample):\n    return random.random()\n"
 NEVER_DRAWN = "<|image_pad|>"
 AROUND = 44
-"""Mean number of tokens that the picture and the chat format add to the question of a prompt."""
+"""Mean number of tokens that the picture and the chat format add to a prompt's question."""
 
 
 def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:

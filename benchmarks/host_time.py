@@ -3,13 +3,13 @@
     python benchmarks/host_time.py [--task sft|grpo|dpo|world] [--family qwen3_vl] [--steps 24] [--one-kind]
 
 The model has as many modules as one with 2e9 parameters (28 layers, 24 vision blocks), but a width of 64, so that its CPU seconds
-are those of Python, DeepSpeed's hooks and kernel launches. If they exceed the time of the kernels, a GPU is idle in between.
+are those of Python, DeepSpeed's hooks and kernel launches. If they exceed the kernels' time, a GPU is idle in between.
 Rows of text, images and clips alternate, so that micro-batches differ as real ones do. `grpo` measures updates with old and
-reference log-probabilities on made-up completions, `dpo` updates with a reference, and `world` SFT of a video transformer with
-28 blocks.
+reference log-probabilities on made-up completions, `dpo` measures updates with a reference, and `world` measures SFT of a video
+transformer with 28 blocks.
 
 The two DeepSpeed files train in separate processes, which take turns step by step, so that changes in the machine's speed affect
-both alike. The output is the mean CPU seconds per micro-batch of both, after four warm-up steps, and, at the end, their ratio and
+both alike. The output is each side's mean CPU seconds per micro-batch after four warm-up steps and, at the end, their ratio and
 the slowest ZeRO-3 step relative to the median.
 """
 
@@ -41,7 +41,7 @@ SECONDS = "SECONDS "
 """Prefix of the line that reports a measured step."""
 FILES = ("zero2.json", "zero3.json")
 Step = Callable[[], int]
-"""Function that runs one step and returns the number of its micro-batches."""
+"""Function that runs one step and returns its number of micro-batches."""
 
 
 def prepare_rows(arguments: argparse.Namespace) -> None:
@@ -203,7 +203,7 @@ TASKS = {"sft": iter_sft_steps, "grpo": iter_grpo_steps, "dpo": iter_dpo_steps, 
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Run a step for each line of standard input, and print the CPU seconds per micro-batch of that step."""
+    """Run a step for each line of standard input, and print that step's CPU seconds per micro-batch."""
     from dsreason.job.launch import prepare_environment
 
     prepare_environment()

@@ -1,10 +1,10 @@
-"""Memory for parameters, gradients and optimizer of a rank that trains adapters, relative to one that trains all weights.
+"""Memory for the parameters, gradients and optimizer of a rank that trains adapters, relative to training all weights.
 
     python benchmarks/lora_memory.py [--gb 1.0] [--rank 16] [--quantize] [--ds-config zero3.json]
 
 Each side trains the same random model in bf16 for two steps, in a new process, and reports the memory in use before the second
-optimizer step minus that before the model was loaded: anonymous memory on a CPU (mapped weight files belong to the page cache),
-allocated memory on a GPU. `--quantize` also measures adapters on a base model in 4 bits. The training text is a few
+optimizer step minus the memory in use before the model was loaded: anonymous memory on a CPU (mapped weight files belong to the
+page cache), allocated memory on a GPU. `--quantize` also measures adapters on a 4-bit base model. The training text is a few
 words, so activations are negligible.
 """
 
@@ -24,7 +24,7 @@ import torch
 GOAL = 0.15
 HIDDEN, INTERMEDIATE = 1024, 4096
 LAYER = HIDDEN * (2 * HIDDEN + 2 * 64 + 3 * INTERMEDIATE)
-"""Number of parameters of a layer, without the norms."""
+"""Number of parameters in a layer, without the norms."""
 
 
 def measure_held_bytes(device: torch.device) -> int:

@@ -4,12 +4,13 @@
 
 The sides run in turn, each in a separate process pinned to one core per thread, in fp32 without recomputation.
 
-`prompts`: seconds of a GRPO update (forward, backward, optimizer) on 8 completions of 128 tokens to a prompt of 1,024 tokens:
-with a copy of the prompt per completion / with a shared prompt; 8 samples per forward, packed on both sides.
-`rows`: seconds of an SFT step on rows of 50 to 1,500 tokens, padded / packed, with the same number of tokens per forward.
-`memory`: memory that forward and backward of a row add to a rank at their peak (high-water mark of the resident memory in the
-second step; the maximum over the ranks): for a row of 2 x `--tokens` on 2 ranks that share it / a row of `--tokens` on one rank.
-Then the same for rows that consist mostly of a video, together with the memory that the vision tower's forward adds.
+`prompts`: seconds per GRPO update (forward, backward, optimizer) on 8 completions of 128 tokens for a prompt of 1,024 tokens.
+One side has a copy of the prompt per completion, the other a shared prompt. Both pack 8 samples per forward.
+`rows`: seconds per SFT step on rows of 50 to 1,500 tokens, padded or packed, with the same number of tokens per forward.
+`memory`: peak memory that a row's forward and backward add to a rank (high-water mark of the resident memory in the second step;
+the maximum over the ranks). One side has a row of 2 x `--tokens` tokens that 2 ranks share, the other a row of `--tokens` tokens
+on one rank. The same is then measured for rows that consist mostly of a video; the output includes the memory that the vision
+tower's forward adds.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def write_video(folder: Path, tokens: int) -> Path:
 
 
 def run_memory_side(task: dict[str, Any]) -> None:
-    """Run one rank; write the memory that its second step added to a file next to the rows."""
+    """Run one rank, and write to a file next to the rows how much memory its second step added."""
     from dsreason.job import launch
 
     launch.enter_rank()

@@ -1,11 +1,11 @@
-"""Frame numbers, sizes and tokens of clips in dsreason and in qwen-vl-utils, as cosmos-rl calls it; takes seconds, without a GPU.
+"""Comparison of clips' frame numbers, sizes and tokens in dsreason and in qwen-vl-utils, called as in cosmos-rl.
 
     python benchmarks/pixels.py [--all]
 
 The comparison covers both families, with the processor files of published checkpoints (`tests/published/`), clips from 1 s to
-5 min and from 240p to 4K, and settings from none to those in the recipes of cosmos-reason1 and the cookbook. The clips exist only
-as headers, because the frames of 5 min in 4K would take 15 GB. The real `fetch_video` of qwen-vl-utils runs on a reader that
-returns tensors without data, so everything except decoding is the library's code.
+5 min and from 240p to 4K, and settings from none to those in the recipes of cosmos-reason1 and the cookbook. It takes seconds and
+needs no GPU. The clips exist only as headers, because the frames of 5 min in 4K would take 15 GB. The real `fetch_video` of
+qwen-vl-utils runs on a reader that returns tensors without data, so everything except decoding is the library's code.
 
 The output is the combinations that differ (with `--all`, every combination), followed by their number. `docs/data.md` lists the
 intended differences.
@@ -77,7 +77,7 @@ LIMITED: list[dict[str, float]] = [{"fps": 1, "max_pixels": 81_920}, {"fps": 1, 
 
 
 class ShownPixels(NamedTuple):
-    """The frame numbers, size and number of tokens with which a model sees a clip."""
+    """The frame numbers, frame size and number of tokens that a model sees of a clip."""
 
     indices: list[int]
     size: tuple[int, int]
@@ -123,7 +123,7 @@ def patch_decoding() -> Iterator[Any]:
 
 
 def show_with_qwen(utils: Any, clip: ClipFile, settings: dict[str, float], patch_size: int) -> ShownPixels | str:
-    """Return the pixels that qwen-vl-utils makes of a clip, or its error message if it refuses the clip."""
+    """Return the pixels that qwen-vl-utils produces for a clip, or its error message if it refuses the clip."""
     part = {"type": "video", "video": clip.path, **settings}
     try:
         frames, metadata = utils.fetch_video(part, image_patch_size=patch_size, return_video_metadata=True)
@@ -139,7 +139,7 @@ def show_with_qwen(utils: Any, clip: ClipFile, settings: dict[str, float], patch
 
 
 def build_published(tiny: Path, model_type: str, folder: Path) -> Path:
-    """Copy the tiny model, and replace its processor files with those of the published model."""
+    """Copy the tiny model, and replace its processor files with the published model's."""
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*processor_config.json"))
     for file in (PUBLISHED / model_type).iterdir():
         shutil.copy(file, folder)
@@ -147,7 +147,7 @@ def build_published(tiny: Path, model_type: str, folder: Path) -> Path:
 
 
 def open_published(tiny: Path, model_type: str, folder: Path) -> Any:
-    """Open an encoder of the tiny model with the processor files of the published model."""
+    """Open an encoder for the tiny model, with the published model's processor files."""
     import torch
 
     from dsreason.models.processors.loading import open_encoder

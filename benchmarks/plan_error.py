@@ -1,4 +1,4 @@
-"""Errors of the estimates that `dsreason plan` makes, part by part.
+"""Errors in the estimates that `dsreason plan` makes, part by part.
 
     python benchmarks/plan_error.py [training] [vllm] [--cases full lora nf4 video fp32 …] [--threads 1]
 
@@ -47,7 +47,7 @@ class Case:
     ranks: int = 1
     tokens: int = 2048
     images: int = 0
-    """Number of images of 256 tokens each, which count towards the tokens of the row."""
+    """Number of images with 256 tokens each; these tokens are included in `tokens`."""
     lora: int = 0
     quantize: str | None = None
     precision: str = "bf16"
@@ -62,7 +62,7 @@ class Case:
 
 FULL = Case("full")
 FROZEN: dict[str, Any] = {"layers": 8, "vocabulary": 196608, "tokens": 1024}
-"""Sizes of models with frozen weights, which are larger because such weights take little memory."""
+"""Sizes of models with frozen weights. These models are larger than the others, because frozen weights take little memory."""
 CASES = [
     replace(FULL, tokens=512),
     FULL,
@@ -82,7 +82,7 @@ CASES = [
     replace(FULL, name="video, frozen tower", tokens=2048, images=7, hidden=512, freeze=("visual",)),
 ]
 VISION = {"hidden": 768, "depth": 6}
-"""Sizes of the vision tower of models that get images; the other models have a tiny tower."""
+"""Sizes of the vision tower in models that get images; the other models have a tiny tower."""
 
 
 def build_model(case: Case, folder: Path) -> Path:
@@ -253,7 +253,7 @@ def vllm(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def run_vllm_side(task: dict[str, Any]) -> None:
-    """Start the engine of a GRPO run, without a policy, and write the number of tokens that fit into its cache."""
+    """Start a GRPO run's engine without a policy, and write the number of tokens that fit into its cache."""
     from dsreason.cli.plan import find_machine
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.files.cache import get_cache_dir

@@ -1,11 +1,11 @@
-"""CPU seconds that the start of a command takes, now and at an earlier commit.
+"""CPU seconds that it takes to start a command, now and at an earlier commit.
 
     python benchmarks/process_start.py [--against COMMIT] [--rounds 3]
 
-The commands are `--version`, `--help`, a run with a misspelt key, one with a missing file, `sft --dry-run` on the built-in task,
-and `sft --nproc 2` on that task up to the first step in metrics.jsonl. The result is the user and system time of the command and
-of all processes that it started; the minimum of the rounds counts. The commits take turns; the earlier commit runs from a
-separate git worktree, with the packages of this environment.
+The commands are `--version`, `--help`, a run with a misspelt key, a run with a missing file, `sft --dry-run` on the built-in
+task, and `sft --nproc 2` on that task up to the first step in metrics.jsonl. The result is the user and system time of the
+command and of all processes that it started; the minimum of the rounds counts. The commits take turns; the earlier commit runs
+from a separate git worktree, with the packages of this environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GOALS = {"--version": 0.5, "--help": 0.5, "a misspelt key": 0.5, "a missing file
 """Maximum number of CPU seconds, by command."""
 FIRST_STEP = "sft --nproc 2, to the first step"
 FIRST_STEP_GOAL = 0.5
-"""Maximum ratio to the CPU seconds of the earlier commit."""
+"""Maximum ratio of the CPU seconds now to the CPU seconds at the earlier commit."""
 TIME_LIMIT_S = 900.0
 
 
@@ -59,7 +59,7 @@ def time_command(tree: Path, arguments: list[str], folder: Path) -> float:
 
 
 def time_first_step(tree: Path, folder: Path) -> float:
-    """Return the CPU seconds of the command and its ranks until the first step is done."""
+    """Return the CPU seconds that the command and its ranks use until the first step is done."""
     with tempfile.TemporaryDirectory(dir=folder) as output:
         process = start(tree, ["sft", "--nproc=2", f"--output-dir={output}/run"], folder)
         metrics = Path(output) / "run" / "metrics.jsonl"
@@ -85,7 +85,7 @@ def sum_cpu_seconds(process: psutil.Process) -> float:
 
 
 def compile_bytecode(tree: Path) -> None:
-    """Compile the sources of a tree in advance, so that Python does not compile them during a measurement."""
+    """Compile a tree's sources in advance, so that Python does not compile them during a measurement."""
     subprocess.run([sys.executable, "-m", "compileall", "-q", tree / "dsreason", tree / "data_adapters"], check=True)
 
 

@@ -2,16 +2,16 @@
 
     python benchmarks/sft_vs_trl.py [--lengths spread|even] [--trained 0.1] [--rounds 1] [--threads 1]
 
-The sides run in turn, each in a separate process pinned to one core per thread, which also decodes the images. Neither side
-saves, validates or recomputes activations. Every step uses all rows, so all measured steps have the same tokens: with `--lengths
-spread`, rows of 50 to 1,500 tokens whose logarithms are evenly spaced; with `even`, rows that all have the mean length of those.
-Padding does not count.
+The sides run in turn, each in a separate process pinned to one core per thread; this process also decodes the images. Neither
+side saves, validates or recomputes activations. Every step uses all rows, so all measured steps have the same tokens. With
+`--lengths spread`, rows have 50 to 1,500 tokens, and the logarithms of their lengths are evenly spaced; with `even`, all rows
+have the mean of these lengths. Padding does not count.
 
 For a fair comparison, dsreason fills rows with up to `--budget` tokens, and TRL's batch size is the largest for which a batch of
-only the longest rows does not exceed that number, as its users would choose it for the same memory. TRL draws its batches at
-random, which is its default, and supports neither packing nor padding-free training for vision-language models (1.16). Both sides
-train only on the answers, which are `--trained` of each row's tokens. On a CPU, TRL would compute the logits of all tokens:
-`TRL` is patched to compute only those of trained tokens, as on a GPU, and `TRL as it comes` is not patched.
+only the longest rows does not exceed that number, which is what its users would choose for the same memory. TRL draws its batches
+at random, which is its default, and supports neither packing nor padding-free training for vision-language models (1.16). Both
+sides train only on the answers, which make up the share `--trained` of each row's tokens. On a CPU, TRL would compute the logits
+of all tokens: `TRL` is patched to compute only those of trained tokens, as on a GPU, and `TRL as it comes` is not patched.
 
 `--video` instead trains TRL on a video row, and prints whether the model received its pixels.
 """
@@ -46,7 +46,7 @@ from sides import (
 GOALS = {"spread": 1.8, "even": 1.1}
 SHORTEST, LONGEST = 50, 1500
 AROUND = 50
-"""Mean number of tokens that the picture and the chat format add to the question of a prompt."""
+"""Mean number of tokens that the picture and the chat format add to a prompt's question."""
 TRL, AS_IT_COMES, OURS = "TRL", "TRL as it comes", "dsreason"
 
 
@@ -61,7 +61,7 @@ def make_rows(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def measure(model: Path, rows: Path) -> tuple[list[int], int]:
-    """Return the number of tokens of each row, including vision tokens, and the number of trained tokens in all rows."""
+    """Return each row's number of tokens, including vision tokens, and the total number of trained tokens."""
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
     from dsreason.train.common.preflight import build_encoder
@@ -73,7 +73,7 @@ def measure(model: Path, rows: Path) -> tuple[list[int], int]:
 
 
 def compute_largest_batch(longest: int, num_rows: int, budget: int) -> int:
-    """Return TRL's number of rows per batch: the largest that fits into the budget and divides the rows of a step."""
+    """Return TRL's number of rows per batch: the largest that fits into the budget and divides the number of rows per step."""
     return max(size for size in range(1, num_rows + 1) if num_rows % size == 0 and size * longest <= budget)
 
 

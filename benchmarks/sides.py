@@ -1,4 +1,4 @@
-"""Common parts of the comparisons with TRL: rows, model, and a timed process for each side."""
+"""Parts that the comparisons with TRL share: rows, model, and a timed process for each side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 JUDGED = {"hidden": 1024, "layers": 8, "vocabulary": 151_936}
-"""Sizes to which the goals apply: matrix products dominate, and the vocabulary is as large as that of a real model."""
+"""Sizes to which the goals apply: matrix products dominate, and the vocabulary is as large as a real model's."""
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "yellow": (220, 220, 30)}
 WORDS = (
     "yes",
@@ -39,7 +39,7 @@ WORDS = (
 )
 """Words that consist of one token each."""
 Ends = dict[int, tuple[float, float]]
-"""Step → the time at which it ended: wall-clock time, and CPU time of the process."""
+"""Step → time at which it ended, as wall-clock time and as the process's CPU time."""
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +67,10 @@ def make_words(count: int, first: int = 0) -> str:
 
 
 def write_rows(folder: Path, prompts: Sequence[int], answers: Sequence[int]) -> Path:
-    """Write rows of a picture (56 to 168 pixels per side), a question and an answer; `prompts` and `answers` contain their
-    numbers of tokens.
+    """Write rows that each have a picture (56 to 168 pixels per side), a question and an answer.
 
-    The picture adds 4 to 36 tokens to a prompt, and the chat format adds a fixed number.
+    `prompts` and `answers` contain the number of tokens in each row's question and answer. The picture adds 4 to 36 tokens to
+    a prompt, and the chat format adds a fixed number.
     """
     random = np.random.default_rng(0)
     rows = []
@@ -109,7 +109,7 @@ def run_side(program: str, task: Mapping[str, Any], threads: int) -> dict[str, A
 
 
 def time_steps(report: Callable[[Ends], None] = lambda ends: None) -> Ends:
-    """Return a dict to which each step of a trainer in this process adds its end; after each step, pass the dict to `report`."""
+    """Return a dict to which every training step in this process adds its end; pass the dict to `report` after every step."""
     from dsreason.train.common.run import TrainingRun
 
     ends: Ends = {}
@@ -125,7 +125,7 @@ def time_steps(report: Callable[[Ends], None] = lambda ends: None) -> Ends:
 
 
 def time_calls(owner: Any, name: str) -> list[tuple[float, float]]:
-    """Return a list to which each call of the method `name` of `owner` appends its seconds of wall-clock time and of CPU time."""
+    """Return a list to which each call of `owner`'s method `name` appends its wall-clock seconds and CPU seconds."""
     times: list[tuple[float, float]] = []
     call = getattr(owner, name)
 
@@ -140,7 +140,7 @@ def time_calls(owner: Any, name: str) -> list[tuple[float, float]]:
 
 
 def build_trl_clock(ends: Ends) -> Any:
-    """Build a callback for TRL's trainers that adds the end of each step to `ends`."""
+    """Build a callback for TRL's trainers that adds each step's end to `ends`."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # untyped
@@ -168,7 +168,7 @@ def compute_seconds_per_step(result: Mapping[str, Any], warmup: int) -> tuple[fl
 def report(
     seconds: Mapping[str, Sequence[tuple[float, float]]], amount: float, unit: str, base: str
 ) -> dict[str, tuple[float, float]]:
-    """Print the median speed of each side, and return its ratios to `base`: in wall-clock time, and in CPU time."""
+    """Print each side's median speed, and return its ratios to `base`'s speed: in wall-clock time, and in CPU time."""
     print(f"{unit:32}{'wall':>9}{f'/ {base}':>18}{'CPU':>9}{f'/ {base}':>18}")
     speeds = {
         side: [amount / statistics.median(times) for times in zip(*rounds, strict=True)]

@@ -1,4 +1,4 @@
-"""Clips per second from a video file to a model's pixels: dsreason, and qwen-vl-utils with the Hugging Face processor.
+"""Speed of decoding clips into a model's pixels, in dsreason and in qwen-vl-utils with the Hugging Face processor.
 
     python benchmarks/video_decode.py [--media F]... [--seconds 30 120] [--fps 2 4] [--max-pixels 81920 default]
                                       [--readers decord torchcodec] [--rounds 5] [--threads 1]
@@ -39,7 +39,7 @@ FRAME_LIMITS = {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2}
 
 
 class Encoded(NamedTuple):
-    """The result of one side for a clip."""
+    """One side's result for a clip."""
 
     indices: list[int]
     grid: list[int]
@@ -158,7 +158,7 @@ def measure(messages: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def save_pixels(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[int]]:
-    """Encode the conversation; save the pixels to `file`, and return frames and grid."""
+    """Encode the conversation; save the pixels to `file`, and return the frame numbers and the grid."""
     encoded = side.encode(messages)
     np.save(file, encoded.pixels)
     return encoded.indices, encoded.grid
@@ -185,7 +185,7 @@ def build_conversation(file: Path, fps: float, max_pixels: int | None) -> list[d
 
 
 class Found(NamedTuple):
-    """The medians of one side, and how its result differs from dsreason's."""
+    """One side's medians, and how its result differs from dsreason's."""
 
     seconds: float
     cpu_seconds: float
@@ -195,7 +195,7 @@ class Found(NamedTuple):
 def compare(
     sides: dict[str, ProcessPoolExecutor], messages: list[dict[str, Any]], rounds: int, scratch: Path
 ) -> dict[str, Found]:
-    """Measure all sides. The first call of each is a warm-up, and also provides the results to compare."""
+    """Measure all sides. Each side's first call is a warm-up, and also provides the result to compare."""
     times: dict[str, list[tuple[float, float]]] = {}
     apart: dict[str, str] = {}
     for name, process in sides.items():
@@ -246,7 +246,7 @@ def main() -> None:
     columns = f"{'file':14}{'fps':>4} {'max_pixels':>10}  {'side':11}{'clips/s':>8}{'ratio':>7}{'CPU s':>8}{'ratio':>7}"
     print(f"{columns}  frames  mean diff  max diff")
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in arguments.readers}
-    spawn = multiprocessing.get_context("spawn")  # forked processes would share the state of the libraries
+    spawn = multiprocessing.get_context("spawn")  # forked processes would share the libraries' state
     sides = {
         name: ProcessPoolExecutor(1, mp_context=spawn, initializer=start, initargs=(name, arguments.threads))
         for name in (OURS, *arguments.readers)

@@ -72,7 +72,7 @@ def build_engines(arguments: argparse.Namespace, world: World) -> tuple[DeepSpee
 
 
 def inspect(engine: DeepSpeedEngine, weights: Weights) -> tuple[int, int]:
-    """Walk over the weights once; return the number of collectives on this rank, and the peak bytes of gathered parameters."""
+    """Iterate over the weights once; return this rank's number of collectives, and the peak bytes of gathered parameters."""
     import torch.distributed as dist
 
     partitioned = [p for p in engine.module.parameters() if p.numel() == 0]

@@ -1,12 +1,12 @@
-"""Time to sample clips with the engine of a run, relative to diffusers' pipeline.
+"""Time to sample clips with a run's engine, relative to diffusers' pipeline.
 
     python benchmarks/world_sampling.py [--ds-config zero3.json] [--steps 10] [--batch 2] [--scale 3] [--rounds 5]
 
 The model is a random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, on one
 rank and one thread. The sides take turns with the same prompts and noise, from embeddings to pixels: the pipeline's call; the
-solver for validation, whose pixels must equal those of the pipeline; and the noisy steps of a rollout, with their
-log-probabilities. The output is the median seconds per clip, in wall-clock and CPU time, and the ratio of the CPU time to that of
-the pipeline. ZeRO-3's hooks take a fixed time per module and forward pass, which `--side 64` makes visible. The engine decodes
+solver for validation, whose pixels must equal the pipeline's; and the noisy steps of a rollout, with their
+log-probabilities. The output is the median seconds per clip, in wall-clock and CPU time, and the ratio of the CPU time to the
+pipeline's. ZeRO-3's hooks take a fixed time per module and forward pass, which `--side 64` makes visible. The engine decodes
 several clips (`--batch`) one by one, so that pixels do not depend on the batch; with a tiny autoencoder on a CPU, this is slow.
 """
 
@@ -36,7 +36,7 @@ FRAMES, TEXT = 17, 64
 
 
 def build_small(folder: Path, layers: int, heads: int) -> Path:
-    """Write a tiny model with a larger transformer, which is quick to build because it has only 96 features per head."""
+    """Write a tiny model with a larger transformer. It is still quick to build, because it has only 96 features per head."""
     import torch
     from diffusers import CosmosTransformer3DModel
 
@@ -134,7 +134,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
             "solver": lambda: maker.codec.decode(solve_ode(maker, batch)),
             "rollout": run_rollout,
         }
-        pixels = {name: side() for name, side in sides.items()}  # this also warms up both sides
+        pixels = {name: side() for name, side in sides.items()}  # this also warms up all sides
         difference = (pixels["pipeline"] - pixels["solver"]).abs().max().item()
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(arguments.rounds):

@@ -1,4 +1,4 @@
-"""Time of a Flow-GRPO update that trains a window of steps, relative to one that trains all steps of the rollout.
+"""Time of a Flow-GRPO update that trains on a window of steps, relative to training on all steps of the rollout.
 
     python benchmarks/world_update.py [--ds-config zero3.json] [--steps 10] [--window 2] [--rounds 3] [--checkpointing]
 

@@ -99,6 +99,27 @@ def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_cosmos3_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("cosmos3_omni", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("qwen3_5", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_cosmos3_edge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("cosmos3_edge", tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "cosmos3_edge"])
+def tiny_of_each_architecture(request: pytest.FixtureRequest) -> Path:
+    """The folder of a tiny model of each architecture, one after the other."""
+    return request.getfixturevalue(f"tiny_{request.param}")
+
+
+@pytest.fixture(scope="session")
 def tiny_qwen3_vl_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build("qwen3_vl_moe", tmp_path_factory)
 

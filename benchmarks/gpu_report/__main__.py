@@ -62,7 +62,7 @@ def show_parts(enabled: bool) -> None:
 
 
 def catch_stop_signals() -> threading.Event:
-    """Return an event that Ctrl-C and SIGTERM set. Raising an exception instead could leave a part running that was just being
+    """Return an event that Ctrl-C and SIGTERM set. Raising an exception instead could leave a part running if it was just being
     started."""
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

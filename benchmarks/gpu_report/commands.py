@@ -1,4 +1,4 @@
-"""Runs of the `dsreason` command in a separate process, with their metrics and output."""
+"""Runs of the `dsreason` command in separate processes, with their metrics and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST_LINES = 25
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl; an empty list if no step has ended yet."""
+    """Return the lines of a run's metrics.jsonl; return an empty list if no step has ended yet."""
     file = output / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
@@ -69,7 +69,7 @@ class Running:
         self.started = time.perf_counter()
 
     def finish(self, *, expected: int = 0) -> CommandRun:
-        """Wait for the end of the run; raise RuntimeError with its last lines if the exit code is not the expected one."""
+        """Wait for the run to end; raise RuntimeError with its last lines if the exit code is not the expected one."""
         started = self.started
         self.wait_for_steps(1)
         first_step = time.perf_counter() - started

@@ -17,7 +17,7 @@ EPSILON = 1e-6
 
 
 def fused(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
-    """Time the forward and backward pass of a row, and compare results and gradients with those of transformers in float32."""
+    """Time a row's forward and backward pass, and compare the results and gradients with transformers' in float32."""
     has_liger = bool(setup.cards) and importlib.util.find_spec("liger_kernel") is not None
     yield "Liger-Kernel takes part", has_liger
     for operation, inputs, functions in (

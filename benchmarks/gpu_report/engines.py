@@ -1,4 +1,4 @@
-"""Measurements of vLLM next to a policy: the handover of memory, weight sync, state that sleep loses, and media processing."""
+"""Measurements of vLLM next to a policy: memory handover, weight sync, state that sleep loses, and media processing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload")
 
 @dataclass(frozen=True)
 class Opened:
-    """A policy and a sleeping engine, built in the same way as by `dsreason grpo`."""
+    """A policy and a sleeping engine, built as `dsreason grpo` builds them."""
 
     sampler: Sampler
     encoder: Encoder
@@ -61,7 +61,7 @@ class Opened:
 def open_policy(
     setup: BenchmarkSetup, model: Path, deepspeed: str = "zero3.json", *, train: bool = True
 ) -> Iterator[Opened]:
-    """Open policy and engine; with `train`, run one step first, which creates the optimizer's moments."""
+    """Open a policy and an engine; if `train` is true, first run one training step to create the optimizer's moments."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.job.ranks import init_world, shutdown
@@ -102,7 +102,7 @@ def encode_prompts(setup: BenchmarkSetup, encoder: Encoder) -> list[EncodedPromp
 
 
 def measure_ledger(setup: BenchmarkSetup, *, size: str) -> Iterator[tuple[str, Value]]:
-    """Hand memory over for three rollouts; the seconds are the minimum of all rollouts but the first, which is a warm-up."""
+    """Hand memory over for three rollouts; the seconds are the minimum over all rollouts but the first, which is a warm-up."""
     model = build_random_model(setup, check_fits(setup, size))
     large = size == "7B"
     started = time.perf_counter()
@@ -176,7 +176,7 @@ def sync(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
 
 
 def time_device_copy(size: int, device: str) -> float:
-    """Return the number of seconds that a copy of `size` bytes on the device takes."""
+    """Return how many seconds it takes to copy `size` bytes on the device."""
     import torch
 
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -186,11 +186,11 @@ def time_device_copy(size: int, device: str) -> float:
 # ---------------------------------------------------------------- what sleep loses
 
 GARBAGE = (255, 127)
-"""Values of bytes to fill memory with: 255 makes NaN and negative integers, 127 numbers too large for sums and indices."""
+"""Byte values to fill memory with: 255 yields NaN and negative integers; 127, numbers too large for sums and indices."""
 
 
 def check_state_poison(setup: BenchmarkSetup, *, family: str) -> Iterator[tuple[str, Value]]:
-    """Check that answers do not change if the memory that vLLM gets back contains the data of other code, or garbage."""
+    """Check that answers do not change if the memory that vLLM gets back contains other code's data or garbage."""
     from dsreason.rollout.sleep_state import DROPPED
 
     with open_policy(replace(setup, tiny=True), build_tiny_model(setup, family), train=False) as run:
@@ -213,7 +213,7 @@ state_poison_qwen3_vl = partial(check_state_poison, family="qwen3_vl")
 
 
 def read_state(engine: VLLMEngine) -> SleepState:
-    """Return the state that vLLM's pools hold after generation; an empty one on a CPU, which has no pools."""
+    """Return the state that vLLM's pools hold after generation; on a CPU, which has no pools, it is empty."""
     from dsreason.rollout.sleep_state import find_pools, find_sleep_state
 
     (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
@@ -227,7 +227,7 @@ def count_unknown(state: SleepState, known: SleepState) -> int:
 
 @contextmanager
 def fill_with_garbage(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
-    """Fill a pool's memory with garbage inside the block as soon as vLLM has mapped it again, before anything is written back."""
+    """Inside the block, fill a pool's memory with garbage once vLLM has mapped it again, before anything is written back."""
     wake_up = llm.wake_up
 
     def wake_with_garbage(tags: list[str]) -> None:
@@ -243,7 +243,7 @@ def fill_with_garbage(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
 def generate_answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
     """Run a round of wake, sync, generate and sleep, and return its greedy completions.
 
-    The prompt without media comes first, in a separate batch: data of a picture in the same batch would hide the garbage.
+    The prompt without media comes first, in a separate batch: a picture's data in the same batch would hide the garbage.
     """
     from dsreason.engine.engine import iter_full_parameters
 
@@ -275,7 +275,7 @@ def fill_free_memory(setup: BenchmarkSetup) -> None:
 
 
 def processor(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
-    """Time completions of a prompt with a clip in vLLM only. Without a cache, every completion processes the clip again."""
+    """Time vLLM alone as it completes a prompt with a clip. Without a cache, every completion processes the clip again."""
     import numpy as np
 
     llm = start_llm(setup)

@@ -1,4 +1,4 @@
-"""Separate measurements of attention, the vision towers and the log-probability head, in the sizes of a real model."""
+"""Separate measurements of attention, the vision towers and the log-probability head, at a real model's sizes."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def vision(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
 
 
 def compare_towers(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) -> Iterator[tuple[str, Value]]:
-    """Yield the time of each implementation, and the larger of the relative differences of its output and its gradient."""
+    """Yield each implementation's time, and the larger of the relative differences in its output and in its gradient."""
     from dsreason.models.attention import VISION
 
     plain = build_tower_run(tower, "sdpa", pixels, grid)()
@@ -199,7 +199,7 @@ def build_tower(family: str, config_name: str, model_name: str, setup: Benchmark
     sizes = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
     real = (
         {"hidden_size": 1280, "intermediate_size": 3420} if family == "qwen2_5_vl" else {}
-    )  # these values differ from the defaults of the class
+    )  # these values differ from the class's defaults
     sizes |= {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]}
     config = config_class(**(sizes if setup.tiny else real))
     torch.manual_seed(0)
@@ -212,7 +212,7 @@ def build_tower_run(
     tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Build a function that runs a forward and a backward pass, and returns the output and the gradient of the first block's
-    matrix, both in float32."""
+    QKV matrix, both in float32."""
 
     def run() -> tuple[Tensor, Tensor]:
         for module in tower.modules():  # `set_attn_implementation` would search the Hub for a kernel of that name
@@ -237,8 +237,8 @@ def time_patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) ->
 
 
 def head(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
-    """Time the forward and backward pass of log-probabilities with entropy by chunk size; `own choice` is a training run's
-    chunk size."""
+    """Time the forward and backward pass of log-probabilities with entropy by chunk size; `own choice` is the
+    chunk size that a training run uses."""
     import torch
 
     from dsreason.models.logprobs import compute_token_logprobs

@@ -1,4 +1,4 @@
-"""Inputs of the parts: random models of real sizes, rows with media, and run configurations."""
+"""Inputs for the parts: random models of real sizes, rows with media, and run configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWER = "The ball moves to the left, and the square is green."
 
 
 def build_random_model(setup: BenchmarkSetup, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
-    """Return the folder of a model with random weights, which is built once per report, on the device that trains."""
+    """Return the folder of a model with random weights; it is built once per report, on the device that is used for training."""
     from dsreason.models.tiny import build_tiny
     from dsreason.train.common.preflight import DTYPES
 
@@ -67,7 +67,10 @@ def get_card_gib() -> float:
 
 
 def write_rows(setup: BenchmarkSetup, count: int) -> Path:
-    """Write a JSONL file whose rows alternate between text, a picture and a clip; answers have 1 to 40 sentences, mostly few."""
+    """Write a JSONL file whose rows alternate between text, a picture and a clip.
+
+    Answers have 1 to 40 sentences, usually only a few.
+    """
     fill = partial(fill_with_rows, setup, count)
     return build_once(setup.scratch / f"rows-{count}", fill) / "rows.jsonl"
 
@@ -100,9 +103,9 @@ def fill_with_rows(setup: BenchmarkSetup, count: int, folder: Path) -> None:
 
 
 def build_run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
-    """Build the settings that all runs of the report share: without generated answers, intermediate checkpoints or export.
+    """Build the settings that all runs in the report share: no generated answers, intermediate checkpoints or export.
 
-    `train.max_steps` is larger than the number of steps of any run.
+    `train.max_steps` is larger than any run's number of steps.
     """
     return {
         "deepspeed": "zero3.json",
@@ -118,7 +121,7 @@ def build_run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> d
 def build_grpo_settings(
     setup: BenchmarkSetup, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
 ) -> dict[str, Any]:
-    """Build the settings of a GRPO run that rewards vowels and has no KL term; vLLM may use 0.4 of the card's memory."""
+    """Build the settings for a GRPO run that rewards vowels and has no KL term; vLLM may use 0.4 of the card's memory."""
     rows = write_rows(setup, 24)
     reward = rows.with_name("rewards.py")
     write_file(reward, REWARD)

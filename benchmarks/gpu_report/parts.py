@@ -12,7 +12,7 @@ Value = float | int | str | bool
 
 
 class SkipPart(Exception):
-    """The error that a part raises, with a reason, if the machine is not suitable for the part."""
+    """Error that a part raises, with a reason, if it cannot run on this machine."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ SHORT = (
 )  # fmt: skip
 """Parts to run if time on a GPU is short, the most informative first."""
 CHECKS_SHARE = 0.3
-"""Share of a short time that the parts running in parallel may use."""
+"""Share of the time limit for the entire call that the parts running in parallel may use."""
 
 
 @dataclass(frozen=True)

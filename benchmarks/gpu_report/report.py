@@ -22,11 +22,11 @@ GOOD = ("ok", "measured", "skipped")
 PATH = re.compile(r"(?<![\w:/.…-])(?:/[\w.@+~=-]+){2,}")
 
 Record = dict[str, Any]
-"""Record of a part, with the keys verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
+"""A part's record, with the keys verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
 
 
 def build_record(part: Part, ended: Ended, setup: BenchmarkSetup) -> Record:
-    """Build the record of a part, without secrets, folders of files and the machine's name."""
+    """Build a part's record, without secrets, the folders in file paths, and the machine's name."""
     git = read_git_state()
     rows = (
         check_goals(part, ended.measured, on_gpu=bool(setup.cards))
@@ -73,7 +73,7 @@ def get_verdict(ended: Ended, rows: list[Record]) -> str:
 
 
 def hide_machine(text: str) -> str:
-    """Remove secrets, the machine's name, and the folders of files."""
+    """Remove secrets, the machine's name, and the folders in file paths."""
     text = PATH.sub(shorten_path, hide_secrets(text))
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "<host>", text)
 

@@ -1,4 +1,4 @@
-"""The process of a single part. It writes each measurement at once, so that none is lost if it is killed."""
+"""The process that runs a single part. It writes each measurement at once, so none is lost if the process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner for a part in a separate process, which is killed with all its children at the time limit."""
+"""A runner for parts. Each part runs in a separate process, which is killed with all its children at the time limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TICK = 0.2
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a part: how it ended, and its measurements until then."""
+    """A part's result: how the part ended, and its measurements until then."""
 
     how: str
     """`done`, `skipped`, `timed out` or `failed`."""
@@ -55,7 +55,7 @@ def run_part(
     tick: Callable[[float], bool] = lambda seconds: True,
     limit: float | None = None,
 ) -> Ended:
-    """Run a part to its end or its time limit. However this call ends, it leaves no process of the part behind.
+    """Run a part until it ends or reaches its time limit. However this call ends, none of the part's processes are left behind.
 
     Args:
         limit: time limit in seconds; None: the part's own limit.
@@ -90,14 +90,14 @@ def get_limit(part: Part, setup: BenchmarkSetup) -> int:
 
 
 def build_environment() -> dict[str, str]:
-    """Build an environment without network access or a job, in which this checkout comes first on the import path."""
+    """Build environment variables that keep a part offline and outside other jobs, and put this checkout first on its path."""
     variables = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return variables | ENVIRONMENT | {"PYTHONPATH": path}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the remaining processes of a part: those in its process group, and its ranks, which have separate sessions."""
+    """Kill a part's remaining processes: those in its process group, and its ranks, which have separate sessions."""
     children: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         children = psutil.Process(process.pid).children(recursive=True)
@@ -111,7 +111,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_result(code: int | None, seconds: float, results: Path, log: Path) -> Ended:
-    """Build the result of a part from its files; `code` is its exit code, or None if it exceeded its time limit."""
+    """Build a part's result from its files; `code` is its exit code, or None if it exceeded its time limit."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     measured = {line["name"]: line["value"] for line in lines if "name" in line}
     last_line = lines[-1] if lines else {}

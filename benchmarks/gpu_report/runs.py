@@ -39,7 +39,7 @@ def measure_parity(setup: BenchmarkSetup, *, precision: str) -> Iterator[tuple[s
         for key in sorted(name for name in run.steps[0] if name.startswith("mismatch/")):
             value = max(step[key] for step in run.steps if key in step)
             yield f"{family}: {key}", value
-            if key.startswith("mismatch/kl"):  # the k3 estimate is half of the squared difference if that is small
+            if key.startswith("mismatch/kl"):  # the k3 estimate is half the squared difference if the latter is small
                 yield f"{family}: {key.replace('kl', 'root_mean_square_logprob')}", math.sqrt(2 * value)
 
 
@@ -104,7 +104,7 @@ def run_grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterat
 
 
 def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
-    """Yield means over all steps but the first, and nothing before the second step; `other` is the time outside all phases."""
+    """Yield means over all steps but the first; yield nothing before the second step. `other` is the time outside all phases."""
     steps = [line for line in lines if "train/loss" in line]
     late = steps[1:]
     if not late:

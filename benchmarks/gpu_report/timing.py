@@ -1,4 +1,4 @@
-"""Measurement of time and memory of work on a device, including its queued kernels."""
+"""Measurement of the time and memory that work on a device takes, including its queued kernels."""
 
 from __future__ import annotations
 

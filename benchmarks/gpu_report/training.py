@@ -35,7 +35,7 @@ STOPPED = 75
 
 
 def zero(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:
-    """Run a step of a tiny model on a clip with each DeepSpeed file, even if the step fails with another file."""
+    """With each DeepSpeed file, train a tiny model for a step on a clip; if a step fails, continue with the next file."""
     from dsreason.job.ranks import init_world, shutdown
 
     init_world()

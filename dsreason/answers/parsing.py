@@ -14,12 +14,14 @@ from dsreason.answers.types import AnswerType, Parsed
 from dsreason.answers.verdicts import UNREAD, iter_verdicts, read_yes_no
 from dsreason.text import QuestionKind, Response, split_response
 
-Parser = Literal["default", "compat"]
+Parser = Literal["default", "compat", "digit"]
 
 NUMBER = r"([+-]?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*[0-9]+|\s+out\s+of\s+[0-9]+)?"
 SCORE = re.compile(
     rf"{VERDICT.pattern}|\b(?:score|rating|rate)\b(?:\s+(?:it|is|of|a|this|as))*\s*[:=]?\s*", re.IGNORECASE
 )
+RATING = re.compile(r"(?<!\w)(?<!\d[.,])[1-5](?!\w|[.,]\d)")
+"""Digit from 1 to 5 that is not part of a word or of another number."""
 
 
 def parse(
@@ -38,7 +40,8 @@ def parse(
       - yes_no: `yes` or `no`.
       - ordinal: a number on a separate line, or after "score", "rating" or "the answer is", exactly as written.
       - open, free_text: the complete text.
-    `compat` is the parser of cosmos-reason1, which takes the first capital letter for every kind; see the module `compat`.
+    `digit` takes the first digit from 1 to 5 that stands alone as the answer of kind ordinal. `compat` is the parser of
+    cosmos-reason1, which takes the first capital letter for every kind; see the module `compat`.
 
     Example: `parse("<think>It turns.</think> <answer>C. left</answer>", "reasoning")` gives
     `Parsed(answer="C", reasoning="It turns.", rule="letter and text")`.
@@ -52,7 +55,10 @@ def parse(
     if parser == "compat":
         return parse_compat(text, answer_type)
     response = split_response(text)
-    answer, rule = _read(response, kind, options)
+    if parser == "digit" and kind == "ordinal":
+        answer, rule = read_rating(response.answer)
+    else:
+        answer, rule = _read(response, kind, options)
     if answer and answer_type == "reasoning" and not response.tagged:
         rule += ", without answer tags"
     return Parsed(answer, response.thoughts, rule)
@@ -71,6 +77,12 @@ def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None
     if kind == "ordinal":
         return read_number(response.answer)
     return (response.answer, "tagged text" if response.tagged else "whole text") if response.answer else UNREAD
+
+
+def read_rating(text: str) -> tuple[str, str]:
+    """Return the first standalone digit from 1 to 5, and its rule: in `about 4/5 (3 balls)`, it is 4."""
+    rating = RATING.search(text)
+    return (rating[0], "first digit") if rating else UNREAD
 
 
 def read_number(text: str) -> tuple[str, str]:

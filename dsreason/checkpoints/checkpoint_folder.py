@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 
 from dsreason.checkpoints.marker import MARKER, STATE_FILE, check_content, write_marker
 from dsreason.checkpoints.trained_vision import TrainedVision
+from dsreason.config.schema_data import TemplateArguments
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush
 from dsreason.files.disk import read_small, remove, to_os_error
@@ -72,6 +73,8 @@ class TrainerState:
     weights from `model_path`."""
     vision: TrainedVision | None = None
     """Vision settings of the training rows; None for text-only and world models, and in older checkpoints."""
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    """Arguments of the chat template in training; {} for world models, and in older checkpoints."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional state that a resumed run restores, as JSON values."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from dsreason.checkpoints.marker import STATE_FILE, check_content
 from dsreason.checkpoints.model_card import CardScore, build_model_card
 from dsreason.checkpoints.processor_limits import ProcessorLimits, compute_limits, write_limits
 from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors
+from dsreason.checkpoints.trained_template import format_arguments, write_template_arguments
 from dsreason.checkpoints.trained_vision import TrainedVision, read_run_vision
 from dsreason.config.output import find_run_record
+from dsreason.data.render import NO_ARGUMENTS
 from dsreason.engine.merged import iter_unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.families import Family, get_family
@@ -54,6 +56,7 @@ def write_model_folder(
     merge: Merge | None = None,
     card: Callable[[], str] | None = None,
     limits: ProcessorLimits | None = None,
+    template_arguments: Mapping[str, Any] = NO_ARGUMENTS,
     trust_remote_code: bool = False,
     durable: bool = True,
 ) -> Path:
@@ -68,6 +71,7 @@ def write_model_folder(
         merge: the merge that yields `tensors`, if the model has adapters, which are then also written separately.
         card: function that returns the text of the model card; called after all other files have been written.
         limits: limits of training for the processor's files; None copies them unchanged.
+        template_arguments: arguments of the chat template in training, which the export records.
         trust_remote_code: whether to copy the Python files of `source`, too.
         durable: whether to write digests and sync the files to disk; False for a folder that is deleted after use.
 
@@ -85,6 +89,8 @@ def write_model_folder(
         if limits is not None:
             limits.trained.write(partial)
             write_limits(partial, limits)
+        if template_arguments:
+            write_template_arguments(partial, template_arguments)
         write_weights(tensors, partial, DTYPES[dtype], max_bytes)
         if merge is not None:
             write_adapter(merge, partial)
@@ -176,6 +182,7 @@ def export_engine(
     step: int = 0,
     adapter: SavedAdapter | None = None,
     vision: TrainedVision | None = None,
+    template_arguments: Mapping[str, Any] = NO_ARGUMENTS,
     trust_remote_code: bool = False,
 ) -> Path:
     """Export the policy that is being trained. Collective; rank 0 writes the files.
@@ -187,6 +194,7 @@ def export_engine(
         step: step of the weights, for the model card.
         adapter: description of the adapter, which is then also written separately; None if the model has no adapter.
         vision: vision settings of training, for the processor's files; None copies them unchanged.
+        template_arguments: arguments of the chat template in training, which the export records.
         trust_remote_code: whether to copy the Python files of `source`, too.
     """
     weights = iter_unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
@@ -205,9 +213,14 @@ def export_engine(
                     card=None
                     if run is None
                     else lambda: build_model_card(
-                        run, step, dtype=dtype, adapter=merge.summary, vision=limits.describe() if limits else {}
+                        run,
+                        step,
+                        dtype=dtype,
+                        adapter=merge.summary,
+                        inputs=describe_inputs(limits, template_arguments),
                     ),
                     limits=limits,
+                    template_arguments=template_arguments,
                     trust_remote_code=trust_remote_code,
                 )
         finally:
@@ -255,12 +268,23 @@ def export_checkpoint(
         max_shard_size=max_shard_size,
         merge=merge if adapter else None,
         card=lambda: build_model_card(
-            run, step, dtype=dtype, scores=scores, adapter=merge.summary, vision=limits.describe() if limits else {}
+            *(run, step),
+            dtype=dtype,
+            scores=scores,
+            adapter=merge.summary,
+            inputs=describe_inputs(limits, saved.state.template_arguments),
         ),
         limits=limits,
+        template_arguments=saved.state.template_arguments,
         trust_remote_code=trust_remote_code,
         durable=durable,
     )
+
+
+def describe_inputs(limits: ProcessorLimits | None, template_arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Describe for the model card how training rendered conversations, and which sizes and frames their media had."""
+    rows = {"chat template arguments": f"`{format_arguments(template_arguments)}`"} if template_arguments else {}
+    return rows | (limits.describe() if limits else {})
 
 
 def trusts_remote_code(run: Path) -> bool:

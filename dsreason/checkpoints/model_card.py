@@ -48,13 +48,13 @@ def build_model_card(
     task: str = TASK,
     kind: str = "vision-language model",
     adapter: str = "",
-    vision: Mapping[str, str] = MappingProxyType({}),
+    inputs: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Build the text of the README.md for an export of the weights after `step`.
 
     The content comes from `config.json` and `metrics.jsonl` in the folder `run`; without these files the card is short. It
     lists base models and data sets that are on the Hub. If the base model is itself an export by dsreason, their names come
-    from the card of that export. `adapter` describes the adapter that was merged into the weights. `vision` has additional rows.
+    from the card of that export. `adapter` describes the adapter that was merged into the weights. `inputs` has additional rows.
     """
     record = read_run_record(run)
     config = record.get("config", {})
@@ -80,7 +80,7 @@ def build_model_card(
         STEPS: str(step),
         "weights": dtype,
         **({"adapter": adapter} if adapter else {}),
-        **vision,
+        **inputs,
         "versions": ", ".join(f"{name} {text}" for name, text in record.get("versions", {}).items())
         or f"dsreason {dsreason.__version__}",
     }

@@ -109,18 +109,20 @@ def compute_total_limits(
     smallest, largest, total = vision.choose_frame_bounds(patch, own, family, patch)
     most = min(largest, settings.get("max_pixels", largest))
     longest = int(patch * settings["total_pixels"]) if "total_pixels" in settings else own.max_pixels
-    keys = {
-        "size": {"shortest_edge": own.min_pixels, "longest_edge": longest},
-        "cap_pixels_per_frame": True,
-        "max_video_tokens": max(1, int(most // own.token_pixels)),
-    }
-    unexpressed = ["an even number of frames: Qwen3VLVideoProcessor also takes odd numbers"]
+    keys: dict[str, Any] = {"size": {"shortest_edge": own.min_pixels, "longest_edge": longest}}
+    unexpressed = []
+    if patch > 1:
+        unexpressed.append("an even number of frames: Qwen3VLVideoProcessor also takes odd numbers")
+    if family.caps_frames:
+        keys |= {"cap_pixels_per_frame": True, "max_video_tokens": max(1, int(most // own.token_pixels))}
     low = settings.get("min_pixels", smallest if smallest * patch != own.min_pixels else None)
     if low is not None and low <= most:
         unexpressed.append(f"at least {low:.15g} pixels per frame")
     if "total_pixels" not in settings and patch * total > longest:
         unexpressed.append(f"at most {total:.15g} pixels per video (two frames count once), not {longest // patch}")
-    if most % own.token_pixels:
+    if not family.caps_frames:
+        unexpressed += [f"at most {most:.15g} pixels per frame"] * (most < longest)
+    elif most % own.token_pixels:
         unexpressed.append(f"at most {most:.15g} pixels per frame, which are rounded down to whole tokens")
     return keys, unexpressed
 

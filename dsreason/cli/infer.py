@@ -7,15 +7,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
-from dsreason.config.schema_data import SourceConfig
+from dsreason.config.load import parse_value
+from dsreason.config.schema_data import SourceConfig, TemplateArguments
 from dsreason.errors import ConfigError
 from dsreason.imports import make_imports_fast
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
+from dsreason.problems import describe_first_problem
 from dsreason.screen import print_message, write
 
 if TYPE_CHECKING:
@@ -44,6 +47,13 @@ def infer(
         Path | None, typer.Option(help='File with the prompt, or a .jsonl with one {"prompt": …} per line.')
     ] = None,
     system: Annotated[str, typer.Option(help="System message; default: the one in the model's chat template.")] = "",
+    template_argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE: argument for the chat template, such as enable_thinking=false; may be repeated. Default: as in "
+            "training.",
+        ),
+    ] = None,
     reasoning: Annotated[
         bool, typer.Option("--reasoning", help="Ask for <think>…</think> <answer>…</answer> in the system message.")
     ] = False,
@@ -125,6 +135,7 @@ def infer(
             images=tuple(image or ()),
             videos=tuple(video or ()),
             vision=vision,
+            template_arguments=parse_template_arguments(template_argument or []),
             system=system,
             reasoning=reasoning,
             sampling=Sampling(
@@ -144,6 +155,24 @@ def infer(
                 write_json(answering, stdout)
             else:
                 write_text(answering, stdout, heading=len(prompts) > 1)
+
+
+def parse_template_arguments(options: list[str]) -> dict[str, Any]:
+    """Parse options such as `enable_thinking=false`; values are written as in TOML, and other texts need no quotes."""
+    values = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not (equals and name.strip()):
+            raise ConfigError(
+                f"--template-argument {option}: must have the form NAME=VALUE, such as enable_thinking=false"
+            )
+        values[name.strip()] = parse_value(value.strip())
+    try:
+        return TypeAdapter(TemplateArguments).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError(
+            f"--template-argument: {describe_first_problem(error).removeprefix('value error, ')}"
+        ) from None
 
 
 def choose_prompt(video: bool) -> str:

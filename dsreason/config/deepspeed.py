@@ -153,7 +153,8 @@ def _iter_precision_keys(config: JobConfig) -> Iterator[Owned]:
 
 
 def _iter_optimizer_keys(config: JobConfig) -> Iterator[Owned]:
-    optim, steps = config.optim, config.train.max_steps
+    optim = config.optim
+    steps = optim.schedule_steps or config.train.max_steps
     clipping = f"optim.max_grad_norm is {optim.max_grad_norm:g}"
     yield Owned(("gradient_clipping",), (optim.max_grad_norm,), clipping)
     yield Owned(("optimizer", "type"), ("Adam", "AdamW", "adam", "adamw"), "the optimizer is AdamW", by_config=False)
@@ -169,9 +170,11 @@ def _iter_optimizer_keys(config: JobConfig) -> Iterator[Owned]:
     params = ("scheduler", "params")
     yield Owned((*params, "warmup_max_lr"), (optim.lr,), f"optim.lr is {optim.lr:g}")
     yield Owned((*params, "warmup_num_steps"), (optim.warmup,), f"optim.warmup is {optim.warmup:g}")
-    yield Owned((*params, "warmup_min_lr"), (0,), "the learning rate starts at 0", by_config=False)
+    start = optim.warmup_start * optim.lr
+    yield Owned((*params, "warmup_min_lr"), (start,), f"the learning rate starts at {start:g}", by_config=False)
     yield Owned((*params, "warmup_type"), ("linear",), "the warm-up is linear", by_config=False)
-    yield Owned((*params, "total_num_steps"), (steps,), f"train.max_steps is {steps}")
+    name = "optim.schedule_steps" if optim.schedule_steps else "train.max_steps"
+    yield Owned((*params, "total_num_steps"), (steps,), f"{name} is {steps}")
 
 
 def _iter_checkpoint_keys(config: JobConfig) -> Iterator[Owned]:

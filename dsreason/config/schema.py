@@ -26,9 +26,9 @@ class JobModelConfig(Section):
 
 class ModelConfig(JobModelConfig):
     path: str = "tiny:qwen2_5_vl"
-    """Hugging Face model: a folder, a name on the Hub, or `s3://…`. `tiny:qwen2_5_vl`, `tiny:qwen3_vl`,
-    `tiny:qwen3_vl_moe` and `tiny:cosmos3_omni` are small models with random weights for trials; `tiny:qwen2` and `tiny:qwen3`
-    (Qwen2.5, Qwen3) are text-only."""
+    """Hugging Face model: a folder, a name on the Hub, or `s3://…`. `tiny:<model_type>` is a small model with random weights for
+    trials: `qwen2_5_vl`, `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5`, `cosmos3_omni` or `cosmos3_edge`, or `qwen2` or `qwen3`
+    (Qwen2.5, Qwen3), which read only text."""
     revision: str | None = None
     """Revision of the model on the Hub: a branch, tag or commit. Unset: the default branch."""
     max_length: int = Field(4096, ge=8)
@@ -72,6 +72,8 @@ class OptimConfig(Section):
     warmup: Share | Count = 0.03
     """Length of the warmup: an integer is a number of steps (at most all steps of the run), and a number below 1 is a fraction
     of all steps."""
+    warmup_start: float = Field(0.0, ge=0, le=1)
+    """Learning rate of the first warmup step, as a fraction of `lr`."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
     """Schedule of the learning rate after the warmup: constant, or a form of decay (`wsd` is constant at first, and then a
     square-root decay during the last `decay_share`)."""
@@ -80,6 +82,9 @@ class OptimConfig(Section):
     Unset: all steps after the warmup (`wsd`: 0.2)."""
     min_lr_share: float = Field(0.0, ge=0, le=1)
     """Final learning rate, as a fraction of `lr`."""
+    schedule_steps: int | None = Field(None, ge=1)
+    """Length of warmup and schedule in steps. A shorter run ends within the schedule, and a longer one keeps the final learning
+    rate. Unset: all steps of the run."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm, to which larger gradients are scaled down. 0: the norm is logged, but gradients are not clipped."""
 

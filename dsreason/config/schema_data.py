@@ -4,12 +4,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 from dsreason.config.section import Section, choose_pronoun, refuse_flag
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
+PASSED_BY_US = (
+    *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "tokenize", "return_assistant_tokens_mask", "return_tensors", "return_dict", "processor_kwargs"),
+)
+"""Names that a chat template, or transformers' function that renders it, gets from dsreason."""
+
+
+def check_argument_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments unchanged; raise ValueError if dsreason itself passes one of these names to the chat template."""
+    if names := [name for name in arguments if name in PASSED_BY_US]:
+        raise ValueError(f"{names[0]} is passed to the chat template by dsreason; remove it")
+    return arguments
+
+
+TemplateArguments = Annotated[
+    dict[str, StrictBool | StrictInt | StrictFloat | StrictStr], AfterValidator(check_argument_names)
+]
 
 
 class VisionConfig(Section):
@@ -139,6 +165,11 @@ class DataConfig(SourceConfig):
     balance: str | None = None
     """Field whose values should be equally frequent in training: `answer`, or a field of the rows that the adapter stores in
     `sample.meta` (`label.weather` for a nested field). Unset: rows are not balanced. Held-out rows are never balanced."""
+
+    template_arguments: TemplateArguments = {}
+    """Arguments for the chat template, such as `{enable_thinking = false}`, wherever a conversation is rendered: in training,
+    rollouts and validation. Exports record them, so `dsreason eval` and `infer` use the same arguments. Unset: the template's own
+    defaults."""
 
     check_validation = field_validator("validation", mode="before")(refuse_flag)
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, AliasChoices, Field, ValidationError, field
 
 from dsreason.config.engine_options import EVALUATION, check_owned
 from dsreason.config.keys import list_aliases
-from dsreason.config.schema_data import SourceConfig, VisionConfig
+from dsreason.config.schema_data import SourceConfig, TemplateArguments, VisionConfig
 from dsreason.config.section import Section, check_temperature
 from dsreason.text import QuestionKind
 
@@ -145,8 +145,9 @@ class EvaluationConfig(Section):
     answer_type: Literal["letter", "reasoning"] = "letter"
     """Form of the responses: `letter` requests only the answer, and `reasoning` requests
     `<think>…</think> <answer>…</answer>`."""
-    parser: Literal["default", "compat"] = "default"
-    """Parser of the answers; `compat` works exactly like the parser of cosmos-reason1, which takes the first capital letter."""
+    parser: Literal["default", "compat", "digit"] = "default"
+    """Parser of the answers; `compat` works exactly like the parser of cosmos-reason1, which takes the first capital letter.
+    `digit` takes the first standalone digit from 1 to 5 as the answer to a question of the kind `ordinal`."""
     num_processes: int | None = Field(None, ge=1)
     """Number of worker processes that decode media, at most one per core. Unset: one per core."""
     batch_size: int | None = Field(None, ge=1)
@@ -170,6 +171,10 @@ class EvaluationConfig(Section):
     system_prompt: str | None = None
     """System message; `""` sends no system message. Unset: "Answer the questions." for benchmark folders, and the row's own
     system message for rows."""
+    template_arguments: TemplateArguments = {}
+    """Arguments for the chat template, such as `{enable_thinking = false}`. Arguments that are unset have the values with which
+    the model was trained, if its folder records them, or else the template's own defaults. A server gets them as
+    `chat_template_kwargs`."""
     similarity_model: str | None = None
     """Folder of a sentence-embedding model, which scores the semantic similarity of free texts. Unset: no similarity is
     computed."""

@@ -8,7 +8,7 @@ processor with resizing and frame sampling disabled, so that a rollout engine ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from transformers import ProcessorMixin
 from dsreason.data.collate import GRIDS
 from dsreason.data.media_plan import Medium, PlannedMedium, convert_video_metadata, describe_video, load_medium
 from dsreason.data.messages import join_text, list_media_parts, list_media_paths, prompt_messages
-from dsreason.data.render import RenderedSegment, render_prompt, render_training
+from dsreason.data.render import RenderedSegment, find_opening, render_prompt, render_training
 from dsreason.data.types import TOKEN_TYPES, EncodedSample, MediaKind, Sample
 from dsreason.errors import DataError
 from dsreason.families import Family
@@ -30,6 +30,10 @@ from dsreason.media.frames import describe_video_path
 
 MAX_MEDIA_TOKENS = 1_000_000
 """Maximum number of media tokens per sample, which exceeds every model's limit; longer samples are rejected before encoding."""
+
+
+OPENING_TOKENS = 16
+"""Number of tokens at the end of a prompt among which `<think>` is searched for; a vocabulary may need several tokens for it."""
 
 
 class SampleTooLong(DataError):
@@ -44,6 +48,8 @@ class EncodedPrompt:
     encoded: EncodedSample
     prompt_ids: list[int]
     media: list[Medium]
+    opening: str = ""
+    """The tag with which the prompt already opens the reply's thoughts, such as `<think>\\n`; "" if it opens none."""
 
     @property
     def media_bytes(self) -> int:
@@ -74,6 +80,8 @@ class Encoder:
     needs_reply: bool = True
     """Whether to reject samples without an assistant turn; otherwise, such a sample is a prompt without trained tokens."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template; see `data.template_arguments`."""
 
     @property
     def sees(self) -> bool:
@@ -98,7 +106,9 @@ class Encoder:
         """Encode the generation prompt, with all messages except a final assistant turn; ids from `encode` start with its ids."""
         prompt, segments = self._render_prompt(sample)
         encoded, loaded = self._encode(prompt, segments)
-        return EncodedPrompt(sample, encoded, [token for segment in segments for token in segment.ids], loaded)
+        ids = [token for segment in segments for token in segment.ids]
+        opening = find_opening(self.processor.tokenizer.decode(ids[-OPENING_TOKENS:]))
+        return EncodedPrompt(sample, encoded, ids, loaded, opening)
 
     def encode_answer(self, prompt: EncodedPrompt, conversation: Sample) -> EncodedSample:
         """Encode the part of a conversation that follows its prompt, as a sample whose parent is the prompt."""
@@ -121,7 +131,8 @@ class Encoder:
 
     def _render_answer(self, prompt_ids: list[int], conversation: Sample) -> tuple[list[int], list[bool]]:
         """Return the ids and the loss mask after the prompt, up to and including the last trained token."""
-        segments = render_training(self.processor, self.family.tokens, self._join_text_parts(conversation))
+        text = self._join_text_parts(conversation)
+        segments = render_training(self.processor, self.family.tokens, text, self.template_arguments)
         ids = [token for segment in segments for token in segment.ids]
         mask = [trained for segment in segments for trained in segment.mask]
         start, end = len(prompt_ids), max(i for i, trained in enumerate(mask) if trained) + 1
@@ -135,11 +146,12 @@ class Encoder:
     def _render(self, sample: Sample) -> list[RenderedSegment]:
         has_reply = any(message["role"] == "assistant" for message in sample.messages)
         render = render_training if has_reply or self.needs_reply else render_prompt
-        return render(self.processor, self.family.tokens, self._join_text_parts(sample))
+        return render(self.processor, self.family.tokens, self._join_text_parts(sample), self.template_arguments)
 
     def _render_prompt(self, sample: Sample) -> tuple[Sample, list[RenderedSegment]]:
         prompt = replace(sample, messages=prompt_messages(sample))
-        return prompt, render_prompt(self.processor, self.family.tokens, self._join_text_parts(prompt))
+        text = self._join_text_parts(prompt)
+        return prompt, render_prompt(self.processor, self.family.tokens, text, self.template_arguments)
 
     def _join_text_parts(self, sample: Sample) -> Sample:
         """If the model is text-only, join the parts of each message into a string, which is what its chat template expects.
@@ -268,7 +280,7 @@ class Encoder:
         mask: list[bool] = []
         remaining = iter(planned)
         for segment in segments:
-            for token, trained in zip(segment.ids, segment.mask, strict=True):
+            for token, trained in self._drop_video_marks(segment):
                 if token in kind_by_token:
                     medium = next(remaining, None)
                     if medium is None or medium.kind != kind_by_token[token]:
@@ -289,8 +301,23 @@ class Encoder:
             )
         return ids, mask
 
+    def _drop_video_marks(self, segment: RenderedSegment) -> list[tuple[int, bool]]:
+        """Return a segment's tokens and mask, without the marks around videos if the processor adds marks to each frame."""
+        tokens = list(zip(segment.ids, segment.mask, strict=True))
+        if self.family.vision is None or not self.family.vision.frames_have_marks:
+            return tokens
+        video = [
+            self.processor.vision_start_token_id,
+            self.processor.video_token_id,
+            self.processor.vision_end_token_id,
+        ]
+        for start in reversed(range(len(tokens) - 2)):
+            if segment.ids[start : start + 3] == video:
+                tokens[start : start + 3] = [tokens[start + 1]]
+        return tokens
+
     def _expand_placeholder(self, medium: PlannedMedium) -> list[int]:
-        """Return the ids that replace a placeholder; for a Qwen3-VL video, each frame group is preceded by its timestamp."""
+        """Return the ids that replace a placeholder; the text of a video may include timestamps, as for Qwen3-VL."""
         per_group = self._count_group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
@@ -357,6 +384,8 @@ class Encoder:
         ):  # the image processor is called directly: the full processor would merge all settings for every row
             inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
         if clips:
+            # Without resizing, the limit of a frame has no effect, but Qwen's processors warn if it is unset.
+            caps = {"cap_pixels_per_frame": False} if self._vision.caps_frames else {}
             inputs |= self.processor(
                 videos=[frames for frames, _ in clips],
                 video_metadata=[convert_video_metadata(metadata) for _, metadata in clips],
@@ -364,19 +393,24 @@ class Encoder:
                 do_resize=False,
                 do_rescale=False,
                 do_normalize=False,
-                cap_pixels_per_frame=False,  # has no effect without resizing, but the processor warns if it is unset
+                **caps,
+                return_metadata=True,  # which Cosmos3-Edge's processor needs to write the timestamps
                 return_tensors="pt",
             )
+            inputs.pop("video_metadata")
             inputs["pixel_values_videos"] = self._normalise_patches(inputs["pixel_values_videos"])
         return {key: _cast_to_forward_dtype(value) for key, value in inputs.items()}
 
     def _normalise_patches(self, patches: Tensor) -> Tensor:
-        """Rescale and normalise uint8 patches [N, 3 * temporal patch * patch * patch] in the same way as the processor.
+        """Rescale and normalise uint8 patches [N, values per patch] in the same way as the processor.
 
         Frames are cut into patches before they are normalised, because cutting uint8 is four times as fast as cutting float32.
         """
         video = self.processor.video_processor
-        channel_patches = patches.view(len(patches), 3, -1, video.patch_size)
+        if self._vision.channels_last:
+            channel_patches = patches.view(len(patches), video.patch_size, -1, 3).permute(0, 3, 1, 2)
+        else:
+            channel_patches = patches.view(len(patches), 3, -1, video.patch_size)
         normalised: Tensor = video.rescale_and_normalize(
             channel_patches,
             video.do_rescale,
@@ -385,7 +419,7 @@ class Encoder:
             video.image_mean,
             video.image_std,
         )
-        return normalised.flatten(1)
+        return (normalised.permute(0, 2, 3, 1) if self._vision.channels_last else normalised).flatten(1)
 
 
 def _cast_to_forward_dtype(value: Tensor | list[float]) -> Tensor:

@@ -1,11 +1,11 @@
-"""Functions that collate encoded samples into a micro-batch: one packed row, or several right-padded rows."""
+"""Functions that collate encoded samples into a micro-batch: one packed row, or several padded rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ S = TypeVar("S", bound=EncodedSample)
 
 PIXELS: dict[MediaKind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS: dict[MediaKind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
-
-
-padded = partial(pad_sequence, batch_first=True)
 
 
 def pack(samples: Sequence[EncodedSample]) -> Batch:
@@ -79,18 +76,22 @@ def group_by_parent(samples: Sequence[S]) -> list[S]:
     return [samples[i] for i in sorted(range(len(samples)), key=order.__getitem__)]
 
 
-def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """Collate one or more samples into right-padded rows; a row starts with the parent's tokens, and media are in row order."""
+def collate(
+    samples: Sequence[EncodedSample], *, pad_id: int, padding_side: Literal["left", "right"] = "right"
+) -> Batch:
+    """Collate one or more samples into padded rows; a row starts with the parent's tokens, and media are in row order."""
     rows = [join_parent(sample) for sample in samples]
+    padded = partial(pad_sequence, batch_first=True, padding_side=padding_side)
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
     input_ids = padded([row.input_ids for row in rows], padding_value=pad_id)
+    attention_mask = padded([torch.ones_like(row.input_ids) for row in rows])
     targets = padded([row.loss_mask for row in rows])
-    targets[:, 0] = False
+    targets &= attention_mask.cumsum(1) > 1  # the first token of a row has no predictor
     target_indices = targets.flatten().nonzero().flatten()
     return Batch(
         ids=tuple(row.id for row in rows),
         input_ids=input_ids,
-        attention_mask=padded([torch.ones_like(row.input_ids) for row in rows]),
+        attention_mask=attention_mask,
         targets=target_indices,
         predictors=target_indices - 1,
         position_ids=padded([row.position_ids.T for row in rows]).permute(2, 0, 1).contiguous(),

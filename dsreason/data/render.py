@@ -8,8 +8,11 @@ text were tokenized at once, a line break at the start of an answer would merge 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -25,6 +28,9 @@ NO_THOUGHTS = "<think>\n\n</think>\n\n"
 because a model that learned to write it would stop thinking."""
 
 
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class RenderedSegment:
     """Tokens of one piece of a rendered conversation; the first `num_trained` of them are trained."""
@@ -37,10 +43,12 @@ class RenderedSegment:
         return [position < self.num_trained for position in range(len(self.ids))]
 
 
-def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[RenderedSegment]:
+def render_training(
+    processor: ProcessorMixin, tokens: Tokens, sample: Sample, arguments: Mapping[str, Any] = NO_ARGUMENTS
+) -> list[RenderedSegment]:
     """Render the complete conversation for training; the trained tokens are each reply's text and the token that ends its turn.
 
-    A reply whose message has `"trained": False` is not trained.
+    A reply whose message has `"trained": False` is not trained. The chat template gets `arguments` (`data.template_arguments`).
 
     Raises:
         DataError: no reply is trained, or the template changes a trained reply.
@@ -56,11 +64,11 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
         raise DataError(
             f'sample {sample.id!r}: every reply has "loss": false or belongs to the prompt, so no token would be trained'
         )
-    rendered = _render(processor, sample, messages, generate=False)
+    rendered = _render(processor, sample, messages, arguments, generate=False)
     ends = list_turn_ends(processor, tokens)
     spans = []
     for number in turns:
-        prompt = _render(processor, sample, messages[:number], generate=True)
+        prompt = _render(processor, sample, messages[:number], arguments, generate=True)
         span = _find_assistant_span(rendered, prompt, messages[number], ends)
         if span is None and number not in trained:
             continue  # the template may drop the reasoning of earlier turns
@@ -75,12 +83,15 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
     return _tokenize_segments(processor, rendered, spans)
 
 
-def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[RenderedSegment]:
+def render_prompt(
+    processor: ProcessorMixin, tokens: Tokens, sample: Sample, arguments: Mapping[str, Any] = NO_ARGUMENTS
+) -> list[RenderedSegment]:
     """Render the complete conversation and the generation prompt for the next assistant turn; no token is trained."""
     messages = clean_messages(processor, tokens, sample)
-    rendered = _render(processor, sample, messages, generate=True)
+    rendered = _render(processor, sample, messages, arguments, generate=True)
     ends = list_turn_ends(processor, tokens)
-    prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _find_assistant_turns(messages)}
+    turns = _find_assistant_turns(messages)
+    prompts = {n: _render(processor, sample, messages[:n], arguments, generate=True) for n in turns}
     spans = []
     for number, prompt in prompts.items():
         # No turn is trained here, so a turn that the template shortens needs no token boundaries.
@@ -92,6 +103,12 @@ def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> 
 def list_turn_ends(processor: ProcessorMixin, tokens: Tokens) -> tuple[str, ...]:
     """Return the tokens that may end a turn: the family's and the tokenizer's end token, which differ for many base models."""
     return tuple(dict.fromkeys((tokens.turn_end, processor.tokenizer.eos_token)))
+
+
+def find_opening(prompt: str) -> str:
+    """Return the tag with which a generation prompt already opens the reply's thoughts, such as `<think>\\n`, or ""."""
+    opening = re.search(r"<think>\s*\Z", prompt)
+    return opening[0] if opening else ""
 
 
 def _find_assistant_turns(messages: list[Message]) -> list[int]:
@@ -164,6 +181,11 @@ def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: s
             "template supports tool calls, or write the call into the text of the message"
         )
     content = message["content"]
+    if find_opening(prompt) and "<think>" not in content:
+        return (
+            f"{location}: the chat template opens <think> before a reply, but this reply has no reasoning: it begins with "
+            f"{content[:80]!r}; turn reasoning off with data.template_arguments, such as {{enable_thinking = false}}"
+        )
     difference = (
         repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "different text before this turn"
     )
@@ -174,10 +196,12 @@ def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: s
     )
 
 
-def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], *, generate: bool) -> str:
+def _render(
+    processor: ProcessorMixin, sample: Sample, messages: list[Message], arguments: Mapping[str, Any], *, generate: bool
+) -> str:
     try:
         text: str = processor.apply_chat_template(
-            messages, tools=sample.tools, tokenize=False, add_generation_prompt=generate
+            messages, tools=sample.tools, tokenize=False, add_generation_prompt=generate, **arguments
         )
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)

@@ -1,13 +1,14 @@
-"""The choice of vision settings: those that the user sets, then those with which dsreason trained the model, then defaults."""
+"""The choice of vision settings and template arguments: the user's, then those with which dsreason trained the model."""
 
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsreason.checkpoints.checkpoint_folder import read_checkpoint
+from dsreason.checkpoints.trained_template import format_arguments, read_template_arguments
 from dsreason.checkpoints.trained_vision import TrainedVision, format_settings, read_run_vision, read_trained_vision
 from dsreason.config.schema_data import VisionConfig
 from dsreason.config.schema_eval import EvalConfig
@@ -18,18 +19,28 @@ from dsreason.evaluation.ask.server import ServerAnswerer
 
 @dataclass(frozen=True)
 class VisionChoice:
-    """The vision settings of an evaluation, and where they come from."""
+    """The vision settings and template arguments of an evaluation, and where they come from."""
 
     settings: VisionConfig
     user: VisionConfig
-    """Settings that the user has set."""
+    """Settings that the user sets."""
     trained: TrainedVision | None
-    """Settings of the model's training; None if they are unknown."""
+    """Settings that the model was trained with; None if they are unknown."""
     origin: str
     """Path of the model, for messages."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template in the model's training."""
 
     def describe(self) -> str:
-        """Describe the settings in one line."""
+        """Describe the settings in one line each."""
+        return "\n".join([self._describe_vision(), *self._describe_template()])
+
+    def _describe_template(self) -> list[str]:
+        if not self.template_arguments:
+            return []
+        return [f"chat template arguments of training: {format_arguments(self.template_arguments)} ({self.origin})"]
+
+    def _describe_vision(self) -> str:
         own = self.user.model_dump(exclude_none=True)
         kept = {key: value for key, value in self.settings.model_dump(exclude_none=True).items() if key not in own}
         parts = [f"{format_settings(own)} (set by you)"] if own else []
@@ -49,7 +60,7 @@ class VisionChoice:
         return f"vision settings: {'; '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the choice as JSON values, which are recorded with the results."""
+        """Return the choice as JSON values, to be recorded with the results."""
         return {
             "used": self.settings.model_dump(exclude_none=True),
             "set": self.user.model_dump(exclude_none=True),
@@ -59,15 +70,19 @@ class VisionChoice:
 
 
 def choose_vision(
-    user: VisionConfig, trained: TrainedVision | None, origin: str, defaults: VisionConfig
+    user: VisionConfig,
+    trained: TrainedVision | None,
+    origin: str,
+    defaults: VisionConfig,
+    template_arguments: dict[str, Any] | None = None,
 ) -> VisionChoice:
-    """Fill the user's settings with those of training or, if these are unknown, with `defaults`."""
+    """Complete the user's settings with those used in training or, if these are unknown, with `defaults`."""
     base = defaults if trained is None else trained.to_config()
-    return VisionChoice(user.fill(base), user, trained, origin)
+    return VisionChoice(user.fill(base), user, trained, origin, template_arguments or {})
 
 
 def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
-    """Choose the vision settings for all data sets; this downloads the model if it is not on this machine.
+    """Choose the vision settings for all data sets. This downloads the model if it is not on this machine.
 
     Raises:
         DsReasonError: the model or the server does not exist.
@@ -76,28 +91,31 @@ def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
     if config.server.url is not None:
         with closing(ServerAnswerer(config.server)) as answerer:
             folder = answerer.folder
-        trained = None if folder is None else read_trained_vision(folder)
-        return choose_vision(user, trained, str(folder or ""), defaults)
+        if folder is None:
+            return choose_vision(user, None, "", defaults)
+        return choose_vision(user, read_trained_vision(folder), str(folder), defaults, read_template_arguments(folder))
     own_weights = find_run_weights(str(config.model.path))
     origin = str(own_weights or config.model.path)
     if own_weights is not None and is_checkpoint(own_weights):
-        return choose_vision(user, find_checkpoint_vision(own_weights), origin, defaults)
+        arguments = read_checkpoint(own_weights).state.template_arguments
+        return choose_vision(user, find_checkpoint_vision(own_weights), origin, defaults, arguments)
     folder = resolve_model_folder(config, own_weights)
-    return choose_vision(user, read_trained_vision(folder), origin, defaults)
+    return choose_vision(user, read_trained_vision(folder), origin, defaults, read_template_arguments(folder))
 
 
 def find_checkpoint_vision(checkpoint: Path) -> TrainedVision | None:
-    """Return the settings in a checkpoint or, for older ones, in the record of its run; None if they are unknown."""
+    """Return the training's vision settings from a checkpoint or, if it is older, from its run's record; None if unknown."""
     trained = read_checkpoint(checkpoint).state.vision
     return read_run_vision(checkpoint.absolute().parent.parent) if trained is None else trained
 
 
 def apply_choice(config: EvalConfig, choice: VisionChoice) -> EvalConfig:
-    """Return the configuration with the vision settings of training; if these are unknown, its own defaults apply."""
+    """Return the configuration with the vision settings and template arguments of training; unknown ones keep their defaults."""
+    changes: dict[str, Any] = {"template_arguments": choice.template_arguments | config.evaluation.template_arguments}
     if choice.trained is None:
-        return config
-    changes: dict[str, Any] = {"vision": choice.settings}
+        return config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     # If no rate is set, training has its own default.
     if choice.settings.fps is None and choice.settings.nframes is None:
-        changes["evaluation"] = config.evaluation.model_copy(update={"fps": None})
-    return config.model_copy(update=changes)
+        changes["fps"] = None
+    evaluation = config.evaluation.model_copy(update=changes)
+    return config.model_copy(update={"vision": choice.settings, "evaluation": evaluation})

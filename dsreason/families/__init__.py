@@ -5,15 +5,20 @@ Importing this package imports neither torch nor transformers, so that commands 
 
 from dsreason.errors import CheckpointError
 from dsreason.families.cosmos3 import COSMOS3
+from dsreason.families.cosmos3_edge import COSMOS3_EDGE
 from dsreason.families.family import Family
 from dsreason.families.qwen2_5_vl import QWEN2_5_VL
+from dsreason.families.qwen3_5 import QWEN3_5
 from dsreason.families.qwen3_vl import QWEN3_VL
 from dsreason.families.qwen3_vl_moe import QWEN3_VL_MOE
 from dsreason.families.qwen_text import QWEN2_5, QWEN3
 
 __all__ = ["FAMILIES", "Family", "list_control_tokens", "get_family"]
 
-FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, COSMOS3, QWEN2_5, QWEN3)}
+FAMILIES = {
+    family.model_type: family
+    for family in (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, COSMOS3, COSMOS3_EDGE, QWEN3_5, QWEN2_5, QWEN3)
+}
 
 
 def get_family(model_type: str) -> Family:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -38,6 +39,23 @@ def merge_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
 def return_no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     """Return no grids; this is the grid rule of text-only models."""
     return (), ()
+
+
+class TowerShape(NamedTuple):
+    """Sizes of a vision tower that families store under different names, or not at all, in `vision_config`."""
+
+    depth: int
+    """Number of blocks."""
+    num_heads: int
+    temporal_patch_size: int
+    """Number of frames per patch."""
+    is_rotary: bool = True
+    """Whether the blocks' forward takes rotary positions."""
+
+
+def read_tower_shape(vision: Any) -> TowerShape:
+    """Read the shape from a `vision_config` with the names that Qwen's models use."""
+    return TowerShape(vision.depth, vision.num_heads, vision.temporal_patch_size)
 
 
 TowerLayout = Callable[[Any, "Tensor"], dict[str, Any]]
@@ -106,8 +124,15 @@ class Vision:
     """Maximum size of one video frame in merged patches, used if the processor limits only all frames together."""
     max_video_tokens: int
     """Maximum size of a video in merged patches, used if the processor limits only each frame."""
+    caps_frames: bool = True
+    """Whether the video processor can limit the pixels of each frame (`cap_pixels_per_frame`)."""
     trained_sizes: TrainedSizes | None = None
     """Limits that replace the processor's limits, unless the processor rejects the largest size; None keeps the processor's."""
+    channels_last: bool = False
+    """Whether the processor flattens patches with the channels of a pixel together; if False, with the pixels of a channel."""
+    frames_have_marks: bool = False
+    """Whether the start and end tokens that the chat template puts around a video are removed, because the processor adds them
+    to each frame."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +153,31 @@ class Modules:
     """Regular expression for the names of the linear layers in the vision tower and its mergers."""
     patch_embedding: str = ""
     """Part of the name of the vision tower's patch embedding, whose input needs no gradient."""
+    vision_blocks: str = ""
+    """Path of the list of the vision tower's blocks in the model."""
     merger: str = ""
-    """Text that is in the name of every vision-tower module that processes merged patches."""
+    """Text that is in the name of every module of the vision tower, or outside it, that processes merged patches."""
+    projector: str = ""
+    """Path of the module that merges patches and projects them to the text model's hidden size. If it is not part of the
+    vision tower, the tower's forward does not call it."""
     blocks: tuple[str, ...] = ()
     """Class names of the decoder layer and of the vision tower's block and merger; ZeRO-3 gathers each such module as a unit."""
     experts: str = ""
     """Regular expression for the names of the parameters `[experts, out, in]` that hold all experts of a decoder layer; empty for
     a dense model."""
+
+    def is_in_tower(self, name: str) -> bool:
+        """Return whether a module or parameter belongs to the vision tower."""
+        return self.vision_tower is not None and name.startswith(f"{self.vision_tower}.")
+
+    def is_vision(self, name: str) -> bool:
+        """Return whether a module or parameter belongs to the vision tower or to a projector outside it."""
+        return self.is_in_tower(name) or (self.projector != "" and f"{name}.".startswith(f"{self.projector}."))
+
+    @property
+    def projects_outside_tower(self) -> bool:
+        """Whether the features of the vision tower are patches, which the projector merges."""
+        return self.projector != "" and not self.is_in_tower(self.projector)
 
 
 @dataclass(frozen=True)
@@ -152,6 +195,8 @@ class Tiny:
     None for a text-only model, whose folder contains only a tokenizer."""
     others: tuple[str, ...] = ()
     """Names of tensors of other models that the tiny model's files also contain, to resemble the published files."""
+    draw: Callable[[str, torch.Size, torch.Generator], Tensor | None] | None = None
+    """Function `(name, shape, generator) -> values` for tensors that need special values; it returns None for all others."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +217,15 @@ class Family:
     tower_layout: TowerLayout = return_grids
     """Function that returns all arguments of the vision tower's forward except the pixels. The arguments should include all
     values that the tower would otherwise compute from the grids on the GPU, because the host would wait for them."""
+    has_plain_layers: bool = True
+    """Whether text layers use RMSNorm and rotary positions as Llama does; if False, their fused kernels are not used."""
+    host_arguments: tuple[str, ...] = ()
+    """Names of tensors in `tower_layout` that stay on the host, because the vision tower reads their values there."""
+    tower_shape: Callable[[Any], TowerShape] = read_tower_shape
+    """Function that reads the shape of the vision tower from `vision_config`."""
+    has_text_positions: bool = True
+    """Whether the model accepts a row of text positions besides those of mRoPE. Without it, transformers' own attention takes
+    every media token for the start of a new sample in packed rows and, with flash attention, in all rows."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
     """Function `vision_config -> (number of blocks with windowed attention, side of a window in merged patches)`; None if all
     blocks use full attention."""
@@ -184,6 +238,8 @@ class Family:
     vllm_class: str | None = None
     """Name of vLLM's class for the family, in case config.json names only the transformers class, which vLLM would run with its
     generic backend. None keeps the class in config.json."""
+    vllm_partitions: Mapping[str, int] = field(default_factory=dict)
+    """Names of layers that fill several partitions of one of vLLM's fused layers, and the number of partitions."""
     weight_folders: tuple[str, ...] = ()
     """Subfolders of a published checkpoint that contain the weights if there are no weights next to config.json."""
     others: tuple[str, ...] = ()

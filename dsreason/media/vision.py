@@ -123,12 +123,14 @@ def repeat_last(indices: Sequence[int], temporal_patch: int) -> tuple[int, ...]:
 
 
 def sample_evenly(start: int, end: int, count: int) -> tuple[int, ...]:
-    """Return `count` (at least 2) evenly spaced integers from `start` to `end`: `torch.linspace(start, end, count).round()`.
+    """Return `count` evenly spaced integers from `start` to `end`: `torch.linspace(start, end, count).round()`.
 
     Like torch, this function computes in float32, from both ends to the middle, and rounds each multiply-add once, as CPUs
     with fused multiply-add do. Exact arithmetic would sometimes give another result: one of 600 evenly spaced positions in
     18,000 frames is 17067.499, which is 17067.5 in float32.
     """
+    if count == 1:
+        return (start,)
     step = float(np.float32(end - start) / np.float32(count - 1))
     numbers = np.arange(count)
     spaced = np.where(numbers < count // 2, start + step * numbers, end - step * numbers[::-1])

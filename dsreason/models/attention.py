@@ -21,8 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from dsreason.data.types import Batch, Segment, copy_to_device
-from dsreason.errors import CheckpointError
-from dsreason.families import get_family
+from dsreason.errors import CheckpointError, ConfigError
+from dsreason.families import Family, get_family
+from dsreason.families.layer_types import get_layer_types, has_delta_nets
+from dsreason.models.layers.delta_net import LAYOUT, build_delta_layout
 from dsreason.models.sequence_parallel import Group, to_heads, to_tokens
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 TEXT, VISION = "segments", "flash_segments"
 """Names under which the attention is registered; transformers passes window and frame starts only to names with "flash"."""
+SUPPORTED = ("full_attention", "linear_attention")
+"""Types of text layers that can keep the samples of a packed row apart; linear attention: `dsreason.models.layers.delta_net`."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,17 @@ def call_varlen_kernel(
     return attended
 
 
+def build_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Build the mask of padded rows. A packed row needs none, because `attend_text` separates its samples by the layout.
+
+    transformers would build a mask for all pairs of the row's tokens if the positions that it gets restart or jump.
+    """
+    if attention_mask is None and q_length == kv_length:
+        return None
+    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    return mask
+
+
 def use_segments(model: PreTrainedModel) -> None:
     """Make the text layers and the vision tower of a built model use this module's attention.
 
@@ -242,7 +257,7 @@ def use_segments(model: PreTrainedModel) -> None:
         CheckpointError: some text layers use sliding-window attention, which this module does not support.
     """
     text = model.config.get_text_config()
-    sliding = [number for number, kind in enumerate(get_layer_types(text)) if kind != "full_attention"]
+    sliding = [number for number, kind in enumerate(get_layer_types(text)) if kind not in SUPPORTED]
     if sliding:
         raise CheckpointError(
             f'{model.name_or_path}: {len(sliding)} text layers use sliding-window attention, which model.attention = "auto" '
@@ -255,9 +270,20 @@ def use_segments(model: PreTrainedModel) -> None:
         model.config.vision_config._attn_implementation = VISION
 
 
-def get_layer_types(text: Any) -> list[str]:
-    """Return the attention types of the text layers; empty if the config omits them, as do some models without windows."""
-    return text.to_dict().get("layer_types") or []
+def check_attention(family: Family, attention: str, *, packing: bool = False) -> None:
+    """Raise ConfigError if `model.attention` names an implementation that takes media tokens for the starts of samples."""
+    if family.has_text_positions or attention == "auto":
+        return
+    if attention.startswith("flash"):
+        scope, remedy = "", ""
+    elif packing:
+        scope, remedy = " with packed rows", ", or train.packing = false"
+    else:
+        return
+    raise ConfigError(
+        f'model.attention = "{attention}" does not work for {family.name}{scope}, because transformers takes media tokens for '
+        f'the starts of samples; set model.attention = "auto"{remedy}'
+    )
 
 
 def has_segment_attention(model: PreTrainedModel) -> bool:
@@ -293,24 +319,24 @@ def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = 
         raise ValueError(
             f"a packed row must have positions on 3 axes (temporal, height, width); got {batch.position_ids.shape[0]}"
         )
+    text, device = model.config.get_text_config(), batch.input_ids.device
+    inputs: dict[str, Any] = {"attention_mask": None}
+    if has_delta_nets(text):
+        inputs[LAYOUT] = build_delta_layout(batch.segments, text.linear_conv_kernel_dim, device)
     if has_segment_attention(model):
-        layout = build_row_layout(batch.segments, batch.input_ids.device, group if batch.part is not None else None)
-        return {
-            "attention_mask": None,
-            "position_ids": to_model_positions(model, batch.position_ids),
-            "layout": layout,
-        }
+        layout = build_row_layout(batch.segments, device, group if batch.part is not None else None)
+        return inputs | {"position_ids": to_model_positions(model, batch.position_ids), "layout": layout}
     if any(segment.parent is not None for segment in batch.segments):
         raise ValueError('the samples of a packed row share a prompt, which only model.attention = "auto" supports')
-    if (
-        get_family(model.config.model_type).vision is None
-    ):  # one row of positions suffices: it restarts with each sample
-        return {"attention_mask": None, "position_ids": batch.position_ids[0]}
+    family = get_family(model.config.model_type)
+    if not family.has_text_positions:
+        raise ValueError(f'packed rows of {family.name} need model.attention = "auto"')
+    if family.vision is None:  # one row of positions suffices: it restarts with each sample
+        return inputs | {"position_ids": batch.position_ids[0]}
     counts = torch.cat([torch.arange(segment.length) for segment in batch.segments])[None, None]
-    four_rows = torch.cat([counts.to(batch.position_ids.device), batch.position_ids])
-    return {"attention_mask": None, "position_ids": four_rows}
+    return inputs | {"position_ids": torch.cat([counts.to(device), batch.position_ids])}
 
 
 AttentionInterface.register(TEXT, attend_text)
-AttentionMaskInterface.register(TEXT, sdpa_mask)
+AttentionMaskInterface.register(TEXT, build_mask)
 AttentionInterface.register(VISION, attend_vision)

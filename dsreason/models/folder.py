@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.errors import CheckpointError, DataError
+from dsreason.families import FAMILIES
 from dsreason.files.address import is_s3
 from dsreason.files.cache import build_copy, convert_cache_errors
-from dsreason.files.disk import check_regular
+from dsreason.files.disk import check_regular, read_small
 from dsreason.files.hub import HUB_ERRORS, convert_hub_error, fetch_snapshot, get_hub_url
 from dsreason.files.remote import fetch_folder
 from dsreason.secrets import mask_credentials
@@ -37,6 +38,7 @@ SIZES = {
     ),
     *("vocab_size", "max_position_embeddings", "depth", "num_heads", "out_hidden_size", "num_position_embeddings"),
     *("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels", "in_chans", "window_size"),
+    *("num_channels", "num_patches", "projector_hidden_size"),
 }
 """Names of the size fields in config.json and its sections; transformers replaces null with a default."""
 LARGEST_SIZE = 100_000_000
@@ -70,7 +72,14 @@ def find_folder(
 
 def check_files(folder: Path) -> None:
     """Raise CheckpointError if the folder has a file that transformers could not finish reading: a FIFO, device or huge file."""
-    for file in sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)):
+    check_each_file(sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)))
+    check_each_file(
+        sorted(file for name in find_weight_folders(folder) for file in (folder / name).glob("*.safetensors"))
+    )
+
+
+def check_each_file(files: Sequence[Path]) -> None:
+    for file in files:
         opened = OPENED.fullmatch(file.name)
         if not opened and (file.is_dir() or not file.exists()):
             continue  # such as a folder, or a link to a file that was removed from the Hub cache
@@ -85,6 +94,18 @@ def check_files(folder: Path) -> None:
             raise CheckpointError(
                 f"{file} has {size} bytes, but files other than weights must not exceed {MOST_BYTES} bytes; download it again"
             )
+
+
+def find_weight_folders(folder: Path) -> tuple[str, ...]:
+    """Return the subfolders that contain a model's weights; none if they are beside config.json, or if that is unreadable."""
+    config = folder / "config.json"
+    if next(folder.glob("*.safetensors"), None) is not None or not config.is_file():
+        return ()
+    try:
+        model_type = json.loads(read_small(config))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ()  # `read_model_config` reports the problem
+    return next((family.weight_folders for family in FAMILIES.values() if family.model_type == model_type), ())
 
 
 def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
@@ -108,9 +129,11 @@ def fetch_model_folder(path: str, is_wanted: Callable[[str], bool], kind: str) -
         raise CheckpointError(f"model.path: {error}; set model.path to {kind}") from None
 
 
-def download_folder(path: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def download_folder(path: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
+    """Download the files of a Hub repository that match one of `patterns` and none of `ignored`; return the local folder."""
+    options = {"ignore_patterns": list(ignored)} if ignored else {}
     try:
-        return fetch_snapshot(path, revision=revision, allow_patterns=list(patterns))
+        return fetch_snapshot(path, revision=revision, allow_patterns=list(patterns), **options)
     except HUB_ERRORS as error:
         where, page = f"model.path {path}: is not a local folder", f"{get_hub_url()}/{path}"
         raise CheckpointError(str(convert_hub_error(error, where, page=page, revision=revision))) from error
@@ -121,9 +144,10 @@ def compute_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
         digest.update(f"{file.name} ".encode() + file.read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+    subfolders = [folder / name for name in find_weight_folders(folder)]
+    for file in sorted(file for place in (folder, *subfolders) for file in place.glob("*.safetensors")):
         size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
+        digest.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
         with file.open("rb") as opened:
             for start in range(0, size, max(CHUNK, size // 256)):
                 opened.seek(start)

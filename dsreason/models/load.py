@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, get_family
-from dsreason.models.attention import use_segments
+from dsreason.families.layer_types import has_delta_nets
+from dsreason.models.attention import check_attention, use_segments
 from dsreason.models.folder import (
     MODEL_FILES,
     build_tiny_folder,
@@ -25,9 +26,11 @@ from dsreason.models.folder import (
     explain_custom_code,
     fetch_model_folder,
     find_folder,
+    find_weight_folders,
 )
-from dsreason.models.fused_kernels import use_fused_kernels
 from dsreason.models.generation import read_generation_config
+from dsreason.models.layers.delta_net import separate_samples
+from dsreason.models.layers.fused_kernels import use_fused_kernels
 from dsreason.models.media_features import patch_vision
 from dsreason.models.nf4.layers import NF4Linear, convert_to_nf4, quantize_weight
 from dsreason.models.weights import WeightFiles, find_weights
@@ -54,7 +57,7 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
         config.path,
         tiny=lambda name: build_tiny_model(name, cache),
         fetch=lambda: fetch_model(config),
-        download=lambda: download_folder(config.path, config.revision, list_file_patterns(config)),
+        download=lambda: download_model(config),
     )
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -70,13 +73,27 @@ def build_tiny_model(family: str, cache: Path) -> Path:
 
 
 def fetch_model(config: ModelConfig) -> Path:
-    """Copy a model folder from S3, except for pickled weights and subfolders, and return the local copy."""
+    """Copy a model folder from S3 and return the local copy; of subfolders, copy only the weights that the model needs."""
     patterns = list_file_patterns(config)
-    return fetch_model_folder(
-        config.path,
-        lambda name: "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns),
-        "a Hugging Face model folder",
-    )
+
+    def is_beside_config(name: str) -> bool:
+        return "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+    def is_needed(name: str) -> bool:
+        return is_beside_config(name) or (name.rpartition("/")[0] in subfolders and name.endswith(".safetensors"))
+
+    folder = fetch_model_folder(config.path, is_beside_config, "a Hugging Face model folder")
+    if not (subfolders := find_weight_folders(folder)):
+        return folder
+    return fetch_model_folder(config.path, is_needed, "a Hugging Face model folder")
+
+
+def download_model(config: ModelConfig) -> Path:
+    """Download a model from the Hub and return its local folder; of the weights in subfolders, only those that it needs."""
+    folder = download_folder(config.path, config.revision, list_file_patterns(config), ignored=["*/*.safetensors"])
+    if weights := [f"{name}/*.safetensors" for name in find_weight_folders(folder)]:
+        download_folder(config.path, folder.name, weights)  # the snapshot's folder is named after its commit
+    return folder
 
 
 def list_file_patterns(config: ModelConfig) -> list[str]:
@@ -152,7 +169,7 @@ def load_model(
 
     Args:
         quantize: "nf4" freezes the matrices of the language model and stores them in 4 bits; None leaves them unquantised.
-        fused_kernels: whether to use the GPU kernels in `dsreason.models.fused_kernels`.
+        fused_kernels: whether to use the GPU kernels in `dsreason.models.layers.fused_kernels`.
     """
     model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = get_family(model.config.model_type)
@@ -179,6 +196,7 @@ def build_checked_model(
     `load_model`."""
     config = read_model_config(path, trust_remote_code=trust_remote_code)
     family = get_family(config.model_type)
+    check_attention(family, attention)
     weights = find_weights(path, family.rename, inside=family.weight_folders, is_transposed=family.is_transposed)
     check_depth(config, weights)
     model = build_empty_model(config, dtype, attention, trust_remote_code)
@@ -206,10 +224,11 @@ def load_weights(
 def check_depth(config: Any, weights: WeightFiles) -> None:
     """Raise CheckpointError if config.json claims more layers than there are tensors: building them could take forever."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
-    if get_family(config.model_type).vision is not None:
+    family = get_family(config.model_type)
+    if family.vision is not None:
         depths = {
             "text_config.num_hidden_layers": config.text_config.num_hidden_layers,
-            "vision_config.depth": config.vision_config.depth,
+            "vision_config.depth": family.tower_shape(config.vision_config).depth,
         }
     for key, layers in depths.items():
         if layers > len(weights.places):
@@ -236,6 +255,8 @@ def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_rem
         ) from error
     if attention == "auto":
         use_segments(model)
+    if has_delta_nets(config.get_text_config()):
+        separate_samples(model)
     # DeepSpeed would cast the rotary frequencies to the training dtype, but bfloat16 changes them by up to 0.4 %.
     model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, "inv_freq"}
     return model
@@ -263,6 +284,9 @@ def check_weights(model: nn.Module, weights: WeightFiles) -> None:
     lines = [
         f"  {len(names)} {kind}: {join_first(names, 8, separator=', ')}" for kind, names in problems.items() if names
     ]
+    if problems["missing"] and weights.unlisted:
+        names = join_first([str(file.relative_to(weights.folder)) for file in weights.unlisted], 8, separator=", ")
+        lines.append(f"  model.safetensors.index.json does not list {names}")
     if lines:
         raise CheckpointError("\n".join([f"{weights.folder}: the weights do not match config.json", *lines]))
     check_tied(weights, {name: first for name, first in tied.items() if name in shapes})

@@ -29,11 +29,13 @@ def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[
     family = get_family(model.config.model_type)
     assert family.modules.vision_tower is not None
     tower = model.get_submodule(family.modules.vision_tower)
-    layout = {
-        name: copy_to_device(value, pixels.device) if isinstance(value, Tensor) else value
-        for name, value in family.tower_layout(tower.config, grids).items()
-    }
+    layout = family.tower_layout(tower.config, grids)
+    for name, value in layout.items():
+        if isinstance(value, Tensor) and name not in family.host_arguments:
+            layout[name] = copy_to_device(value, pixels.device)
     output = tower(pixels.type(tower.dtype), **layout)
+    if family.modules.projects_outside_tower:
+        return [model.get_submodule(family.modules.projector)(output.last_hidden_state)]
     return [output.pooler_output, *(output.get("deepstack_features") or [])]
 
 

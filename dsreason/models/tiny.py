@@ -205,8 +205,14 @@ def build_chat_template(family: Family) -> str:
 
 
 def _draw(name: str, shape: torch.Size, family: Family, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw a matrix from N(0, 1 / inputs), or an embedding or positions from N(0, 0.02^2); norm weights are 1, and biases 0."""
+    """Draw a matrix from N(0, 1 / inputs), or an embedding or positions from N(0, 0.02^2); norm weights are 1, and biases 0.
+
+    The family can draw some tensors differently.
+    """
     modules = family.modules
+    special = family.tiny.draw(name, shape, generator) if family.tiny.draw is not None else None
+    if special is not None:
+        return special.to(dtype).cpu()
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:

@@ -9,13 +9,13 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsreason.errors import CheckpointError
-from dsreason.files.disk import read_small
+from dsreason.files.disk import check_link, read_small
 
 STEM = "model"
 """Stem of the weight files: the weights are in `model.safetensors`, or in files that `model.safetensors.index.json` lists."""
@@ -27,6 +27,8 @@ class WeightFiles:
 
     folder: Path
     places: dict[str, tuple[Path, str]]
+    unlisted: tuple[Path, ...] = ()
+    """Weight files in the subfolders that the index does not list, which are therefore not read."""
     transposed: frozenset[str] = frozenset()
     """In-memory names of the tensors whose last two axes are swapped in the files."""
 
@@ -70,14 +72,20 @@ def find_weights(
 ) -> WeightFiles:
     """Read the headers of `<stem>.safetensors`, or of the files listed in `<stem>.safetensors.index.json`.
 
-    If `folder` has no such files, the weight files in its subfolders `inside` are used instead. Tensors for which `rename`
-    returns None are omitted. `is_transposed` returns whether the files have a tensor, given by its in-memory name, with its last
-    two axes swapped.
+    The index may also list files in the subfolders `inside`; files that it lists in other subfolders belong to other models and
+    are omitted. If `folder` has no weight files, those in the subfolders `inside` are used. Tensors for which `rename` returns
+    None are omitted. `is_transposed` returns whether the files have a tensor, given by its in-memory name, with its last two axes
+    swapped.
 
-    If a file is missing, damaged or in an unsupported format, a CheckpointError names the file.
+    If a file is missing, damaged, in an unsupported format, or a link out of the folder, a CheckpointError names the file.
     """
     places: dict[str, tuple[Path, str]] = {}
-    for file in list_files_inside(folder, inside) or list_tensor_files(folder, stem):
+    in_subfolders = [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
+    is_empty = next(folder.glob("*.safetensors*"), None) is None
+    files = in_subfolders if is_empty and in_subfolders else list_tensor_files(folder, stem, inside)
+    for file in files:
+        if file.parent != folder and os.path.isfile(file):
+            check_link(file, folder)
         with open_file(file) as tensors:
             keys = list(tensors.keys())
         for key in keys:
@@ -90,16 +98,11 @@ def find_weights(
                     f"{folder}: {first} ({other.name}) and {key} ({file.name}) are both mapped to tensor {name}"
                 )
             places[name] = (file, key)
-    return WeightFiles(folder, places, frozenset(filter(is_transposed, places)))
+    unlisted = tuple(file for file in in_subfolders if file not in files)
+    return WeightFiles(folder, places, unlisted, frozenset(filter(is_transposed, places)))
 
 
-def list_files_inside(folder: Path, inside: Sequence[str]) -> list[Path]:
-    """Return the weight files in the subfolders `inside`, or an empty list if the folder itself has weight files."""
-    weights_file = next(folder.glob("*.safetensors*"), None)
-    return [] if weights_file else [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
-
-
-def list_tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
+def list_tensor_files(folder: Path, stem: str = STEM, inside: Sequence[str] = ()) -> list[Path]:
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -108,11 +111,13 @@ def list_tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
             names = sorted(set(json.loads(read_small(index))["weight_map"].values()), key=os.fspath)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}); download it again") from error
-        if outside := [name for name in names if Path(name).name != name]:
+        own = [name for name in names if Path(name).name == name or str(PurePosixPath(name).parent) in inside]
+        others = [name for name in names if name not in own]
+        if outside := [name for name in others if not inside or {"..", "/"} & {*PurePosixPath(name).parts}]:
             raise CheckpointError(
                 f"{index} lists files outside its folder: {', '.join(outside)}; download the model again"
             )
-        return [folder / name for name in names]
+        return [folder / name for name in own]
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
         raise CheckpointError(

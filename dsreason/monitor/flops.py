@@ -11,6 +11,7 @@ from torch import nn
 
 from dsreason.families import get_family
 from dsreason.families.family import Modules
+from dsreason.families.layer_types import CHUNK, count_delta_nets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,17 +124,22 @@ class ModelFlops:
 def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
     """Compute the FLOPs per unit of work of a Hugging Face model, which may be partitioned by ZeRO-3.
 
-    Parameters are classified by name as vision tower (including its patch embedding and merger), text layers, or head.
+    Parameters are classified by name as vision (including the patch embedding and the merger), text layers, or head.
     """
     text = model.config.get_text_config()
     family = get_family(model.config.model_type)
     modules = family.modules
-    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if is_in_tower(name, modules))
+    trained_names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    tower_trained, vision_trained = (
+        any(map(modules.is_in_tower, trained_names)),
+        any(map(modules.is_vision, trained_names)),
+    )
     costs = dict.fromkeys(("text", "head", "patch", "merged"), 0.0)
     for name, parameter in model.named_parameters():
         kind = get_matmul_kind(name, modules)
         if kind is not None:
-            no_input_gradient = is_in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
+            reached = tower_trained if modules.is_in_tower(name) else vision_trained
+            no_input_gradient = modules.is_vision(name) and (modules.patch_embedding in name or not reached)
             input_flops = 0 if no_input_gradient else 2
             values = count_values(model, name, parameter) * get_active_share(name, modules, text)
             costs[kind] += values * (2 + input_flops + 2 * parameter.requires_grad)
@@ -141,20 +147,23 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
     text_flops = ModelFlops(
-        text_token=costs["text"],
-        text_pair=12.0 * text.num_hidden_layers * text.num_attention_heads * get_head_size(text),
+        text_token=costs["text"] + compute_delta_rule_flops(text),
+        text_pair=12.0
+        * (text.num_hidden_layers - count_delta_nets(text))
+        * text.num_attention_heads
+        * get_head_size(text),
         head_token=costs["head"],
     )
     if family.vision is None:
         return text_flops
     vision = model.config.vision_config
     windowed, window = family.vision_windows(vision) if family.vision_windows else (0, None)
-    vision_pair = 4.0 * vision.hidden_size * (3 if vision_trained else 1)
+    vision_pair = 4.0 * vision.hidden_size * (3 if tower_trained else 1)
     return replace(
         text_flops,
         vision_patch=costs["patch"],
         vision_merged_token=costs["merged"],
-        vision_pair_full=vision_pair * (vision.depth - windowed),
+        vision_pair_full=vision_pair * (family.tower_shape(vision).depth - windowed),
         vision_pair_windowed=vision_pair * windowed,
         merge_size=vision.spatial_merge_size,
         window=window if windowed else None,
@@ -169,7 +178,7 @@ def get_matmul_kind(name: str, modules: Modules) -> str | None:
         return None
     if name.startswith(f"{modules.head}."):
         return "head"
-    if not is_in_tower(name, modules):
+    if not modules.is_vision(name):
         return "text"
     return "merged" if modules.merger in name else "patch"
 
@@ -184,10 +193,6 @@ def is_expert(name: str, modules: Modules) -> bool:
     return modules.experts != "" and re.search(modules.experts, name) is not None
 
 
-def is_in_tower(name: str, modules: Modules) -> bool:
-    return modules.vision_tower is not None and name.startswith(f"{modules.vision_tower}.")
-
-
 def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
     """Return the number of values in the unsharded, unquantized parameter.
 
@@ -198,6 +203,22 @@ def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
         layer: Any = model.get_submodule(name.removesuffix(".weight"))
         return int(layer.in_features * layer.out_features)
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def compute_delta_rule_flops(text: Any) -> float:
+    """Return the FLOPs per token of the delta rule in all delta nets, forward and backward.
+
+    Per head and chunk of C tokens, the rule multiplies keys by keys, queries by keys and scores by values (C x C), and keys and
+    queries by the state and keys by values (key size x value size). Of its two triangular solves, only the products in their
+    backward pass are counted, as torch's FLOP counter does.
+    """
+    layers = count_delta_nets(text)
+    if not layers:
+        return 0.0
+    keys, values = text.linear_key_head_dim, text.linear_value_head_dim
+    products = 2 * (2 * CHUNK * keys + CHUNK * values + 3 * keys * values)
+    solves = 2 * CHUNK * (keys + values)
+    return float(layers * text.linear_num_value_heads * (3 * products + solves))
 
 
 def get_head_size(text: Any) -> int:

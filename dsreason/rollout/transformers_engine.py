@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.errors import CheckpointError
 from dsreason.families import get_family
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.models.attention import to_model_positions
 from dsreason.models.generation import list_stop_ids, read_generation_config
 from dsreason.models.load import build_empty_model, fill_buffers, read_model_config
@@ -208,12 +209,15 @@ def draw_tokens(
     device = banned_ids.device
     prompt_indices = torch.tensor([index_by_prompt[id(row)] for row in rows])  # [B]
     device_indices = prompt_indices.to(device)
-    batch = collate(prompts, pad_id=PAD_ID).to(device)
+    # Padding after a prompt would change the state of a delta net, with which decoding starts.
+    side: Literal["left", "right"] = "left" if has_delta_nets(model.config.get_text_config()) else "right"
+    batch = collate(prompts, pad_id=PAD_ID, padding_side=side).to(device)
     output = run_decoder(model, batch, use_cache=True)
     assert batch.attention_mask is not None  # the rows are padded
-    hidden = output.last_hidden_state.to(device)[device_indices, batch.attention_mask.sum(1)[device_indices] - 1]
+    last = batch.attention_mask.cumsum(1).argmax(1)  # the first token whose count is the highest
+    hidden = output.last_hidden_state.to(device)[device_indices, last[device_indices]]
     cache = output.past_key_values
-    cache.batch_select_indices(prompt_indices)  # indices on the CPU work for layers on any device
+    cache.reorder_cache(prompt_indices)  # unlike batch_select_indices, also supported by delta nets
     attention = pad(batch.attention_mask[device_indices], (0, sampling.max_completion_length), value=1)
     # Completion positions start after the prompt's largest position on any axis.
     next_position = batch.position_ids.amax(dim=(0, 2))[device_indices] + 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dsreason.errors import ConfigError
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.job.ranks import World
 from dsreason.problems import find_nearest
 
@@ -70,6 +71,15 @@ def build_engine_arguments(
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(BATCHED_TOKENS, settings.max_model_len),
     }
+
+
+def check_delta_nets(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if vLLM cannot compute the delta nets of a model, given its transformers configuration."""
+    if device.type == "cpu" and dtype != torch.bfloat16 and has_delta_nets(config.get_text_config()):
+        raise ConfigError(
+            f"vLLM computes the linear-attention layers of model_type {config.model_type} on a CPU only in bfloat16, but the "
+            f'weights are {str(dtype).removeprefix("torch.")}; set train.precision = "bf16", or use the transformers engine'
+        )
 
 
 def check_engine_options(options: Mapping[str, Any], key: str) -> None:

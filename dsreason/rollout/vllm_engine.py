@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.families import get_family
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.job.ranks import World, gather_objects
 from dsreason.models.load import build_empty_model, read_model_config
 from dsreason.problems import join_first
@@ -30,7 +31,7 @@ from dsreason.rollout.protocol import (
 )
 from dsreason.rollout.sleep_state import SleepState, find_pools, find_sleep_state
 from dsreason.rollout.transformers_engine import read_stop_token_ids
-from dsreason.rollout.vllm_arguments import VLLMSettings, build_engine_arguments
+from dsreason.rollout.vllm_arguments import VLLMSettings, build_engine_arguments, check_delta_nets
 from dsreason.rollout.vllm_process import (
     preserve_process_state,
     release,
@@ -106,6 +107,7 @@ class VLLMEngine(RolloutEngine):
         set_environment(world)
         with preserve_process_state(world), rename_shared_memory(world):
             config = read_model_config(path, trust_remote_code=trust_remote_code)
+            check_delta_nets(config, dtype, world.device)
             self.family = get_family(config.model_type)
             self.banned_ids = find_media_token_ids(tokenizer, self.family)
             hf_model = build_empty_model(config, dtype, "auto", trust_remote_code)
@@ -119,6 +121,8 @@ class VLLMEngine(RolloutEngine):
             arguments = build_engine_arguments(
                 world, settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=trust_remote_code
             )
+            if world.device.type == "cpu" and has_delta_nets(config.get_text_config()):
+                arguments["enable_prefix_caching"] = False  # vLLM caches their states only with chunked prefill
             if self.family.fixed_settings:
                 arguments["hf_overrides"] = {"text_config": dict(self.family.fixed_settings)}
             if self.family.vllm_class is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import CONFIG_MAPPING
 
 from dsreason.job.leftovers import build_prefix, get_socket_folder, get_user_folder
 from dsreason.job.ranks import World, broadcast_object
@@ -41,20 +42,23 @@ def set_environment(world: World) -> None:
 def preserve_process_state(world: World) -> Iterator[None]:
     """Context manager that isolates trainer and engine from each other; every call into vLLM must run inside it.
 
-    vLLM seeds every random generator and, on a CPU, replaces `torch.set_num_threads`; both changes are undone. DeepSpeed's ZeRO-3
-    replaces torch's `linear` with its own autograd function, which vLLM's layers would run and compile; torch's original function
-    is therefore restored for the duration of the call.
+    vLLM seeds every random generator, registers its own config classes with transformers and, on a CPU, replaces
+    `torch.set_num_threads`; all these changes are undone. DeepSpeed's ZeRO-3 replaces torch's `linear` with its own autograd
+    function, which vLLM's layers would run and compile; torch's original function is therefore restored for the duration of the
+    call.
     """
     devices = [world.device] if world.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     linear = torch.nn.functional.linear
+    config_classes = dict(CONFIG_MAPPING._extra_content)
     with torch.random.fork_rng(devices=devices):
         torch.nn.functional.linear = torch._C._nn.linear
         try:
             yield
         finally:
             torch.nn.functional.linear = linear
+            CONFIG_MAPPING._extra_content = config_classes
             random.setstate(python)
             np.random.set_state(numpy)
             torch.set_num_threads = set_num_threads

@@ -12,9 +12,11 @@ from dsreason.data.media_plan import convert_video_metadata
 def read_weights_beside_config(path: Path) -> None:
     """Make vLLM read Cosmos3's weights from the folder with config.json, as in exports, instead of only from subfolders."""
     from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
+    from vllm.model_executor.models.cosmos3_edge import Cosmos3EdgeForConditionalGeneration
 
     if next(path.glob("*.safetensors"), None) is not None:
         Cosmos3ForConditionalGeneration.allow_patterns_overrides = None
+        Cosmos3EdgeForConditionalGeneration.allow_patterns_overrides = None
 
 
 def repack_experts(layers: Iterable[Any]) -> None:

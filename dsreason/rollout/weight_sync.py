@@ -113,7 +113,7 @@ def find_slots(model: VLLMModule, names: list[str], family: Family) -> list[Tens
     }
     slots, wrong = [], []
     for name, engine_name in zip(names, find_engine_names(model, names, family), strict=True):
-        engine_parameter, part = find_part(model, engine_name, parameters)
+        engine_parameter, part = find_part(model, engine_name, parameters, family)
         if engine_parameter is None:
             wrong.append(f"{name} ({engine_name}) has no parameter in the engine")
             continue
@@ -135,18 +135,30 @@ def find_slots(model: VLLMModule, names: list[str], family: Family) -> list[Tens
 def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
     """Convert the names of the model's tensors to vLLM's names, with separate names for the parts of fused layers.
 
-    vLLM's mapping yields only the name of the fused layer, not the part to which the tensor belongs.
+    vLLM's mapping yields only the name of the fused layer, not the part to which the tensor belongs. The fused name is needed as
+    well, because some of the mapping's rules apply only to it.
     """
-    engine_names: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
-        [*map(family.to_exported_name, names)]
-    )
+    mapper = model.hf_to_vllm_mapper
+    exported_names = [*map(family.to_exported_name, names)]
+    unfused_names = replace(mapper, orig_to_new_stacked={}).apply_list(exported_names)
+    engine_names = []
+    for unfused_name, engine_name in zip(unfused_names, mapper.apply_list(exported_names), strict=True):
+        for part, (fused, _) in mapper.orig_to_new_stacked.items():
+            if part in unfused_name:
+                engine_name = engine_name.replace(get_last_part(fused), get_last_part(part))
+        engine_names.append(engine_name)
     return engine_names
 
 
+def get_last_part(path: str) -> str:
+    """Return the last component of a dotted path: `.self_attn.q_proj` → `q_proj`."""
+    return path.strip(".").rpartition(".")[2]
+
+
 def find_part(
-    model: VLLMModule, name: str, parameters: dict[str, tuple[VLLMModule, str]]
-) -> tuple[str | None, int | None]:
-    """Return the engine parameter that holds `name` (None if not found), and the index of its part (None if not fused)."""
+    model: VLLMModule, name: str, parameters: dict[str, tuple[VLLMModule, str]], family: Family
+) -> tuple[str | None, slice | None]:
+    """Return the engine parameter that holds `name` (None if not found), and its partitions (None if not fused)."""
     if name in parameters:
         return name, None
     layer, _, parameter = name.rpartition(".")
@@ -155,18 +167,21 @@ def find_part(
             if f"{owner}.{EXPERTS[parameter]}" in parameters:
                 return f"{owner}.{EXPERTS[parameter]}", None
     for fused, parts in model.packed_modules_mapping.items():
-        for number, part in enumerate(parts):
+        first = 0
+        for part in parts:
+            end = first + family.vllm_partitions.get(part, 1)
             fused_name = name.replace(f".{part}.", f".{fused}.")
             if part != fused and fused_name != name and fused_name in parameters:
-                return fused_name, number
+                return fused_name, slice(first, end)
+            first = end
     return None, None
 
 
-def find_rows(layer: VLLMModule, part: int | None) -> slice:
-    """Return the rows of this rank's weight that hold a part of a fused layer; if `part` is None, all except padding."""
+def find_rows(layer: VLLMModule, part: slice | None) -> slice:
+    """Return the rows of this rank's weight that hold `part` (partitions) of a fused layer; if it is None, all except padding."""
     if part is not None:
         sizes = layer.output_partition_sizes
-        return slice(sum(sizes[:part]), sum(sizes[: part + 1]))
+        return slice(sum(sizes[: part.start]), sum(sizes[: part.stop]))
     if hasattr(layer, "shard_indices"):
         return slice(0, layer.shard_indices.num_org_elements)
     return slice(None)

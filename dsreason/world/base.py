@@ -1,4 +1,7 @@
-"""Base models of exports. An export contains only the trained weights, not other components such as the 16 GB text encoder."""
+"""The base models that exports refer to.
+
+An export contains only the trained weights; other components, such as the 16 GB text encoder, come from its base model.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ FILE = "base_model.json"
 """File in an export that names the base model: `{"path": "nvidia/Cosmos-Predict2.5-2B", "revision": "…"}`."""
 
 JOINED = "export-"
-"""Prefix of the folders in the cache that link to an export and its base model."""
+"""Prefix of the cache folders that link to an export and its base model."""
 
 
 def describe_base(model: Mapping[str, Any], source: Path) -> str:
     """Return the content of an export's `base_model.json`, which names the model that the run started from.
 
     Args:
-        model: `path` and `revision` of the run's configuration; empty if they are unknown.
-        source: local folder of that model. If it is itself an export, the result names the same base model as its
+        model: `path` and `revision` from the run's configuration; empty if they are unknown.
+        source: local folder with that model. If it is itself an export, the base model is copied from its
             `base_model.json`, so an export never refers to another export.
     """
     if (source / FILE).is_file():
@@ -57,7 +60,7 @@ def add_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], Pa
 
 
 def is_export(folder: Path) -> bool:
-    """Return whether `folder` is an export, which lacks components of its base model."""
+    """Return whether `folder` is an export without the components of its base model."""
     return os.path.isfile(folder / FILE) and not (folder / "vae").is_dir()
 
 
@@ -96,6 +99,6 @@ def join_folders(folder: Path, base: Path, cache: Path) -> Path:
 
 
 def find_component_folder(folder: Path, part: str, cache: Path) -> Path:
-    """Return the folder that contains the file or component `part` of a model: the one that a joined folder links to, if any."""
+    """Return the folder that contains the model's file or component `part`; if `folder` is a joined folder, follow its link."""
     joined = folder.parent == cache and folder.name.startswith(JOINED)
     return Path(os.readlink(folder / part)).parent if joined else folder

@@ -1,4 +1,4 @@
-"""A content-addressed disk cache of text embeddings and latents, shared by all ranks and later runs."""
+"""A content-addressed disk cache for text embeddings and latents, shared by all ranks and by later runs."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from dsreason.world.latents import LatentCodec
 log = logging.getLogger(__name__)
 
 VERSION = 2
-"""Version of the keys; increment it whenever the same models and inputs give different values."""
+"""Version of the cache keys; increment it whenever the same models and inputs produce different tensors."""
 TENSOR = "values"
-"""Name of an entry's only tensor."""
+"""Name of the only tensor in a cache file."""
 DIGEST, CHECKSUM = "sha256", "xxh3_128"
-"""Keys of two hashes of its values: the first is compared between prompts; the second, which is computed eight times as fast,
-reveals damage and is missing in older entries."""
+"""Metadata keys for two hashes of the tensor. The first is compared between prompts. The second is eight times as fast to
+compute and reveals damage; older files lack it."""
 DELETE = "delete it, and the next run recreates it"
 SAMPLE_BYTES = 4096
 MOST_ALIKE = 0.01
-"""Maximum share of prompts whose embedding may equal that of another prompt."""
+"""Maximum share of prompts that may have the same embedding as another prompt."""
 SECONDS = 30.0
-"""Seconds between log messages that report how many prompts are encoded."""
+"""Seconds between log messages that report how many prompts have been encoded."""
 
 
 @dataclass(frozen=True)
 class TextCache:
-    """A cache of one encoder's prompt embeddings. In bfloat16, a Cosmos embedding takes 98 MB, or 1 MB if it is projected."""
+    """A cache for one encoder's prompt embeddings. In bfloat16, a Cosmos embedding takes 98 MB, or 1 MB if it is projected."""
 
     family: WorldFamily
     model: Path
@@ -89,7 +89,7 @@ class TextCache:
         """
         if rank == 0:
             self._warn_about_truncation(list(dict.fromkeys(prompts)))
-        # Split all prompts rather than the missing ones, which become fewer while other ranks write.
+        # Split all prompts rather than the missing ones, because fewer are missing once other ranks start to write.
         share = list(dict.fromkeys(prompts))[rank::num_ranks]
         missing = self._list_missing(share)
         if not missing:
@@ -129,7 +129,7 @@ class TextCache:
         return [prompt for prompt in prompts if not self._locate(prompt).is_file()]
 
     def read(self, prompts: Sequence[str]) -> Tensor:
-        """Read the embeddings of prompts: `[B, L, D]`, on the CPU. Raise StorageError if one is missing from the cache."""
+        """Read the prompts' embeddings: `[B, L, D]`, on the CPU. Raise StorageError if one is missing from the cache."""
         return torch.stack([_read(self._locate(prompt)) for prompt in prompts])
 
     def check_different(self, prompts: Sequence[str]) -> None:
@@ -171,7 +171,7 @@ class TextCache:
 
 @dataclass(frozen=True)
 class LatentCache:
-    """A cache of one codec's latents. The keys are hashes of pixels, so they change with the clip's size and frame rate."""
+    """A cache for one codec's latents. The keys are hashes of pixels, so they change with the clip's size and frame rate."""
 
     codec: LatentCodec
     folder: Path
@@ -181,7 +181,7 @@ class LatentCache:
         return cls(codec, cache / "world" / f"latents-{make_key('latents', compute_fingerprint(model / 'vae'), dtype)}")
 
     def encode(self, clips: Tensor) -> Tensor:
-        """Return the latents of clips: uint8 `[B, 3, T, H, W]` → float32 `[B, C, t, h, w]`, on the CPU."""
+        """Return the clips' latents: uint8 `[B, 3, T, H, W]` → float32 `[B, C, t, h, w]`, on the CPU."""
         return torch.cat([self._encode_clip(clip) for clip in clips.split(1)])
 
     def _encode_clip(self, clip: Tensor) -> Tensor:
@@ -204,11 +204,11 @@ def make_key(*parts: object) -> str:
 def compute_fingerprint(*places: Path) -> str:
     """Hash the files of model components.
 
-    Settings and tokenizers are read completely. For weight files, only the header and the first 4 KB of each tensor are read,
-    which differ between any two trained models; reading 16 GB would take longer than encoding.
+    Settings and tokenizers are read completely. For weight files, only the header and the first 4 KB of each tensor are read:
+    these differ between any two trained models, and reading all 16 GB would take longer than encoding.
 
     Args:
-        places: paths of files, or of folders, in which all files are included.
+        places: files, and folders whose files are all included (without subfolders).
     """
     digest = hashlib.sha256()
     for file in sorted(file for place in places for file in (place.iterdir() if place.is_dir() else [place])):
@@ -240,14 +240,14 @@ def _write(file: Path, tensor: Tensor) -> None:
 
 
 def _read(file: Path) -> Tensor:
-    """Read the values of an entry; raise StorageError if they do not match their digest."""
+    """Read the tensor from a cache file; raise StorageError if it does not match its hash."""
     with _open(file) as tensors:
         digests: Mapping[str, str] = tensors.metadata() or {}
         values: Tensor = tensors.get_tensor(TENSOR)
     content = _get_bytes(values)
     if CHECKSUM in digests:
         is_sound = digests[CHECKSUM] == compute_bytes_digest(content)
-    else:  # an entry of an older version
+    else:  # a file written by an older version
         is_sound = digests.get(DIGEST) == hashlib.sha256(content).hexdigest()
     if not is_sound:
         raise StorageError(f"{file}: is damaged: its values do not match their digest; {DELETE}")

@@ -1,8 +1,8 @@
-"""Context parallelism: the ranks of a group shard the tokens of a clip (Ulysses, arXiv 2309.14509).
+"""Context parallelism: the ranks of a group shard each clip's tokens (Ulysses, arXiv 2309.14509).
 
 Outside of self-attention, each rank processes only its own tokens. For self-attention, ranks exchange tokens for heads and
 back, so that each rank attends over all tokens with its share of the heads. The output is gathered at the end, so every rank
-of the group has the same velocity and computes the same loss. A rank's gradients cover only its own tokens; their **sum** over
+in the group has the same velocity and computes the same loss. A rank's gradients cover only its own tokens; their **sum** over
 the group is the full gradient. DeepSpeed averages over ranks, so the loss is multiplied by the size of the group.
 """
 
@@ -26,7 +26,7 @@ KEY = "train.context_parallel_size"
 
 
 def share_tokens(transformer: nn.Module, family: WorldFamily, group: Group) -> None:
-    """Shard the tokens of each clip over the ranks of `group`. Call this before DeepSpeed wraps the transformer.
+    """Shard each clip's tokens across the ranks of `group`. Call this before DeepSpeed wraps the transformer.
 
     All ranks of the group must call this with the same arguments, after `check_sizes`.
     """
@@ -87,9 +87,9 @@ def exchange(tensor: Tensor, scatter: int, gather: int, group: Group) -> Tensor:
 
 
 def attend_over_group(query: Tensor, key: Tensor, value: Tensor, group: Group) -> Tensor:
-    """Attend over the tokens of all ranks, with this rank's share of the heads.
+    """Attend over the tokens of all ranks with this rank's share of the heads.
 
-    Query, key and value: `[B, heads, local tokens, head size]` each → `[B, local tokens, heads x head size]`.
+    Shapes: query, key and value are `[B, heads, local tokens, head size]`; the result is `[B, local tokens, heads x head size]`.
     """
     query, key, value = (exchange(part, 1, 2, group) for part in (query, key, value))
     attended = nn.functional.scaled_dot_product_attention(query, key, value)
@@ -112,6 +112,6 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_tokens(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    """Gather the tokens of all ranks of the group along axis `dim`."""
+    """Gather the tokens from all ranks in the group along axis `dim`."""
     gathered: Tensor = _Gather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
     return gathered

@@ -33,16 +33,16 @@ class LatentCodec(Protocol):
 class WanCodec:
     """The autoencoder of Wan and Cosmos.
 
-    The first frame becomes a latent frame of its own, as does every group of 4 later frames; 8 x 8 pixels become one latent.
+    The first frame becomes one latent frame, and so does every later group of 4 frames; 8 x 8 pixels become one latent.
     The mean and standard deviation are read from the autoencoder's configuration, because the meaning of the pipelines'
     attributes differs between versions of diffusers. Clips are processed one by one to save memory.
     """
 
     vae: Any
     mean: Tensor
-    """`[1, C, 1, 1, 1]`, float32."""
+    """Mean of each latent channel: `[1, C, 1, 1, 1]`, float32."""
     std: Tensor
-    """`[1, C, 1, 1, 1]`, float32."""
+    """Standard deviation of each latent channel: `[1, C, 1, 1, 1]`, float32."""
 
     @classmethod
     def wrap(cls, vae: Any) -> WanCodec:
@@ -74,9 +74,10 @@ TIME, SPACE = 4, 8
 
 @dataclass(frozen=True)
 class LinearCodec:
-    """A codec of principal components of patches. It compresses by the same factors as Wan's autoencoder, but is fast to fit.
+    """A codec based on the principal components of patches.
 
-    A patch has P = 3 x 4 x 8 x 8 values. The first frame is encoded separately, so its patches contain it four times.
+    It compresses by the same factors as Wan's autoencoder, but is fast to fit. A patch has P = 3 x 4 x 8 x 8 values. The first
+    frame is encoded separately, so its patches contain it four times.
     """
 
     centre: Tensor
@@ -112,7 +113,7 @@ class LinearCodec:
         return len(self.basis), (size.frames - 1) // TIME + 1, size.height // SPACE, size.width // SPACE
 
     def save(self, folder: Path) -> None:
-        """Write the codec to `folder`, the `vae/` folder of a model."""
+        """Write the codec to `folder`, a model's `vae/` folder."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {name: tensor.contiguous() for name, tensor in vars(self).items()}, folder / "linear_codec.safetensors"
@@ -125,7 +126,7 @@ class LinearCodec:
         file = folder / "linear_codec.safetensors"
         try:
             return cls(**load_file(file, device=str(device)))
-        except (SafetensorError, OSError, TypeError) as error:  # TypeError if the file has other tensors
+        except (SafetensorError, OSError, TypeError) as error:  # TypeError if the tensors have different names
             raise CheckpointError(f"{file}: cannot be read ({error}); restore the model folder") from error
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of a transformer (arXiv 2106.09685), in diffusers' file format."""
+"""LoRA adapters for a transformer (arXiv 2106.09685), in diffusers' file format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_lora(transformer: Any, *, rank: int, alpha: float, targets: Sequence[str
     The initial values depend only on `seed`.
 
     Raises:
-        ConfigError: no layer has such a name.
+        ConfigError: no layer has one of these names.
     """
     from peft import LoraConfig
 
@@ -50,7 +50,7 @@ def build_lora_metadata(transformer: Any) -> dict[str, Any]:
 
 
 def save_lora(state: Mapping[str, Tensor], folder: Path, metadata: Mapping[str, Any]) -> Path:
-    """Write the adapter's tensors, named as in the transformer, and the result of `build_lora_metadata`; return the file."""
+    """Write the adapter's tensors (named as in the transformer) with the metadata from `build_lora_metadata`; return the file."""
     tensors = {f"{PREFIX}.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous() for name, value in state.items()}
     described = json.dumps({f"{PREFIX}.{name}": value for name, value in metadata.items()}, indent=2, sort_keys=True)
     save_file(tensors, folder / FILE, metadata={"format": "pt", METADATA: described})

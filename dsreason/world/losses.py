@@ -1,10 +1,10 @@
 """Losses for training video diffusion models on rewards and on real clips.
 
-Notation: x_s = (1 - s) x0 + s e with noise e; the network's velocity v estimates e - x0. All losses are per clip, `[B]`:
-means over a clip's free elements, so that clips of any size have the same weight. The caller divides their sum by the number
+Notation: x_s = (1 - s) x0 + s e with noise e; the network's velocity v estimates e - x0. All losses are per clip, `[B]`. Each is
+a mean over the clip's free elements, so clips of any size have the same weight. The caller divides the losses' sum by the number
 of clips in the step, over all ranks, so the split into micro-batches does not matter.
 
-`free`, `[B, 1, T, 1, 1]`, is 1 for sampled latent frames and 0 for given ones; None means that all frames are sampled.
+`free`, `[B, 1, T, 1, 1]`, is 1 for sampled latent frames and 0 for given frames; None means that all frames are sampled.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def average_free(values: Tensor, free: Tensor | None) -> Tensor:
 def compute_group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: float) -> Tensor:
     """Return (R - group mean) / (std + 1e-4), clipped at ± `clip`: `[P, G]` → `[P, G]` (Flow-GRPO, 2505.05470).
 
-    The sample standard deviation (with divisor n - 1) is taken over the group or over all rewards. The advantages of a group
-    whose rewards are all equal are exactly 0.
+    The sample standard deviation (with divisor n - 1) is taken over the group or over all rewards. If all rewards in a group
+    are equal, its advantages are exactly 0.
 
     Example: [1, 0, 0, 0] gives [1.49970, -0.49990, -0.49990, -0.49990].
     """
@@ -43,12 +43,12 @@ def compute_group_advantages(rewards: Tensor, *, std: Literal["group", "batch"],
 
 
 def find_equal_groups(rewards: Tensor) -> Tensor:
-    """Return, for each group, whether all its rewards are equal, so that it gives no gradient: `[P, G]` → bool `[P]`."""
+    """Return which groups have only equal rewards and thus give no gradient: `[P, G]` → bool `[P]`."""
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 
 def compute_exponential(advantages: Tensor) -> Tensor:
-    """Return -exp(-A) for advantages of any shape (DDRL, 2512.04332: the forward form of the KL to the data)."""
+    """Return -exp(-A) for advantages A of any shape (DDRL with the forward KL to the data, 2512.04332)."""
     return -torch.exp(-advantages)
 
 
@@ -68,7 +68,7 @@ def compute_policy_loss(
 ) -> ClipPolicyLoss:
     """Return max(-A r, -A clip(r, 1 ± clip_range)) with r = exp(log_prob - old_log_prob), all `[B]` (Flow-GRPO, 2505.05470).
 
-    Example: log-probabilities -1.2 and -0.9, old ones -1.2001 and -0.8, A = 1.5 and -1, clip_range = 1e-4 → -1.50015, 0.9999.
+    Example: log_prob -1.2 and -0.9, old_log_prob -1.2001 and -0.8, A = 1.5 and -1, clip_range = 1e-4 → -1.50015 and 0.9999.
     """
     check_shapes(log_prob, old_log_prob, advantages)
     ratio = torch.exp(log_prob - old_log_prob)
@@ -80,13 +80,13 @@ def compute_policy_loss(
 def compute_kl_velocity(velocity: Tensor, reference: Tensor, free: Tensor | None = None) -> Tensor:
     """Return mean((v - v_ref)²): `[B, C, T, h, w]` → `[B]`.
 
-    This is the KL between the steps, reweighted so that the weight does not depend on s.
+    This is the KL between the two models' sampling steps, reweighted so that the weight does not depend on s.
     """
     return average_free((velocity - reference) ** 2, free)
 
 
 def compute_kl_mean(mean: Tensor, reference: Tensor, std: float, free: Tensor | None = None) -> Tensor:
-    """Return the KL per element between two Gaussian steps of equal standard deviation: mean((m - m_ref)²) / (2 std²), `[B]`.
+    """Return the KL per element between two Gaussian steps with equal standard deviation: mean((m - m_ref)²) / (2 std²), `[B]`.
 
     `std` includes the square root of the step's length. Example: means [.63, -1.57] and [.60, -1.50], std .626099 → 0.00369898.
     """
@@ -105,7 +105,7 @@ def compute_optimality(advantages: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class NFTLoss:
-    """DiffusionNFT's loss per clip, `[B]`, scaled as in the paper's code, and its two terms, which are only logged."""
+    """DiffusionNFT's loss per clip (`[B]`, scaled as in the paper's code), and its two terms, which are only logged."""
 
     loss: Tensor
     positive: Tensor
@@ -124,7 +124,7 @@ def compute_nft_loss(
     scale: float,
     free: Tensor | None = None,
 ) -> NFTLoss:
-    """Return the loss of DiffusionNFT (2509.16117): good clips train the policy, bad ones an implicit negative policy.
+    """Return the loss of DiffusionNFT (2509.16117): good clips train the policy; bad clips train an implicit negative policy.
 
     v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v; L± = mean((x_s - s v± - x0)² / w±) with the weight
     w± = max(mean |x_s - s v± - x0|, 1e-5) without gradient; loss = scale · (r L+ + (1 - r) L-) / beta.
@@ -156,7 +156,7 @@ def compute_nft_loss(
 def compute_nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float:
     """Return the decay d of the old policy after optimizer step `step`, counted from 1: old ← d · old + (1 - d) · new.
 
-    d is 0 for `none`, min(0.001 step, 0.5) for `slow`, and for `late` 0 up to step 75, then min(0.0075 (step - 75), 0.999).
+    For `none`, d is 0; for `slow`, min(0.001 step, 0.5); for `late`, 0 up to step 75, then min(0.0075 (step - 75), 0.999).
     """
     if kind == "slow":
         return min(0.001 * step, 0.5)

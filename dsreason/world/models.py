@@ -25,7 +25,7 @@ from dsreason.world.types import ClipSize
 
 SQUARES_SIZE = ClipSize(9, 32, 32, 16.0)
 SQUARES_CLIPS = 512
-"""Number of clips to which the codec of `tiny:squares` is fitted."""
+"""Number of clips that the codec of `tiny:squares` is fitted to."""
 SQUARES_LAYERS = 4
 
 
@@ -46,7 +46,7 @@ TINY_MODELS: dict[str, Callable[[Path], None]] = {
     "squares": build_squares,
 }
 TINY_VERSION = 1
-"""Version in the name of the cached folder; increment it whenever the models that `build_tiny` creates change."""
+"""Version in the cached folder's name; increment it whenever the models that `build_tiny` creates change."""
 
 
 def check_installed() -> None:
@@ -62,7 +62,7 @@ def check_installed() -> None:
 
 def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
     """Return the local folder of `model.path`, which may be a folder, a `tiny:` model (built in `cache`), or a model in S3 or
-    on the Hub. If it is a dsreason export, the result is joined with the base model.
+    on the Hub. If it is a dsreason export, the returned folder also links to its base model's components.
 
     Several ranks may call this at the same time.
 
@@ -120,7 +120,7 @@ def check_components(folder: Path) -> list[str]:
 
 
 def build_empty_transformer(folder: Path) -> Any:
-    """Build the transformer of a model's folder without allocating its parameters; only its buffers have values."""
+    """Build the transformer in a model's folder without allocating its parameters; only its buffers have values."""
     import diffusers
     from accelerate import init_empty_weights
     from diffusers.models.modeling_utils import no_init_weights
@@ -150,7 +150,7 @@ def load_transformer(
     deepspeed: dict[str, Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """Load the transformer with all weights on `device`, or partitioned if `deepspeed` (a complete configuration) sets ZeRO-3.
+    """Load the transformer onto `device`, or partition it if `deepspeed` (a complete configuration) sets ZeRO-3.
 
     Under ZeRO-3, every rank copies only its own part of each parameter from the memory-mapped files, so no rank holds the
     full model. All ranks must call this together, after `init_distributed`. All parameters get `dtype`, including those that
@@ -188,7 +188,7 @@ def place_buffers(model: Any, device: torch.device | str) -> None:
 
 
 def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> LatentCodec:
-    """Load the frozen codec of a model's folder. Wan's codec and linear codecs compute in float32 regardless of `dtype`."""
+    """Load the frozen codec from a model's folder. Wan's codec and linear codecs compute in float32 regardless of `dtype`."""
     file = folder / "vae" / "config.json"
     kind = read_json(file).get("_class_name")
     if kind == "LinearCodec":

@@ -1,4 +1,4 @@
-"""The noise and the noise levels of a rollout.
+"""The noise and the noise levels for a rollout.
 
 Noise depends only on the clip and on its purpose, not on the number of ranks or the split into micro-batches.
 """
@@ -17,7 +17,7 @@ from dsreason.world.schema import WorldConfig
 
 
 def make_generator(*key: object) -> np.random.Generator:
-    """Create a random generator for a key; generators of different keys are independent.
+    """Create a random generator for a key; generators for different keys are independent.
 
     The key is hashed to 128 bits, whereas torch's CPU generator uses only 32 bits of its seed.
     """
@@ -30,7 +30,7 @@ def draw_noise(shape: tuple[int, ...], *, seed: int, step: int, prompt: int, cli
 
     Args:
         step: optimizer step (or rollout) that uses the noise.
-        prompt: index of the prompt within the step, counted over all ranks.
+        prompt: index of the prompt within the step, counted across all ranks.
         clip: index of the clip within its group.
         purpose: use of the noise, such as "start" or "sampling step 3"; each purpose has independent noise.
     """
@@ -45,7 +45,7 @@ def compute_linear_sigmas(steps: int, shift: float) -> Tensor:
 
 
 def compute_sigmas(config: WorldConfig, folder: Path, steps: int | None = None) -> Tensor:
-    """Return the noise levels of a rollout of the model in `folder`: `[steps + 1]`, float64, decreasing to 0.
+    """Return the noise levels for a rollout with the model in `folder`: `[steps + 1]`, float64, decreasing to 0.
 
     `steps` defaults to `world.sampling_steps`.
     """

@@ -1,4 +1,4 @@
-"""Functions that sample latents from noise, in steps with recorded log-probabilities, or with the pipeline's own solver."""
+"""Functions that sample latents from noise, either in steps with recorded log-probabilities or with the pipeline's solver."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kept:
 @dataclass(frozen=True)
 class Sampled:
     latents: Tensor
-    """`[B, C, T, h, w]`, float32."""
+    """Sampled latents: `[B, C, T, h, w]`, float32."""
     trajectory: Mapping[int, Kept]
     """Step number → recorded step."""
 
@@ -54,7 +54,7 @@ def sample(
 
     Args:
         x0_noise: initial noise: `[B, C, T, h, w]`, float32.
-        sigmas: decreasing noise levels, the last of which is 0: `[len(steps) + 1]`.
+        sigmas: noise levels, decreasing to 0: `[len(steps) + 1]`.
         steps: steps between consecutive noise levels.
         draw_noise: function from a step number to noise `[B, C, T, h, w]`; called only for steps that add noise.
         keep: numbers of the steps to record for training; each must add noise.
@@ -87,11 +87,11 @@ def solve(
     steps: int,
     times: Callable[[Any], Tensor] = lambda scheduler: scheduler.sigmas[:-1],
 ) -> Tensor:
-    """Sample latents with the model folder's own solver; the result equals that of the pipeline.
+    """Sample latents with the solver from the model's folder; the result equals the pipeline's.
 
     Args:
         scheduler: the solver from `load_scheduler`; its state is reset.
-        times: function that returns the noise levels to pass to the model: `solver_times` of its family.
+        times: function that returns the noise levels to pass to the model; see `WorldFamily.solver_times`.
     """
     scheduler.set_timesteps(steps)
     x = noise.float()

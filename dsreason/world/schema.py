@@ -23,7 +23,7 @@ from dsreason.errors import ConfigError
 
 class WorldModelConfig(JobModelConfig):
     path: str = "tiny:cosmos_predict2_5"
-    """Folder in diffusers' format, Hub name, `s3://…` URI, or export of a run. `tiny:cosmos_predict2_5`, `tiny:wan` and
+    """Folder in diffusers' format, Hub name, `s3://…` URI, or a run's export. `tiny:cosmos_predict2_5`, `tiny:wan` and
     `tiny:squares` (with a codec for the built-in clips) are small random models."""
     revision: str | None = None
     """Hub revision, such as `diffusers/base/post-trained`. Unset: the default branch."""
@@ -39,10 +39,11 @@ class WorldLoRAConfig(AdapterConfig):
 
 
 class WorldDataConfig(Section):
-    format: Literal["builtin", "prompts", "folder", "shards", "mock"] = "builtin"
-    """`builtin`: generated moving squares (with `path` "mislabelled", half of the captions have a random colour, half a random
-    direction); `prompts`: a text file with one prompt per line, or JSONL; `folder`: a folder with `videos/` and `metas/`;
-    `shards`: tar files in webdataset's layout; `mock`: random clips and prompts, for testing a machine."""
+    format: Literal["builtin", "prompts", "folder", "shards", "curator", "mock"] = "builtin"
+    """`builtin`: generated moving squares (with `path` "mislabelled", half of the captions have a random colour, and half a
+    random direction); `prompts`: a text file with one prompt per line, or JSONL; `folder`: a folder with `videos/` and `metas/`;
+    `shards`: tar files in webdataset's layout; `curator`: JSON lines with the windows of each video (`vision_path`,
+    `t2w_windows`); `mock`: random clips and prompts, for testing a machine."""
     path: str = ""
     """File or folder, or its `s3://…` URI."""
     frames: int = Field(93, ge=1)
@@ -58,7 +59,7 @@ class WorldDataConfig(Section):
     limit: int | None = Field(None, ge=1)
     """Maximum number of rows to use, counted from the first. Unset: no limit."""
     validation: Share | Count | str = 0
-    """Share (0 to 1) or number of rows held out of training, or another file or folder of the same format."""
+    """Share (0 to 1) or number of rows held out of training, or another file or folder in the same format."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Action for an unusable row: stop and name it, or skip, count and list it. Only `sft` can skip unusable clips."""
     workers: int = Field(2, ge=0)
@@ -96,7 +97,7 @@ class WorldDataConfig(Section):
 
 class WorldTrainConfig(JobTrainConfig):
     global_batch_size: int | None = Field(None, ge=1)
-    """Clips per step over all ranks (`sft` only); unset: 32. The other algorithms use `world.prompts_per_step`."""
+    """Clips per step across all ranks (`sft` only); unset: 32. The other algorithms use `world.prompts_per_step`."""
     micro_batch_size: int = Field(1, ge=1)
     """Clips per forward pass on each rank, in sampling and training."""
     context_parallel_size: int = Field(1, ge=1)
@@ -112,7 +113,7 @@ class WorldConfigSection(Section):
     """`sft`: flow matching on real clips; `flow_grpo`: policy gradients on sampled steps (arXiv 2505.05470); `ddrl`: `flow_grpo`
     with an additional loss on real clips (2512.04332); `nft`: DiffusionNFT on final samples (2509.16117)."""
     prompts_per_step: int = Field(8, ge=1)
-    """Prompts per rollout, over all ranks."""
+    """Prompts per rollout, across all ranks."""
     num_generations: int = Field(8, ge=2)
     """Clips per prompt. They form a group, within which rewards are compared."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
@@ -132,29 +133,30 @@ class WorldConfigSection(Section):
     sde: Literal["flow", "cps", "dance", "ddim"] = "flow"
     """Kind of noise that trained steps add: Flow-GRPO, coefficients-preserving sampling (2509.05952), DanceGRPO or DDIM."""
     noise_level: float = Field(0.7, ge=0)
-    """Scale (eta) of the noise of `sde`: usually 0.7 (flow), 0.5 to 0.9 (cps) or 0.3 (dance); at most 1 for cps and ddim."""
+    """Scale (eta) of `sde`'s noise: usually 0.7 (flow), 0.5 to 0.9 (cps) or 0.3 (dance); at most 1 for cps and ddim."""
     trained_steps: tuple[int, ...] | None = Field(None, min_length=1)
-    """Numbers, from 0, of the steps that add noise and are trained on; the others follow the ODE. Unset: the steps of `window`,
-    or all steps if `window` is 0."""
+    """Numbers, counted from 0, of the steps that add noise and that the model is trained on; the other steps follow the ODE.
+    Unset: the steps of `window`, or all steps if `window` is 0."""
     window: int = Field(0, ge=0)
-    """Number of consecutive steps to train, drawn for each rollout from the first half of the steps; 0: see `trained_steps`."""
+    """Number of consecutive steps to train on, drawn for each rollout from the first half of the steps; 0: see
+    `trained_steps`."""
     same_noise: bool = False
-    """Whether all clips of a group start from the same noise, so that they differ only in the noise that the steps add."""
+    """Whether all clips in a group start from the same noise and differ only in the noise that the steps add."""
     clip_range: float = Field(1e-4, gt=0)
     """Ratios are clipped to 1 ± `clip_range`. They stay close to 1, because log-probabilities are means over latent elements."""
     advantage_clip: float = Field(5.0, gt=0)
     """Advantages are clipped to ± this value."""
     advantage_std: Literal["group", "batch"] = "group"
-    """Divisor of a group's centred rewards: the standard deviation of the group or of the full rollout."""
+    """Divisor of a group's centred rewards: the standard deviation of the rewards in the group or in the full rollout."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the distance to the initial model; 0 disables the term, so that no reference is kept."""
     kl: Literal["velocity", "mean"] = "velocity"
-    """Form of the distance that `kl_coef` weights: mean((v − v_ref)²), or the mean squared difference of a step's means over
-    2·std². The two forms need different weights."""
+    """Form of the distance that `kl_coef` weights: mean((v − v_ref)²), or the mean squared difference between the means of the
+    two models' steps, divided by 2·std². The two forms need different weights."""
     data_coef: float | None = Field(None, ge=0)
     """Weight of the velocity error on real clips (`ddrl` only); unset: 0.01."""
     data_noise: Literal["fresh", "rollout"] = "rollout"
-    """Noise on the real clips (`ddrl` only): fresh noise, or the initial noise of the rollout."""
+    """Noise added to the real clips (`ddrl` only): fresh noise, or the rollout's initial noise."""
     data_steps: Literal["all", "first"] = "all"
     """Trained steps that include the loss on real clips (`ddrl` only): all of them, or only the first."""
     exponential_advantages: bool = False
@@ -162,8 +164,8 @@ class WorldConfigSection(Section):
     nft_beta: float = Field(1.0, gt=0)
     """Distance of the implicit positive and negative policies from the old policy (`nft` only)."""
     nft_times: int | None = Field(None, ge=1)
-    """Number of the sampler's noise levels at which each clip is trained on, drawn at random (`nft` only). Unset: 99 % of them,
-    rounded down (9 of 10)."""
+    """Number of noise levels, drawn at random from the sampler's, at which the model is trained on each clip (`nft` only).
+    Unset: 99 % of them, rounded down (9 of 10)."""
     nft_decay: Literal["none", "slow", "late"] = "slow"
     """Decay d of the old policy, old = d·old + (1 − d)·new, after step i (`nft` only). `none`: 0; `slow`: min(0.001 i, 0.5);
     `late`: 0 up to step 75, then min(0.0075 (i − 75), 0.999)."""
@@ -232,9 +234,9 @@ class WorldRewardConfig(RewardFunctionsConfig):
     media: Literal["video", "latent"] = "video"
     """Form in which clips are sent: uint8 pixels, or float16 latents that the service decodes."""
     time_limit: float = Field(600.0, gt=0)
-    """Seconds to wait for the scores of a request before the run stops."""
+    """Seconds to wait for a request's scores before the run stops."""
     workers: int = Field(1, ge=0)
-    """Number of processes per rank that call your own functions; 0 calls them in the training process, as for built-in ones."""
+    """Number of processes per rank that call your own functions; 0 calls them in the training process, like built-in ones."""
 
 
 class WorldValidationConfig(JobValidationConfig):
@@ -270,7 +272,7 @@ class WorldConfig(JobConfig):
 
     @property
     def samples_per_step(self) -> int:
-        """Number of clips per optimizer step, over all ranks."""
+        """Number of clips per optimizer step, across all ranks."""
         if self.world.algorithm == "sft":
             return self.train.global_batch_size or 32
         return self.world.prompts_per_step * self.world.num_generations // self.world.optimizer_steps_per_rollout

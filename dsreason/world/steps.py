@@ -1,4 +1,4 @@
-"""Deterministic and stochastic sampler steps, and the log-probabilities of the latter.
+"""Deterministic and stochastic sampler steps, and the log-probabilities of stochastic steps.
 
 Latents at noise level s are x = (1 − s)·data + s·noise, and the model predicts v = noise − data. Every kind of step from s
 to s' < s is affine: x' = a·x + b·v + std·ε.
@@ -90,7 +90,7 @@ def log_prob(x_next: Tensor, mean: Tensor, std: float, free: Tensor | None = Non
     Args:
         x_next, mean: `[B, C, T, h, w]`, float32.
         std: standard deviation of the step, above 0.
-        free: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones, which have no probability; None if all are sampled.
+        free: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given frames, which have no probability; None if all are sampled.
     """
     if std <= 0:
         raise ValueError(f"log_prob: the step adds no noise ({std=}), so it has no density and cannot be trained")

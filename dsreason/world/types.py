@@ -36,6 +36,6 @@ class Conditioning:
     """Latent frames that are given rather than sampled."""
 
     latents: Tensor
-    """`[B, C, T, h, w]`, float32; zero where `mask` is."""
+    """`[B, C, T, h, w]`, float32; zero where `mask` is zero."""
     mask: Tensor
-    """`[B, 1, T, 1, 1]`, float32: 1 for given latent frames, 0 for sampled ones."""
+    """`[B, 1, T, 1, 1]`, float32: 1 for given latent frames, 0 for sampled frames."""

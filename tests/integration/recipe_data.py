@@ -46,7 +46,7 @@ def repeated(rows: list[Row]) -> list[Row]:
     return [{**row, "id": str(i)} for i, row in enumerate(islice(cycle(rows), NUM_ROWS))]
 
 
-def write_json(path: Path, rows: list[Row]) -> Path:
+def write_json(path: Path, rows: list[Row] | Row) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rows))
     return path
@@ -124,11 +124,33 @@ def local_labels(source: SourceConfig, media: Path, folder: Path) -> dict[str, s
     return {"path": str(folder)}
 
 
+def conversation_files(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
+    """Write VideoPhy-2's layout: `meta.json`, a conversation file per row in `text/`, and clips in `media/`."""
+    (folder / "media").symlink_to(media / "clips")
+    rows = []
+    for i in range(NUM_ROWS):
+        question = [{"type": "video", "video": "video_0"}, {"type": "text", "text": "Score the physics."}]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": str(1 + i % 5)}]
+        write_json(folder / "text" / f"conversation_{i}.json", {"conversations": messages})
+        rows.append({"id": str(i), "media": f"media/{i % 4}.mp4", "conversation": f"text/conversation_{i}.json"})
+    write_json(folder / "meta.json", rows)
+    return {"path": str(folder)}
+
+
+def auto(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
+    """Write rows of LLaVA-OneVision."""
+    turns = [{"from": "human", "value": "<image>\nWhich colour?"}, {"from": "gpt", "value": "Red."}]
+    rows = [{"image": f"images/{i}.png", "conversations": turns, "data_source": source.subset} for i in range(4)]
+    return {"path": str(write_json(folder / "rows.json", repeated(rows))), "media_path": str(media)}
+
+
 WRITERS: dict[str, Callable[[SourceConfig, Path, Path], dict[str, str]]] = {
     "cosmos_reason1": cosmos_reason1,
     "cosmos_reason1_rl": cosmos_reason1_rl,
     "llava": llava,
     "conversations": conversations,
     "local_labels": local_labels,
+    "conversation_files": conversation_files,
+    "auto": auto,
 }
 """Adapter name → function that writes a data set for the adapter."""

@@ -13,6 +13,7 @@ import pytest
 from dsreason.cli.main import main
 from dsreason.config.load import load_config
 from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_data import SourceConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.shipped import list_shipped
 from tests.integration.command import dsreason, metrics
@@ -36,21 +37,39 @@ Swap = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path) -> Swap:
+def swap(
+    media: Path,
+    tmp_path: Path,
+    tiny_qwen2_5_vl: Path,
+    tiny_qwen3_vl: Path,
+    tiny_cosmos3_omni: Path,
+    tiny_cosmos3_edge: Path,
+) -> Swap:
     """Build the `--set` options that replace a recipe's model and data with tiny ones of the same family and format."""
 
-    def options(recipe: str) -> list[str]:
+    def make_options(recipe: str) -> list[str]:
         schema: type[RunConfig] = GRPOConfig if command(recipe) == "grpo" else SFTConfig
         config = load_config(schema, Path(recipe), default_recipe=recipe)
-        model = {"nvidia/Cosmos-Reason1": tiny_qwen2_5_vl, "nvidia/Cosmos-Reason2": tiny_qwen3_vl}
-        changes = {"model.path": model[config.model.path.rpartition("-")[0]]}
+        model = {
+            "nvidia/Cosmos-Reason1": tiny_qwen2_5_vl,
+            "nvidia/Cosmos-Reason2": tiny_qwen3_vl,
+            "nvidia/Cosmos3": tiny_cosmos3_omni,
+            "Qwen/Qwen3-VL-8B": tiny_qwen3_vl,
+        }
+        path = config.model.path
+        changes = {"model.path": tiny_cosmos3_edge if path.endswith("-Edge") else model[path.rpartition("-")[0]]}
         for number, source in enumerate(config.data.list_sources()):
             section = f"data.sources.{number}" if config.data.sources else "data"
             written = write_source(source, media, tmp_path / "data" / str(number))
             changes |= {f"{section}.{key}": value for key, value in written.items()}
-        return [f"--set={key}={json.dumps(str(value))}" for key, value in changes.items()]
+        if isinstance(config.data.validation, SourceConfig):
+            changes["data.validation.path"] = changes["data.path"]
+        options = [f"--set={key}={json.dumps(str(value))}" for key, value in changes.items()]
+        if config.data.template_arguments:
+            options.append("--set=data.template_arguments={}")  # the tiny model's template has no arguments
+        return [*options, "--set=rollout.tensor_parallel_size=1"] if schema is GRPOConfig else options
 
-    return options
+    return make_options
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,6 +14,7 @@ import typer
 from dsreason.cli.data.chosen_run import check_has_rows, choose_trainer, load_run
 from dsreason.cli.data.fetch import CutDataset, DataDirOption, Task, fetch
 from dsreason.cli.data.show import show
+from dsreason.cli.data.videophy2 import fetch_videophy2
 from dsreason.cli.job import ConfigOption, SetOption, Trainer
 from dsreason.config.load import read_values
 from dsreason.config.output import build_default_output_dir
@@ -41,6 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(fetch)
+app.command("fetch-videophy2")(fetch_videophy2)
 app.command()(show)
 
 SHEET_SAMPLES = 12

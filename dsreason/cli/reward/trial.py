@@ -137,16 +137,12 @@ def check_origin(config: Path | None, completion: str | None, completions: Path 
 def sample_attempts(run: GRPOConfig, samples: Sequence[Sample], count: int) -> list[Attempt]:
     """Sample `count` completions per row with the run's model and sampling settings."""
     with make_imports_fast():
-        from dsreason.rewards.text import add_length
         from dsreason.train.grpo.trial import sample_completions
 
-    longest = run.rollout.max_completion_length
     return [
-        Attempt(number, "sampled", completion.text, add_length(sample, completion.num_tokens, longest), completion.ids)
-        for number, (sample, completions) in enumerate(
-            zip(samples, sample_completions(run, samples, count), strict=True), 1
-        )
-        for completion in completions
+        Attempt(number, "sampled", completion.text, sample, completion.ids)
+        for number, completions in enumerate(sample_completions(run, samples, count), 1)
+        for sample, completion in completions
     ]
 
 

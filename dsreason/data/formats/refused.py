@@ -10,7 +10,9 @@ from dsreason.errors import DataError
 AUDIO = "audio is not supported"
 MASKS = 'masks are not supported; mark replies with "loss": false'
 ROW_WEIGHTS = "weights of the loss per row are not supported; remove the column"
-TEMPLATE = "settings of the chat template per row are not supported; remove them"
+TEMPLATE = (
+    "settings of the chat template per row are not supported; remove them, and set data.template_arguments for all rows"
+)
 TOKENS = "rows of tokens are not supported; use rows with texts"
 MEDIA = "media belong in 'images' or 'videos', or in the content as parts"
 

@@ -234,8 +234,16 @@ def find_format(row: Row) -> Format:
     return form
 
 
+def names_conversation_file(row: Row) -> bool:
+    """Return whether the row's conversation is in a JSON file that the column `conversation` names (Cosmos 3)."""
+    conversation = row.get("conversation")
+    return isinstance(conversation, str) and conversation.endswith(".json")
+
+
 def describe_detection(row: Row) -> str:
     """Describe a row's format, the columns by which it was recognised, and how to select another matching format."""
+    if names_conversation_file(row):
+        return "format conversation file (recognised by conversation, which names a .json file)"
     row = preferences.flatten_openai_preference(row)
     form, *others = [form for form in FORMATS if form.find_columns(row)]
     text = f"format {form.name} (recognised by {', '.join(form.find_columns(row))}"

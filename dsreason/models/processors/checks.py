@@ -33,12 +33,12 @@ def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizer
         )
 
 
-def check_patches(path: Path, processor: Any, vision: Any) -> None:
+def check_patches(path: Path, processor: Any, vision: Any, temporal_patch_size: int) -> None:
     """Raise CheckpointError if a processor's sizes are impossible, or differ from the patch sizes that the model expects."""
     expected = {
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
-        "temporal_patch_size": vision.temporal_patch_size,
+        "temporal_patch_size": temporal_patch_size,
     }
     for media in (processor.image_processor, processor.video_processor):
         for name, value in expected.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.files.address import is_s3
-from dsreason.tools.cosmos_rl.draft import Draft, Settings
+from dsreason.tools.cosmos_rl.draft import COSMOS_FRAMEWORK, Draft, Settings
 
 MOST_BYTES = 512 * 1024**2
 """Maximum size, in bytes, of a file whose rows are counted."""
@@ -27,6 +27,8 @@ def list_meanings(cosmos: Settings, draft: Draft) -> list[Meaning]:
     if draft.trainer == "world":
         return [*compare_world_batch(draft), *compare_learning_rate(draft)]
     rows = count_rows(draft)
+    if cosmos.tool == COSMOS_FRAMEWORK:
+        return [*compare_framework(cosmos, draft), *compare_learning_rate(draft), *compare_optimizer()]
     return [
         *compare_batch(cosmos, draft),
         *compare_learning_rate(draft),
@@ -52,6 +54,22 @@ def compare_batch(cosmos: Settings, draft: Draft) -> list[Meaning]:
     global_batch = draft.get("train.global_batch_size")
     cosmos_rl = f"{each} per data-parallel rank x {global_batch // each} = {global_batch} samples"
     return [gpus, Meaning("global batch", cosmos_rl, f"{global_batch} samples, on any number of GPUs")]
+
+
+def compare_framework(cosmos: Settings, draft: Draft) -> list[Meaning]:
+    """Compare the batch, steps and tokens with those of cosmos-framework, which counts packed rows."""
+    batch, steps, longest = (
+        draft.get(key) for key in ("train.global_batch_size", "train.max_steps", "model.max_length")
+    )
+    accumulated = cosmos["trainer.grad_accum_iter"]
+    each = cosmos["dataloader_train.max_samples_per_batch"] or 1
+    rows = f"{batch // (accumulated * each)} ranks x {accumulated} rows of at most {each} sample{'s' * (each != 1)}"
+    return [
+        Meaning("GPUs", str(draft.num_gpus), f"{draft.num_gpus}, one rank per GPU"),
+        Meaning("global batch", rows, f"{batch} samples, on any number of GPUs"),
+        Meaning("steps", f"{steps}, rows repeat", f"{steps}, rows repeat"),
+        Meaning("tokens per row", f"{longest:,}", f"at most {longest:,}, without padding"),
+    ]
 
 
 def describe_gpus(cosmos: Settings, draft: Draft) -> str:
@@ -83,7 +101,10 @@ def compare_learning_rate(draft: Draft) -> list[Meaning]:
     end = f" to {least * peak:g}" if schedule != "constant" and least else ""
     scaled = (draft.get("optim.lr_multipliers") or {}).items()
     parts = "".join(f"; {multiplier * peak:g} for {pattern}" for pattern, multiplier in scaled)
-    text = f"0 to {peak:g} in {rise}, then {schedule}{last}{end}{parts}"
+    start = (draft.get("optim.warmup_start") or 0) * peak
+    length = draft.get("optim.schedule_steps")
+    span = f" until step {length}" if length else ""
+    text = f"{start:g} to {peak:g} in {rise}, then {schedule}{last}{end}{span}{parts}"
     return [Meaning("learning rate", text, text)]
 
 

@@ -1,4 +1,4 @@
-"""Conversion of a cosmos-rl file to a dsreason configuration, with a finding for every key."""
+"""Conversion of a file for cosmos-rl or cosmos-framework to a dsreason configuration, with a finding for every key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from dsreason.errors import ConfigError
 from dsreason.problems import build_config_error
 from dsreason.tools.cosmos_rl.comparison import Meaning, list_meanings
-from dsreason.tools.cosmos_rl.draft import Draft, KeyFinding, Settings
+from dsreason.tools.cosmos_rl.draft import COSMOS_FRAMEWORK, COSMOS_RL, UNSET, Draft, KeyFinding, Settings, iter_flat
+from dsreason.tools.cosmos_rl.keys import framework as keys_of_framework
 from dsreason.tools.cosmos_rl.keys import grpo as keys_of_grpo
 from dsreason.tools.cosmos_rl.keys import model as keys_of_model
 from dsreason.tools.cosmos_rl.keys import predict as keys_of_predict
@@ -17,7 +18,7 @@ from dsreason.tools.cosmos_rl.keys import train as keys_of_train
 from dsreason.tools.cosmos_rl.keys import world as keys_of_world
 from dsreason.tools.cosmos_rl.keys.dead import suggest
 from dsreason.tools.cosmos_rl.keys.key import SHOWN, Key, is_of_kind
-from dsreason.tools.cosmos_rl.parts import data, grpo, predict, train, world
+from dsreason.tools.cosmos_rl.parts import data, framework, framework_world, grpo, predict, train, world
 
 LANGUAGE_KEYS: dict[str, Key] = (
     keys_of_train.KEYS | keys_of_train.DATA | keys_of_train.PREFERENCES | keys_of_grpo.KEYS | keys_of_model.KEYS
@@ -40,6 +41,8 @@ class Imported:
     meanings: list[Meaning]
     num_gpus: int
     arguments: list[str]
+    tool: str = COSMOS_RL
+    """Name of the program that the file is for."""
 
     def check(self, name: str) -> None:
         """Check that no finding has the verdict "error".
@@ -52,17 +55,27 @@ class Imported:
             raise build_config_error(errors)
 
 
-def is_cosmos_rl(document: dict[str, Any]) -> bool:
-    """Return whether a configuration file is for cosmos-rl, that is, has a section or key that dsreason files never have."""
+def is_importable(document: dict[str, Any]) -> bool:
+    """Return whether a configuration file is for cosmos-rl or cosmos-framework, that is, has a section or key that dsreason
+    files never have."""
     train_section = document.get("train")
     return (
-        isinstance(document.get("policy"), dict)
+        is_framework(document)
+        or isinstance(document.get("policy"), dict)
         or is_predict(document)
         or "redis" in document
         or (
             isinstance(train_section, dict)
             and bool({"train_policy", "ckpt", "train_batch_per_replica", "optm_lr"} & train_section.keys())
         )
+    )
+
+
+def is_framework(document: dict[str, Any]) -> bool:
+    """Return whether a configuration file is for cosmos-framework's supervised fine-tuning."""
+    job, model = document.get("job"), document.get("model")
+    return (isinstance(job, dict) and bool({"task", "experiment"} & job.keys())) or (
+        isinstance(model, dict) and bool({"parallelism", "backbone", "activation_checkpointing"} & model.keys())
     )
 
 
@@ -89,6 +102,8 @@ def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
         ConfigError: an accepted key is not in the file.
     """
     accepted_keys = frozenset(accepted)
+    if is_framework(document):
+        return convert_framework(document, accepted_keys)
     if is_predict(document):
         return convert_document(document, PREDICT_KEYS, Draft("world", accepted_keys), [predict.convert_world])
     policy_section = document.get("policy")
@@ -109,6 +124,16 @@ def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
     return convert_document(document, LANGUAGE_KEYS, draft, [*parts, data.convert_validation])
 
 
+def convert_framework(document: dict[str, Any], accepted: frozenset[str]) -> Imported:
+    """Convert a file for cosmos-framework: a reasoner's becomes one for `dsreason sft`, a generator's for `dsreason world`."""
+    job = document.get("job")
+    if isinstance(job, dict) and job.get("task") == "vlm":
+        draft, keys, parts = Draft("sft", accepted), keys_of_framework.REASONER, [framework.convert_reasoner]
+    else:
+        draft, keys, parts = Draft("world", accepted), keys_of_framework.GENERATOR, [framework_world.convert_generator]
+    return convert_document(document, keys, draft, parts, tool=COSMOS_FRAMEWORK)
+
+
 def choose_trainer(document: dict[str, Any]) -> str:
     """Return the dsreason trainer for the file: sft, grpo or dpo."""
     train_section = document.get("train")
@@ -121,8 +146,10 @@ def choose_trainer(document: dict[str, Any]) -> str:
     return "grpo" if "rollout" in document else "sft"
 
 
-def convert_document(document: dict[str, Any], keys: dict[str, Key], draft: Draft, parts: list[Any]) -> Imported:
-    cosmos = Settings.of(document, keys)
+def convert_document(
+    document: dict[str, Any], keys: dict[str, Key], draft: Draft, parts: list[Any], *, tool: str = COSMOS_RL
+) -> Imported:
+    cosmos = Settings.of(document, keys, tool)
     for key in sorted(draft.accepted - cosmos.given.keys()):
         raise ConfigError(f"--accept {key}: the file has no such key; correct it")
     check_values(cosmos, draft)
@@ -132,15 +159,20 @@ def convert_document(document: dict[str, Any], keys: dict[str, Key], draft: Draf
             part(cosmos, draft)
     else:  # no key was mapped
         errors = [KeyFinding(key, cosmos.given[key], *note) for key, note in draft.notes.items()]
-        return Imported(draft.trainer, {}, errors, [], draft.num_gpus, [])
+        return Imported(draft.trainer, {}, errors, [], draft.num_gpus, [], tool)
     findings = [make_finding(key, value, cosmos, draft) for key, value in cosmos.given.items()]
     findings += [
-        KeyFinding(key, cosmos[key], verdict, f"{text} (cosmos-rl's default)")
+        KeyFinding(key, cosmos[key], verdict, f"{text} ({tool}'s default)")
         for key, (verdict, text) in draft.notes.items()
         if key not in cosmos.given
     ]
+    if tool == COSMOS_FRAMEWORK:
+        because = f"{UNSET} leaves the value to the command line"
+        findings += [
+            KeyFinding(key, UNSET, "left out", because) for key, value in iter_flat(document, keys) if value == UNSET
+        ]
     meanings = [] if any(finding.verdict == "error" for finding in findings) else list_meanings(cosmos, draft)
-    return Imported(draft.trainer, draft.config, findings, meanings, draft.num_gpus, draft.arguments)
+    return Imported(draft.trainer, draft.config, findings, meanings, draft.num_gpus, draft.arguments, tool)
 
 
 def check_values(cosmos: Settings, draft: Draft) -> None:
@@ -179,7 +211,7 @@ def make_finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> KeyFin
             return KeyFinding(key, value, "left out", "the section is empty")
         return KeyFinding(key, value, "not read", suggest(key, cosmos))
     if draft.trainer not in known_key.trainers:
-        return KeyFinding(key, value, "left out", f"cosmos-rl reads it only for {' and '.join(known_key.trainers)}")
+        return KeyFinding(key, value, "left out", f"{cosmos.tool} reads it only for {' and '.join(known_key.trainers)}")
     if known_key.because:
         return KeyFinding(key, value, "left out", known_key.because)
     return KeyFinding(

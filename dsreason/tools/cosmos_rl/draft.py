@@ -1,4 +1,4 @@
-"""The values of a cosmos-rl file, and the unfinished dsreason configuration that is built from them."""
+"""The values of a file for cosmos-rl or cosmos-framework, and the unfinished dsreason configuration that is built from them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any, Literal
 
 from dsreason.tools.cosmos_rl.keys.key import Key
 
+UNSET = "???"
+"""Value of a key that cosmos-framework's users set on the command line."""
+COSMOS_RL, COSMOS_FRAMEWORK = "cosmos-rl", "cosmos-framework"
+"""Programs whose configurations can be imported."""
 Verdict = Literal["mapped", "left out", "differs", "not read", "error"]
 
 
@@ -33,16 +37,20 @@ def iter_flat(document: Mapping[str, Any], whole: Collection[str], prefix: str =
 
 @dataclass(frozen=True)
 class Settings:
-    """Values in a cosmos-rl file, with cosmos-rl's defaults for missing keys."""
+    """Values in a file for cosmos-rl or cosmos-framework, with that program's defaults for missing keys."""
 
     document: dict[str, Any]
     keys: dict[str, Key]
     given: dict[str, Any]
+    tool: str = COSMOS_RL
+    """Name of the program that the file is for, as shown in messages."""
 
     @classmethod
-    def of(cls, document: dict[str, Any], keys: dict[str, Key]) -> Settings:
+    def of(cls, document: dict[str, Any], keys: dict[str, Key], tool: str = COSMOS_RL) -> Settings:
         """Read the values of a document; a key with the value `null` (JSON, YAML) counts as missing."""
-        return cls(document, keys, {key: value for key, value in iter_flat(document, keys) if value is not None})
+        unset = (None, UNSET) if tool == COSMOS_FRAMEWORK else (None,)
+        given = {key: value for key, value in iter_flat(document, keys) if value not in unset}
+        return cls(document, keys, given, tool)
 
     def __getitem__(self, key: str) -> Any:
         return self.given.get(key, self.keys[key].default)

@@ -1,4 +1,4 @@
-"""Tables of the findings about a cosmos-rl file's keys, and of what both configurations do."""
+"""Tables of the findings about the keys of an imported file, and of what both configurations do."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from dsreason.tools.cosmos_rl.draft import KeyFinding, Verdict
 
 STYLES: dict[Verdict, str] = {"not read": "magenta", "differs": "yellow", "mapped": "", "left out": "dim"}
 HEADS: dict[Verdict, str] = {
-    "not read": "not read by cosmos-rl",
+    "not read": "not read by {tool}",
     "differs": "behaves differently",
     "mapped": "mapped",
     "left out": "no equivalent, ignored safely because …",
 }
-"""Verdict → title of its table, in display order, starting with those that need attention. Errors are raised afterwards."""
+"""Verdict → title of its table, in which {tool} is the program's name, in display order, starting with those that need
+attention. Errors are raised afterwards."""
 
 
 def show(imported: Imported) -> None:
@@ -28,20 +29,18 @@ def show(imported: Imported) -> None:
     for verdict in HEADS:
         findings = [finding for finding in imported.findings if finding.verdict == verdict]
         if findings:
-            console.print(make_keys_table(verdict, findings))
+            console.print(make_keys_table(verdict, findings, imported.tool))
     if imported.meanings:
-        table = Table("", "cosmos-rl", "dsreason", title="What they mean", box=SIMPLE_HEAD, title_justify="left")
+        table = Table("", imported.tool, "dsreason", title="What they mean", box=SIMPLE_HEAD, title_justify="left")
         for meaning in imported.meanings:
             table.add_row(meaning.name, Text(meaning.cosmos_rl), Text(meaning.dsreason))
         console.print(table)
 
 
-def make_keys_table(verdict: Verdict, findings: Sequence[KeyFinding]) -> Table:
+def make_keys_table(verdict: Verdict, findings: Sequence[KeyFinding], tool: str) -> Table:
     """Build the table of one verdict; keys that were left out for the same reason share a row."""
-    title = f"{HEADS[verdict]} ({len(findings)})"
-    table = Table(
-        "cosmos-rl key", "dsreason", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict]
-    )
+    title = f"{HEADS[verdict].format(tool=tool)} ({len(findings)})"
+    table = Table(f"{tool} key", "dsreason", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict])
     if verdict != "left out":
         for finding in findings:
             table.add_row(Text(f"{finding.key} = {finding.value!r:.60}"), Text(finding.text))

@@ -19,7 +19,7 @@ ORDER = (
 def write_toml(imported: Imported, source: str) -> str:
     """Return the content of the file: comments that list the command and the differences, and the sections."""
     document = tomlkit.document()
-    document.add(tomlkit.comment(f"Imported from the cosmos-rl file {source}, for {describe_gpus(imported)}."))
+    document.add(tomlkit.comment(f"Imported from the {imported.tool} file {source}, for {describe_gpus(imported)}."))
     document.add(tomlkit.comment(f"  {write_command(imported, 'this.toml')}"))
     for finding in imported.findings:
         if finding.verdict == "differs":

@@ -1,4 +1,4 @@
-"""Functions that cut the clips that are not on the Hub from the raw videos; `clip_rules` derives the cuts from their names."""
+"""Functions that cut clips that are not on the Hub from raw videos; `clip_rules` derives each cut from the clip's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsreason.tools.datasets.processes import run_tracked
 
 @dataclass(frozen=True)
 class CutClips:
-    """The requested clips, grouped by whether they were cut."""
+    """The requested clips, grouped by what happened to them."""
 
     cut: list[str] = field(default_factory=list)
     present: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ def read_clip_name(row: Any, dataset: str) -> str:
 
 
 def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 0) -> CutClips:
-    """Cut the clips that are not in `folder` yet, each to `<name>.mp4`, in `workers` processes (0: in this process)."""
+    """Cut each clip that is not in `folder` yet to `<name>.mp4`, in `workers` processes (0: in this process)."""
     folder.mkdir(parents=True, exist_ok=True)
     clips = CutClips(present=[name for name in names if (folder / f"{name}.mp4").is_file()])
     cuts: list[tuple[str, Cut]] = []
@@ -80,7 +80,7 @@ def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 
             clips.missing.append(f"{name}: {error}")
         except DataError as error:
             clips.failed.append(f"{name}: {error}")
-    cuts.sort(key=lambda task: task[1].source)  # keep the clips of one raw video together
+    cuts.sort(key=lambda task: task[1].source)  # keep clips from the same raw video together
     results = run_tracked(
         partial(cut_one, folder=folder), cuts, lambda task: str(task[1].source), workers, "cutting", "clips"
     )

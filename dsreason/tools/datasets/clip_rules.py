@@ -1,10 +1,10 @@
-"""Rules for the names of Cosmos-Reason1 clips: the raw video that a clip was cut from, and the range in it.
+"""Rules that derive, from a Cosmos-Reason1 clip's name, the raw video that it was cut from and the range in that video.
 
 The rules are those of cosmos-reason1's `process_raw_data.py`. All ranges are half-open: the start frame is included and the end
 frame is not, so `end - start` frames are cut.
 
-- agibot, `574-809829-head_center_fisheye_color-440-699-1.mp4`: frames 440 to 698 of the view `head_center_fisheye_color` of
-  episode 809829 of task 574; an optional sixth part does not affect the cut.
+- agibot, `574-809829-head_center_fisheye_color-440-699-1.mp4`: frames 440 to 698 of the view `head_center_fisheye_color`
+  in task 574, episode 809829; an optional sixth part does not affect the cut.
 - holoassist, `R005-7July-DSLR_coarse_2_fine_41.mp4`: the fine-grained action with `id` 41 in the annotations of the
   recording R005-7July-DSLR, from its start to its end in seconds; the coarse action is ignored.
 - bridgev2, `<folder>.<episode>.totalframe058.clipframe018.mp4`: the first 18 of the 58 frames of an episode; slashes in
@@ -17,7 +17,7 @@ The raw data may have these layouts below the folder `raw`:
 - holoassist: `videos/<recording>/Export_py/Video_pitchshift.mp4` (or `Video.mp4`, `Video_compress.mp4`; `videos/` is
   optional), `videos/<recording>.mp4` or `<recording>.mp4`; and the actions in `data-annotation*.json`, a list of
   `{"video_name": …, "events": [{"label": "Fine grained action", "id": 41, "start": seconds, "end": seconds}, …]}`.
-- bridgev2 (BridgeData V2): the frames (`image_0`) of an episode as `<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …`,
+- bridgev2 (BridgeData V2): an episode's frames (`image_0`) as `<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …`,
   `<folder>/traj<episode>/images0/…`, `<folder>/raw/traj_group*/traj<episode>/images0/…`, or a video
   `<folder>/<episode>.mp4`. The published `out.npy` files are pickles, which are not read: export their frames first.
 """
@@ -54,7 +54,7 @@ FORMS = {
 class Cut:
     """A part of a raw video, or of a folder with its frames as images.
 
-    The range `[start, end)` is in frames in display order, from 0, or in seconds since the first frame. `total` is the number of
+    The range `[start, end)` counts frames in display order from 0, or seconds since the first frame. `total` is the number of
     frames that the raw video should have; None if the clip's name does not contain it.
     """
 
@@ -74,25 +74,25 @@ Actions = dict[str, dict[int, tuple[float, float]]]
 
 
 class MissingRaw(DataError):
-    """Error raised if the raw video of a clip is missing from the raw folder."""
+    """Error raised if a clip's raw video is missing from the raw folder."""
 
 
 Rule = Callable[[str], Cut]
-"""Function that maps the name of a clip, without its extension, to the part to cut.
+"""Function that maps a clip's name, without its extension, to the part to cut.
 
 It raises MissingRaw if the raw video is missing, and DataError if the name cannot be used.
 """
 
 
 def choose_rule(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
-    """Return the rule of a data set.
+    """Return the rule for a data set.
 
     Args:
-        events: file of HoloAssist's actions; None searches for the file near `raw`.
+        events: file with HoloAssist's actions; None searches for the file near `raw`.
 
     Raises:
-        ConfigError: the raw folder or, for HoloAssist, the file of actions is missing.
-        DataError: the file of actions is damaged.
+        ConfigError: the raw folder or, for HoloAssist, the actions file is missing.
+        DataError: the actions file is damaged.
     """
     if not raw.is_dir():
         raise ConfigError(
@@ -107,10 +107,10 @@ def choose_rule(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
 
 
 def check_name(name: str, dataset: str) -> re.Match[str]:
-    """Return the parts of a clip's name.
+    """Split a clip's name into its parts, and return them as a match.
 
     Raises:
-        DataError: the name does not follow the naming convention, or could lead out of the folder.
+        DataError: the name does not follow the naming convention, or could point outside the folder.
     """
     pattern = {"agibot": AGIBOT, "holoassist": HOLOASSIST, "bridgev2": BRIDGE}[dataset]
     match = pattern.fullmatch(name)
@@ -160,7 +160,7 @@ def find_holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cu
 
 
 def find_holoassist_video(recording: str, raw: Path) -> Path:
-    """Find the video of a recording.
+    """Find a recording's video.
 
     Raises:
         MissingRaw: the video is missing.
@@ -204,7 +204,7 @@ def read_actions(file: Path) -> Actions:
 
 
 def collect_fine_actions(events: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
-    """Collect the fine-grained actions of one recording by id; of events with the same id, keep the first."""
+    """Collect a recording's fine-grained actions: id → (start, end). If several events have the same id, keep the first."""
     spans: dict[int, tuple[float, float]] = {}
     for event in events:
         if event["label"] == FINE:

@@ -34,7 +34,7 @@ ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
 """Encoder options for visually lossless quality."""
 ENCODING = 10
-"""Ratio of the time limit for cutting a clip to the one for decoding its raw video."""
+"""Ratio of the time limit for cutting a clip to the time limit for decoding its raw video."""
 IMAGE_FPS = Fraction(30)
 """Frame rate at which cosmos-reason1 writes the clips of BridgeData V2, although they were recorded at 5 frames per second.
 
@@ -46,11 +46,11 @@ IMAGES = (".jpg", ".jpeg", ".png")
 def cut_clip(cut: Cut, target: Path) -> None:
     """Write the frames of `cut` to `target` (H.264 in MP4, no sound). The file appears only when it is complete.
 
-    Every frame keeps its time, even if the raw video's frame rate varies, and its size, except that an odd side loses a pixel
-    because H.264 needs even sides.
+    Every frame keeps its time, even if the raw video's frame rate varies. It also keeps its size, except that an odd side loses
+    one pixel, because H.264 needs even sides.
 
     Raises:
-        DataError: the raw video is damaged or does not have these frames.
+        DataError: the raw video is damaged or lacks some of these frames.
         ConfigError: PyAV has no H.264 encoder.
     """
     if ENCODER not in av.codecs_available:
@@ -118,8 +118,8 @@ def list_frames_of_cut(cut: Cut, video: Timing) -> range:
 def find_frames_between(times: list[int], time_base: Fraction, start: float, end: float) -> tuple[int, int]:
     """Return the indices of the first frame displayed at or after `start` seconds, and of the first one at or after `end`.
 
-    `times` must be ascending. An end up to one frame after the last frame is the end of the video; for a later one, the second
-    number is larger than the number of frames. Example: times 0, 100, 200 of 1/1000 s, 0.1 s to 0.2 s → (1, 2).
+    `times` must be ascending. An end up to one frame after the last frame counts as the end of the video. For a later end, the
+    second index is larger than the number of frames. Example: times 0, 100, 200 of 1/1000 s, 0.1 s to 0.2 s → (1, 2).
     """
     slack = 1e-6  # 0.7 s x 10 frames per second is 7.000000000000001 in binary floating point
     seconds = [float((time - times[0]) * time_base) for time in times]
@@ -142,7 +142,7 @@ def check_total(cut: Cut, count: int) -> None:
 
 
 def iter_counted_frames(source: Path, indices: range, video: Timing) -> Iterator[VideoFrame]:
-    """Yield the frames, with evenly spaced times if the file has no usable ones."""
+    """Yield the frames at `indices`. If the file has no usable time stamps, the frames get evenly spaced ones."""
     for number, frame in enumerate(iter_frames_by_count(source, indices)):
         if not video.times:
             frame.pts, frame.time_base = number, 1 / video.fps
@@ -150,7 +150,7 @@ def iter_counted_frames(source: Path, indices: range, video: Timing) -> Iterator
 
 
 def iter_image_frames(cut: Cut) -> Iterator[VideoFrame]:
-    """Yield the images im_0.jpg, im_1.jpg, … of a folder in the order of their numbers."""
+    """Yield the cut's images (im_0.jpg, im_1.jpg, …) in the order of their numbers."""
     files = sorted((f for f in cut.source.iterdir() if f.suffix.lower() in IMAGES), key=parse_image_number)
     check_total(cut, len(files))
     if cut.end > len(files):
@@ -170,7 +170,7 @@ def parse_image_number(file: Path) -> tuple[int, str]:
 
 
 def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
-    """Write all frames to `target`, with the first one at time 0.
+    """Write all frames to `target`, with the first frame at time 0.
 
     Raises:
         DataError: a frame has no time.
@@ -198,7 +198,7 @@ def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
 
 
 def get_timestamp(frame: VideoFrame) -> tuple[int, Fraction]:
-    """Return the frame's time stamp and its unit in seconds."""
+    """Return the frame's time stamp, and the unit of the time stamp in seconds."""
     if frame.pts is None or frame.time_base is None:
         raise DataError("a frame has no time stamp, which the clip must keep; convert the raw video first")
     return frame.pts, frame.time_base

@@ -1,8 +1,8 @@
 """Functions that download data sets from the Hugging Face Hub, in the layout that `dsreason eval --data` and the adapters read.
 
-A file `<path>` of the repository is written to `<data_dir>/<task>/<path>`. An archive of clips (`<ds>/clips.tar.gz`,
+A file `<path>` in the repository is written to `<data_dir>/<task>/<path>`. An archive of clips (`<ds>/clips.tar.gz`,
 `<ds>/clips/part0.tar.gz`) is unpacked to `<data_dir>/<task>/<ds>/clips/` and removed. An interrupted download is resumed, even by
-a later call. `.fetched.json` records the content (its hash on the Hub) of each complete file.
+a later call. `.fetched.json` records each complete file's content, as its hash on the Hub.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPOSITORIES = {
 DATASETS = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
 
 RECORD, PARTIALS = ".fetched.json", ".partial"
-"""Names of the file that maps the paths of complete files to their content, and of the folder of partial downloads."""
+"""Names of the file that maps the path of each complete file to its hash, and of the folder with partial downloads."""
 DOWNLOADS = 4
 """Number of simultaneous downloads."""
 SPARE_BYTES = 100 * 1024**2
@@ -45,7 +45,7 @@ SPARE_BYTES = 100 * 1024**2
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Plan of a download."""
+    """Plan for a download."""
 
     repo: str
     revision: str
@@ -53,7 +53,7 @@ class FetchPlan:
     folder: Path
     files: list[RemoteFile]
     missing: list[RemoteFile]
-    """Members of `files` that are not in the folder yet."""
+    """Those of `files` that are not in the folder yet."""
     without_clips: list[str]
     """Requested data sets that have annotations but no clips in the repository."""
 
@@ -78,12 +78,12 @@ def plan_fetch(
     datasets: Sequence[str] = (),
     patterns: Sequence[str] = (),
 ) -> FetchPlan:
-    """Plan which files of the repository to download, and find those that are missing. Nothing is written.
+    """Select the files to download from the repository, and find those that are missing locally. Nothing is written.
 
     Args:
-        task: benchmark, sft or rl: the folder below `data_dir`, and the repository if `repo` is None.
-        datasets: folders of the repository to select files from; empty selects all.
-        patterns: patterns of the paths to select (`*.json`, `robovqa/*`); empty selects all.
+        task: benchmark, sft or rl; names the folder below `data_dir`, and selects the repository if `repo` is None.
+        datasets: folders in the repository to select files from; empty selects all.
+        patterns: patterns for the paths to select (`*.json`, `robovqa/*`); empty selects all.
 
     Raises:
         DataError: the repository, revision, data set or file does not exist, access is denied, or the connection fails.
@@ -190,7 +190,7 @@ def list_without_clips(files: Sequence[RemoteFile], listed: Sequence[RemoteFile]
 
 
 def locate_partial(folder: Path, file: RemoteFile) -> Path:
-    """Return the path of a partial download; its name depends on path and content, so another version is never resumed."""
+    """Return the path of a partial download. It depends on the file's content, so another version is never resumed."""
     return folder / PARTIALS / hashlib.sha256(f"{file.path} {file.content}".encode()).hexdigest()
 
 
@@ -207,10 +207,10 @@ def put_in_place(folder: Path, file: RemoteFile) -> None:
 
 
 def unpack_clips(archive: Path, clips: Path, name: str) -> None:
-    """Unpack all files of the archive directly into the folder `clips`, without the archive's folders.
+    """Unpack all files in the archive directly into the folder `clips`, without the archive's folders.
 
     Raises:
-        DataError: the archive is damaged, has paths that lead out of its folder, or has two files of the same name.
+        DataError: the archive is damaged, has paths that lead out of its folder, or has two files with the same name.
     """
     clips.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=clips.parent, prefix=".unpacking-") as scratch:

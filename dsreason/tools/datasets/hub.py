@@ -1,4 +1,4 @@
-"""Access to the Hugging Face Hub: lists of the files in a data set repository, and resumable downloads."""
+"""Access to the Hugging Face Hub: lists of a data set repository's files, and resumable downloads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ATTEMPTS = 5
 TIMEOUT = 60.0
 """Seconds without a byte after which a connection counts as broken."""
 OPEN_LIMIT = 120.0
-"""Time limit in seconds until the content of a response begins, including redirects."""
+"""Seconds, including redirects, within which a response's content must begin."""
 LIST_LIMIT = 600.0
-"""Time limit in seconds for listing all files of a repository, page by page."""
+"""Time limit in seconds for listing all files in a repository, page by page."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RemoteFile:
 
 
 def list_files(repo: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
-    """Return the commit of a revision, and its files."""
+    """Return a revision's commit hash and its files."""
 
     def ask() -> tuple[str, list[RemoteFile]]:
         api = HfApi(endpoint=get_hub_url())
@@ -81,7 +81,7 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, advance: A
     download.
 
     Raises:
-        DataError: the content differs from the Hub's list; it is removed.
+        DataError: the content does not match the Hub's list of files; the download is removed.
         HTTPError, OSError: see `convert_dataset_errors`; the received part is kept, so the download can be resumed.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
 
 
 def stream(url: str, partial: Path, start: int, most: int, advance: Advance) -> None:
-    """Download from byte `start` to the end, which must be at byte `most`.
+    """Download the content from byte `start` on; the complete file may have at most `most` bytes.
 
     huggingface_hub's own download is not used because it starts from the beginning in every process.
     """

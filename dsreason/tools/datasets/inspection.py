@@ -1,7 +1,7 @@
-"""Statistics of data sets: counts, lengths, media, labels and duplicates.
+"""Statistics about data sets: counts, lengths, media, labels and duplicates.
 
-Two rows are duplicates if their user messages are the same, ignoring case, punctuation and spaces, and the media are the same, in
-the same order and with the same displayed seconds.
+Two rows are duplicates if they have the same user messages, ignoring case, punctuation and spaces, and the same media, in the
+same order and with the same displayed seconds.
 Two media items are the same if their files have the same bytes: files of equal size are compared by SHA-256. This finds a clip
 under two names, but not a re-encoded clip.
 """
@@ -64,7 +64,7 @@ class MediaReport:
 
 @dataclass(frozen=True)
 class Letter:
-    """Number of rows whose correct answer is this letter, and its expected value if all options were equally likely."""
+    """Number of rows whose correct answer is this letter, and the number to expect if all options were equally likely."""
 
     count: int
     expected: float
@@ -83,7 +83,7 @@ class PreferenceReport:
 
 @dataclass(frozen=True)
 class PixelReport:
-    """Number of media items in the measured rows that cosmos-rl would show with different frames or in a different size."""
+    """Media items in the measured rows: how many were compared, and how many would differ in frames or size in cosmos-rl."""
 
     compared: int
     differing: int
@@ -110,11 +110,11 @@ class PartReport:
     media: dict[str, MediaReport]
     letters: dict[str, Letter]
     unlisted_answers: int
-    """Number of rows whose question lists options without the short answer; such rows do not count as multiple choice."""
+    """Number of rows whose short answer is not among the question's options; such rows do not count as multiple choice."""
     answers: dict[str, int]
-    """Most frequent short answers of rows without options, with their counts."""
+    """Most frequent short answers in rows without options: answer → number of rows."""
     best_constant: float | None
-    """Share of rows with a short answer or letter that the best constant answer gets right; None if there are no such rows."""
+    """Share of the rows with a short answer or letter for which the best constant answer is right; None without such rows."""
     system_prompts: dict[str, int]
     with_think: int
     with_answer_tag: int
@@ -122,9 +122,9 @@ class PartReport:
     duplicates: int
     """Number of rows with the same question and media as an earlier row."""
     pixels: PixelReport | None = None
-    """None without a model."""
+    """Differences from cosmos-rl; None without a model."""
     preferences: PreferenceReport | None = None
-    """None if no row has a rejected answer."""
+    """Facts about preference rows; None if no row has a rejected answer."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Inspection:
     problems: list[dict[str, Any]] = field(default_factory=list)
     """All unusable rows and unreadable files, each with the keys part, where, kind and reason."""
     balance: dict[str, Label] = field(default_factory=dict)
-    """Label → its training rows, and how many of them an epoch uses; empty without `data.balance`."""
+    """Label → number of its training rows, and how many of them an epoch uses; empty if `data.balance` is unset."""
     duplicates: list[dict[str, Any]] = field(default_factory=list)
     """All rows that repeat an earlier row. Each entry has the keys `part` and `where` for the row, and `of_part` and `of` for
     the earlier row."""
@@ -158,11 +158,11 @@ def inspect_data(
     limit: int | None = None,
     workers: int = 0,
 ) -> Inspection:
-    """Inspect every row, or `limit` evenly spaced rows of each data set; only the headers of media are read.
+    """Inspect every row, or `limit` evenly spaced rows from each data set; only the media's headers are read.
 
     Args:
         datasets: data sets by name, in the order of the report; each is compared with the earlier ones.
-        encoder: encoder that counts the tokens of rows; None skips the count.
+        encoder: encoder that counts the rows' tokens; None skips the count.
     """
     facts_of_part: dict[str, list[RowFacts | UnusableRow]] = {}
     for name, dataset in datasets.items():
@@ -198,7 +198,7 @@ def select_usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
 
 
 def compute_content_keys(media: Media, workers: int) -> dict[str, str]:
-    """Return a key for the content of each file, by path. Only files of the same size as another file are read and hashed."""
+    """Return a content key for each file: path → key. Only files with the same size as another file are read and hashed."""
     sizes = {use.path: facts.size for use, facts in media.items() if isinstance(facts, MediumFacts)}
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
@@ -339,7 +339,7 @@ def make_row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
 
 
 def find_overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:
-    """Find the overlaps of each part with each earlier one."""
+    """Find the overlaps between each part and every earlier part."""
     names = list(parts)
     overlaps = []
     for i, name in enumerate(names):

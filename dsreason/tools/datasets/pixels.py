@@ -1,4 +1,4 @@
-"""Differences between the frames or sizes that the model sees and those of cosmos-rl, for `dsreason data inspect`."""
+"""Differences between the frames and sizes that the model sees in dsreason and in cosmos-rl, for `dsreason data inspect`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.media.videos import probe_video
 
 
 def list_pixel_differences(encoder: Encoder, sample: Sample) -> list[str]:
-    """Describe each media item of the sample for which qwen-vl-utils chooses other frames or another size.
+    """Describe each media item of the sample for which qwen-vl-utils chooses different frames or a different size.
 
     Raises:
         DataError: a media item cannot be used.
@@ -54,7 +54,7 @@ def describe(shown: Shown) -> str:
 
 
 def find_other_frame(planned: Shown, reference: Shown) -> str:
-    """Describe the first frame that differs; return "" if the frames are equal or their numbers differ."""
+    """Describe the first frame that differs; return "" if the frames are equal or differ in number."""
     if len(planned.indices) != len(reference.indices) or planned.indices == reference.indices:
         return ""
     own_index, other = next(pair for pair in zip(planned.indices, reference.indices, strict=True) if pair[0] != pair[1])

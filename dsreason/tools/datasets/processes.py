@@ -80,15 +80,15 @@ def run_task(work: Callable[[T], R], task: T, describe_task: Callable[[T], str])
 
 
 class TaskWorker(Generic[T, R]):
-    """A worker process, which works on one task at a time."""
+    """A worker process that works on one task at a time."""
 
     number: int
     task: T
 
-    def __init__(self, work: Callable[[T], R], place: Callable[[T], str]) -> None:
-        self.place = place
+    def __init__(self, work: Callable[[T], R], describe_task: Callable[[T], str]) -> None:
+        self.describe_task = describe_task
         self.connection, worker_end = FORK.Pipe()
-        self.process = FORK.Process(target=serve, args=(work, place, worker_end, self.connection), daemon=True)
+        self.process = FORK.Process(target=serve, args=(work, describe_task, worker_end, self.connection), daemon=True)
         self.process.start()
         worker_end.close()  # otherwise this process never sees EOF when the worker exits
 
@@ -105,7 +105,7 @@ class TaskWorker(Generic[T, R]):
             self.process.join()
             words = read_last_words(str(self.process.pid))
             reason = words or f"the process that worked on it {exit_reason(self.process.exitcode or 0)}"
-            return DataError(f"{self.place(self.task)}: {reason}")
+            return DataError(f"{self.describe_task(self.task)}: {reason}")
         return result
 
     def end(self) -> None:

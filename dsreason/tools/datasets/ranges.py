@@ -28,7 +28,7 @@ PAUSE_S = 1.0
 
 
 class Version(NamedTuple):
-    """Version of a file on a server; the download of another version is not resumed."""
+    """Version of a file on a server. A download is resumed only if the version has not changed."""
 
     size: int
     tag: str
@@ -44,7 +44,7 @@ class ServedFile:
 
     @contextmanager
     def open(self, start: int = 0, stop: int | None = None) -> Iterator[Any]:
-        """Open the response with the bytes from `start` to `stop` (exclusive; None: the end of the file).
+        """Open a response that contains the bytes from `start` to `stop` (exclusive; None: the end of the file).
 
         Raises:
             HTTPError: the server returned an error, or the connection failed.
@@ -65,7 +65,7 @@ class ServedFile:
 
     @cached_property
     def version(self) -> Version:
-        """Version of the file, which is requested once."""
+        """Version of the file; the server is asked for it only once."""
         with self.open(0, 1) as response:
             headers = response.headers
             size = headers.get("Content-Range", "").rpartition("/")[2]
@@ -103,7 +103,7 @@ def fetch_part(source: ServedFile, start: int, size: int, partial: Path, advance
     """Download `size` bytes from `start` on to the file `partial`; if the file exists, resume its download.
 
     Raises:
-        HTTPError: several attempts brought no new byte; the received part is kept, so the download can be resumed.
+        HTTPError: several attempts in a row received nothing new; the received part is kept, so the download can be resumed.
         DataError: the file on the server ends too early; see also `ServedFile.open`.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -125,11 +125,11 @@ def fetch_part(source: ServedFile, start: int, size: int, partial: Path, advance
 
 
 class RangedFile(io.RawIOBase):
-    """Seekable file on a server. Reading forward uses a single stream as long as the gaps are small.
+    """A seekable file on a server. Reading forward uses a single stream as long as the gaps are small.
 
-    A tar of small files therefore takes few requests. The files of fsspec and `HfFileSystem` make one request per block.
-    fsspec's files for plain servers also raise other errors, do not retry, and silently continue if the content ends too
-    early.
+    A tar of small files therefore takes few requests, whereas the file objects of fsspec and `HfFileSystem` make one request
+    per block. For plain servers, fsspec's file objects also raise different errors, do not retry, and silently continue if
+    the content ends too early.
     """
 
     def __init__(self, source: ServedFile) -> None:
@@ -202,7 +202,7 @@ class RangedFile(io.RawIOBase):
 
 
 def describe_failure(source: ServedFile, error: HTTPError) -> str:
-    """Describe the failure without a URL that the server may have redirected to."""
+    """Describe the failure, but leave out any URL that the server redirected to."""
     if isinstance(error, HfHubHTTPError):
         return f"{source.url}: the server responds with status {error.response.status_code}"
     return f"{source.url}: {get_first_line(str(error)) or type(error).__name__}"

@@ -1,11 +1,11 @@
-"""Functions that download the raw videos from which clips are cut; only the needed parts are fetched from the publishers.
+"""Functions that download the raw videos that clips are cut from; only the needed parts are fetched from the publishers.
 
 - agibot: tars on the Hub, `observations/<task>/<first episode>-<last episode>.tar` of AgiBotWorld-Beta, each with
-  `<episode>/videos/<view>.mp4`. Users must accept the terms of the data set on the Hub.
+  `<episode>/videos/<view>.mp4`. Users must accept the data set's terms on the Hub.
 - holoassist: `video_pitch_shifted.tar` with `<recording>/Export_py/Video_pitchshift.mp4`, and the annotated actions.
-- bridgev2: the shards of the TFDS data set `bridge_dataset`, with one episode per record. Which shard
-  contains an episode is not published: shards are downloaded one by one until all episodes are found. Frames of needed
-  episodes are stored as images, and the list of each shard's episodes is recorded.
+- bridgev2: the shards of the TFDS data set `bridge_dataset`, with one episode per record. It is not published which shard
+  contains an episode, so shards are downloaded one by one until all episodes are found. The needed episodes' frames are
+  stored as images, and the list of each shard's episodes is recorded.
 
 The videos are stored where `clip_rules` looks for them.
 """
@@ -52,7 +52,7 @@ ORIGINS = {
     "holoassist": "https://hl2data.z5.web.core.windows.net/holoassist-data-release",
     "bridgev2": "https://rail.eecs.berkeley.edu/datasets/bridge_release/data/tfds/bridge_dataset/1.0.0",
 }
-"""Origin by data set: a repository on the Hub or the URL of a folder, as in cosmos-reason1's `process_raw_data.py`."""
+"""Data set → origin: a Hub repository or a folder's URL, as in cosmos-reason1's `process_raw_data.py`."""
 HOLOASSIST_TAR, HOLOASSIST_ACTIONS = "video_pitch_shifted.tar", "data-annotation-trainval-v1_1.json"
 BY_HAND = {
     "agibot": "accept the terms on {hub}/datasets/{origin}, set HF_TOKEN, download observations/<task>/*.tar, and "
@@ -74,19 +74,19 @@ SPARE_BYTES = 100 * 1024**2
 
 @dataclass(frozen=True)
 class RawPlan:
-    """Plan of the download of one data set's missing raw videos."""
+    """Plan for downloading one data set's missing raw videos."""
 
     dataset: str
     origin: str
     folder: Path
     clips: int
-    """Number of all clips in the annotations."""
+    """Total number of clips in the annotations."""
     videos: dict[str, list[str]]
     """Missing raw video → clips cut from it; a key is `<task>/<episode>/<view>`, a recording, or `<folder>.<episode>`."""
 
     @property
     def place(self) -> str:
-        """The origin for display, without any password in it."""
+        """The origin for display, with any password hidden."""
         return hide_secrets(self.origin)
 
     @property
@@ -108,13 +108,13 @@ def check_origin(dataset: str, origin: str) -> None:
 
 
 def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, origin: str | None = None) -> RawPlan:
-    """Plan the download of the missing raw videos of clips that have not been cut yet. No request is made.
+    """Plan the download of missing raw videos, for clips that have not been cut yet. No request is made.
 
     Args:
-        names: names of the clips, without extension.
-        clips: folder of the clips that are already cut.
-        folder: folder of the raw videos, in which `dsreason data clip` will search.
-        origin: another source of the same files; None uses the one in `ORIGINS`.
+        names: clip names, without extension.
+        clips: folder with the clips that have already been cut.
+        folder: folder for the raw videos, which `dsreason data clip` will search.
+        origin: another source for the same files; None uses the one in `ORIGINS`.
     """
     videos: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -225,7 +225,7 @@ def list_agibot_members(view: str) -> list[str]:
 
 
 def select_tars(tars: Sequence[str], episode: int) -> list[str]:
-    """Select the tars whose range includes the episode (`648642-685032.tar`), or else those whose name is not a range."""
+    """Select the tars whose range includes the episode (`648642-685032.tar`), or else the tars whose name is not a range."""
     ranges = {tar: re.fullmatch(r"(\d+)-(\d+)\.tar", tar.rpartition("/")[2]) for tar in tars}
     inside = [tar for tar, match in ranges.items() if match and int(match[1]) <= episode <= int(match[2])]
     return inside or [tar for tar, match in ranges.items() if match is None]
@@ -240,7 +240,7 @@ def fetch_holoassist(plan: RawPlan) -> set[str]:
 
 
 def fetch_members(plan: RawPlan, source: ServedFile, wanted: dict[str, str], folder: Path) -> set[str]:
-    """Download members of a tar to `folder`; return the keys of those that were found.
+    """Download members of a tar to `folder`; return the keys of the members that were found.
 
     Args:
         wanted: suffix of a member's path, which is also its path in `folder` → key of the video.
@@ -274,7 +274,7 @@ def fetch_file(plan: RawPlan, source: ServedFile, file: Path) -> None:
 
 
 def locate_partial(plan: RawPlan, source: ServedFile, *part: str | int) -> Path:
-    """Return the path at which a partial download of `part` is stored, for this version of the file."""
+    """Return the path of the partial download of `part` from this version of the file."""
     key = " ".join(map(str, (source.url, *source.version, *part)))
     return plan.folder / PARTIALS / hashlib.sha256(key.encode()).hexdigest()[:24]
 
@@ -292,7 +292,7 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def fetch_bridge(plan: RawPlan) -> set[str]:
-    """Download shards until all episodes are found, starting with those that are known to contain some."""
+    """Download shards until all episodes are found, starting with shards that are known to contain some of them."""
     episodes: dict[str, list[str]] = read_json_object(
         plan.folder / EPISODES
     )  # episodes by shard, recorded by earlier calls
@@ -315,7 +315,7 @@ def fetch_bridge(plan: RawPlan) -> set[str]:
 
 
 def find_split(video: str) -> str | None:
-    """Return the split of a video, which is the last word of its folder: `train` or `val`; None if the word is neither."""
+    """Return a video's split, `train` or `val`, which is the last word of its folder's name; None if that word is neither."""
     last = re.split(r"[-./]", video.rpartition(".")[0])[-1]
     return last if last in ("train", "val") else None
 
@@ -339,7 +339,7 @@ def fetch_shard(plan: RawPlan, shard: str, requested: set[str]) -> tuple[list[st
     """Download a shard and extract the requested episodes; the shard is not kept.
 
     Returns:
-        All episodes in the shard, and the requested ones, whose frames are now on the disk.
+        All episodes in the shard, and the requested ones among them, whose frames are now on the disk.
     """
     source, file = ServedFile(f"{plan.origin}/{shard}"), plan.folder / shard
     fetch_file(plan, source, file)
@@ -362,7 +362,7 @@ def fetch_shard(plan: RawPlan, shard: str, requested: set[str]) -> tuple[list[st
 
 
 def name_bridge_video(path: bytes | int, episode: bytes | int) -> str:
-    """Return the name of an episode as it appears in clip names: `/…/bridge_data_all/a/b/train/out.npy` and 12 →
+    """Return an episode's name as it appears in clip names: `/…/bridge_data_all/a/b/train/out.npy` and 12 →
     `a-b-train.12`."""
     text, number = (
         str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value) for value in (path, episode)

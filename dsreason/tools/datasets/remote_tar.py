@@ -37,11 +37,11 @@ class Index:
 
 
 def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
-    """For each key, return its member, and the offset and size of the content; keys without a member are omitted.
+    """Return where the requested members are: key → (member, offset, size). Keys without a member are omitted.
 
     Args:
         wanted: suffix of a member's path → key; one member per key is enough.
-        indices: folder of the index files.
+        indices: folder for the index files.
 
     Raises:
         HTTPError, DataError: the tar cannot be read; the headers read so far are kept in the index.
@@ -81,7 +81,7 @@ def scan_further(file: RangedFile, index: Index, wanted: Mapping[str, str], miss
 
 
 def find_key(member: str, wanted: Mapping[str, str]) -> str | None:
-    """Return the key of a member, such as `a/b/c.mp4`, for which `wanted` may have `a/b/c.mp4`, `b/c.mp4` or `c.mp4`, or None."""
+    """Return the key of a member, or None. For `a/b/c.mp4`, `wanted` may contain `a/b/c.mp4`, `b/c.mp4` or `c.mp4`."""
     parts = member.split("/")
     endings = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((wanted[ending] for ending in endings if ending in wanted), None)
@@ -96,7 +96,7 @@ def select_members(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[s
 
 
 def read_index(file: Path, version: Version) -> Index:
-    """Read the index; return an empty one if the file is missing or belongs to another version of the tar."""
+    """Read the index; return an empty index if the file is missing or belongs to another version of the tar."""
     try:
         index = Index(**read_json_object(file))
         return index if tuple(index.version) == version else Index(version)

@@ -24,7 +24,7 @@ from dsreason.text import split_response
 from dsreason.tools.datasets.pixels import list_pixel_differences
 
 MISSING_FILE = re.compile(r"\bno (such )?(file|clip|image|video)\b")
-"""Pattern of the messages about a missing file, for all adapters."""
+"""Pattern that matches any adapter's message about a missing file."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class RowFacts:
     """Whether the question lists options that do not include the answer."""
     system_prompt: str
     turns: int
-    """Number of the assistant's replies."""
+    """Number of assistant replies."""
     has_think: bool
     has_answer_tag: bool
     pixel_differences: tuple[str, ...] = ()
     """Differences from cosmos-rl in the row's media; see `list_pixel_differences`. Empty without a model."""
     rejected_length: int | None = None
-    """Length of the replies in the rejected conversation of a preference row; None for other rows."""
+    """Total length of the replies in a preference row's rejected conversation; None for other rows."""
     is_undecided: bool = False
-    """Whether both conversations of a preference row are the same."""
+    """Whether a preference row's two conversations are the same."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def list_replies(messages: Iterable[Message]) -> list[str]:
 
 
 def normalise(text: str) -> str:
-    """Return only words and numbers, in lower case and separated by spaces: `Which way?\\n` and `which WAY` are the same."""
+    """Return the text's words and numbers in lower case, separated by spaces: `Which way?\\n` and `which WAY` become equal."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 

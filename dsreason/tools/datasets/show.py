@@ -30,7 +30,7 @@ Split = tuple[list[Message], list[Message], list[Message]]
 
 
 def split_for(sample: Sample, purpose: Purpose) -> Split:
-    """Split a sample as a trainer uses it.
+    """Split a sample into the messages that a trainer uses.
 
     Raises:
         DataError: the trainer cannot use the sample.
@@ -70,7 +70,7 @@ def check_replies(messages: list[Message], name: str) -> None:
 
 
 def check_conversation(messages: list[Message]) -> None:
-    """Raise DataError if no trainer accepts the conversation: it starts with a reply, or a reply has media."""
+    """Raise DataError if no trainer accepts the conversation, because it starts with a reply or a reply has media."""
     if messages and messages[0]["role"] == "assistant":
         raise DataError("the first message must be from the user or the system")
     for number, message in enumerate(messages):
@@ -111,7 +111,7 @@ def show_row(
 
 
 def count_tokens(encoder: Encoder, sample: Sample, purpose: Purpose) -> dict[str, int]:
-    """Count the tokens of a prompt (GRPO) or a conversation (for DPO, with the chosen reply), by kind."""
+    """Count the tokens in a prompt (GRPO) or a conversation (for DPO, the one with the chosen reply): kind → count."""
     encoded = encoder.encode_prompt(sample).encoded if purpose == "grpo" else encoder.encode(sample)
     counts = {"text": int((encoded.mm_token_type_ids == 0).sum())}
     counts |= {kind: int((encoded.mm_token_type_ids == value).sum()) for kind, value in TOKEN_TYPES.items()}
@@ -124,7 +124,7 @@ def count_tokens(encoder: Encoder, sample: Sample, purpose: Purpose) -> dict[str
 def iter_json(
     source: DataSource, rows: range, purpose: Purpose, encoder: Encoder | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield one object per row; a row that is unusable becomes `{"id": …, "error": reason}`."""
+    """Yield one object per row; an unusable row becomes `{"id": …, "error": reason}`."""
     for index in rows:
         try:
             sample, split, tokens = show_row(source, index, purpose, encoder)
@@ -160,7 +160,7 @@ def to_json(message: Message, source: DataSource) -> dict[str, Any]:
 
 
 def format_calls(message: Message) -> list[str]:
-    """Return the tool calls of a message as texts; the chat template determines their exact form."""
+    """Return a message's tool calls as text; the chat template determines the exact form that the model sees."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return [f"<tool_call>{function['name']}({function['arguments']})</tool_call>" for function in functions]
 
@@ -177,7 +177,7 @@ def to_json_part(part: dict[str, Any], source: DataSource) -> dict[str, Any]:
 
 
 def to_relative(path: str, source: DataSource) -> str:
-    """Return a path relative to the folder of the annotations if it is inside."""
+    """Return the path relative to the annotations' folder, or unchanged if it is outside that folder."""
     root = source.media_root
     if isinstance(root, Path) and Path(path).is_relative_to(root):
         return os.path.relpath(path, root)
@@ -237,7 +237,7 @@ def describe_medium(part: dict[str, Any], source: DataSource) -> str:
 
 
 def list_parts(message: Message) -> list[dict[str, Any]]:
-    """Return the parts of a message, and its tool calls as text parts."""
+    """Return a message's parts, followed by its tool calls as text parts."""
     return [*to_parts(message), *({"type": "text", "text": text} for text in format_calls(message))]
 
 

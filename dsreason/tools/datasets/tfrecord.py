@@ -2,7 +2,8 @@
 
 A record consists of its length (8 bytes), a checksum (4), the content, and a checksum (4). The content is a protocol buffer:
 `Example {features = 1: {feature = 1: map of name = 1 to Feature = 2 {bytes_list = 1 | float_list = 2 | int64_list = 3}}}`, see
-tensorflow/core/example/example.proto. Checksums are not verified: a damaged record yields names other than the requested ones.
+tensorflow/core/example/example.proto. Checksums are not verified; if damage changes a feature's
+name, the feature is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List of all checks, the quick ones first. A check that raises does not prevent the others from running."""
+"""List of all checks, with the quick checks first. If a check raises an error, the other checks still run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Test of a collective, in which two ranks connect and sum numbers. Run as `python -m dsreason.tools.doctor.collective`.
 
-The test starts the ranks, which run this module, too.
+The process started this way starts the ranks, and each rank runs this module, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of environment variables that affect runs, and of access tokens, whose presence is reported without showing them."""
+"""Checks of environment variables that affect runs, and of access tokens. Only a token's presence is reported, not its value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
 }
-"""Debugging variable that is easily forgotten → its value that slows down training."""
+"""Easily forgotten debugging variable → the value with which it slows down training."""
 TOKENS = {
     "Hugging Face": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
     "Weights & Biases": ("WANDB_API_KEY",),
@@ -84,7 +84,7 @@ def find_suspicious(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
 
 
 def check_tokens(variables: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
-    """Report for each service whether a token is present in a variable or file. Whether it is valid is not checked."""
+    """Report for each service whether a token is present in a variable or file. The token's validity is not checked."""
     for name, token_variables in TOKENS.items():
         credentials = [variable for variable in token_variables if variables.get(variable)]
         credentials += [path for path in STORED.get(name, ()) if is_file(Path(path))]

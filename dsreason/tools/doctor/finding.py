@@ -60,7 +60,7 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[int, str]:
 
 
 def find_last_line(text: str) -> str:
-    """Return the line most likely to contain the cause: the last one that starts with `error:`, or else the last one.
+    """Return the line most likely to contain the cause: the last line that starts with `error:`, or else the last line of all.
 
     Secrets and control characters are removed.
     """

@@ -80,7 +80,7 @@ def check_without_gpus(built_for: str | None, cards: int) -> Iterator[DoctorFind
 
 
 def list_cards() -> list[list[str]]:
-    """Return the values of the fields in `QUERY` for each card; empty if the driver is missing or fails."""
+    """Return each card's values for the fields in `QUERY`; return [] if the driver is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     code, text = run_program(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], SECONDS)

@@ -137,7 +137,7 @@ def check_limits() -> Iterator[DoctorFinding]:
 
 
 def check_videos() -> Iterator[DoctorFinding]:
-    """Check that a clip of a few frames can be written and read back."""
+    """Check that a short clip can be written and read back."""
     import av
     import numpy as np
 

@@ -53,7 +53,7 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
     """Return (host, slots) for each line of the form `node-0 slots=8`.
 
     Raises:
-        ConfigError: the file cannot be read, a line has another form, or no host is listed.
+        ConfigError: the file cannot be read, a line has a different form, or no host is listed.
     """
     try:
         lines = file.read_text().splitlines()
@@ -76,7 +76,7 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
 def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[DoctorFinding]:
     """Check all hosts over SSH, at most 16 at a time.
 
-    Each host must be reachable without a password, and have the same version of dsreason at the same path as this one.
+    Each host must be reachable without a password, and must have the same dsreason version as this host, at the same path.
     """
     if shutil.which("ssh") is None:
         yield report_failure(

@@ -1,4 +1,4 @@
-"""Trial runs: a collective of two ranks, and one GRPO step of a tiny model with its rollout engine."""
+"""Trial runs: a collective with two ranks, and one GRPO step that trains a tiny model with its rollout engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TINY = {
     "checkpoint.export": "none",
     "rollout.show_every": "0",
 }
-"""Settings for one step with the built-in task and model, in which the engine starts, sleeps, wakes and receives weights, and
-its completions are checked."""
+"""Settings for one step with the built-in task and model. In this step, the engine starts, sleeps, wakes and receives weights,
+and its completions are checked."""
 
 
 def check_collective() -> Iterator[DoctorFinding]:
@@ -78,5 +78,5 @@ def check_engine() -> Iterator[DoctorFinding]:
 
 
 def is_outside_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether no launcher started this process; otherwise, the trial runs would join the launcher's job."""
+    """Return whether this process runs outside any launcher; inside one, the trial runs would join the launcher's job."""
     return not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environment.keys()

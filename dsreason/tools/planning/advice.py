@@ -140,6 +140,7 @@ def iter_local_changes(request: PlanRequest) -> Iterator[Change]:
             size > config.ranks_per_row
             and request.machine.ranks_per_host % size == 0
             and request.shape.heads % size == 0
+            and not request.shape.state_values  # delta nets do not support it
         ):
             yield Change({"train.sequence_parallel_size": size})
     if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm":

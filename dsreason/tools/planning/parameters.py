@@ -26,7 +26,7 @@ from dsreason.tools.planning.architecture import Architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BLOCK = re.compile(r".*\.(?:(?:layers|blocks|deepstack_merger_list)\.\d+|merger)\.")
+BLOCK = re.compile(r".*\.(?:(?:layers|blocks|deepstack_merger_list)\.\d+|merger|projector)\.")
 """Pattern of the part of a parameter's name that identifies its block."""
 Kind = Literal["trained", "frozen", "adapter", "nf4"]
 

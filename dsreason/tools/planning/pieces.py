@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dsreason.config.schema import RunConfig
 from dsreason.families import get_family
+from dsreason.families.layer_types import get_layer_types
 from dsreason.models.logprobs import compute_token_logprobs
 from dsreason.models.lora import add_adapters, find_adapted_layers
 from dsreason.models.nf4.blocks import ROW_BYTES, count_blocks
@@ -24,6 +26,8 @@ from dsreason.tools.planning.tracing import ATTENTION, EXPERTS, Traced, free_gra
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MOST_LINEAR_TOKENS = 4096
+"""Maximum number of tokens for which a layer of a model with delta nets is traced; its memory grows linearly with the tokens."""
 NUMBER = re.compile(r"\.\d+\.")
 """Pattern of the layer number in a parameter's name, including the dots around it."""
 
@@ -35,17 +39,29 @@ class Pieces:
     model: PreTrainedModel
     shape: ModelShape
     dtype: torch.dtype
+    layer_counts: tuple[int, ...]
+    """For each text layer of the model, the number of layers of its type in the full model."""
     adapted_experts: int = 0
     """Bytes of a layer's experts that have adapters, which peft copies in every forward pass to add the adapters' products."""
 
     @cache  # noqa: B019 (one instance per plan)
     def trace_text_layer(self, tokens: int, *, training: bool = True) -> Traced:
+        """Trace a text layer. If there are several types, return the highest peak, and the average of what the layers keep."""
+        traced = [self._trace_text_layer(tokens, number, training=training) for number in range(len(self.layer_counts))]
+        kept = sum(count * layer.kept for count, layer in zip(self.layer_counts, traced, strict=True))
+        return Traced(-(-kept // sum(self.layer_counts)), max(layer.peak for layer in traced))
+
+    @cache  # noqa: B019
+    def _trace_text_layer(self, tokens: int, number: int, *, training: bool) -> Traced:
         decoder: Any = self.model.get_decoder()
+        if self.shape.state_values and tokens > MOST_LINEAR_TOKENS:  # the delta rule loops over the tokens
+            part = self._trace_text_layer(MOST_LINEAR_TOKENS, number, training=training)
+            return Traced(*(-(-size * tokens // MOST_LINEAR_TOKENS) for size in part))
         axes = (1,) if self.shape.vision_depth == 0 else (3, 1)
 
         def run(hidden: Tensor) -> Tensor:
             positions = torch.empty(*axes, tokens, dtype=torch.long, device="meta")
-            outputs = decoder.layers[0](
+            outputs = decoder.layers[number](
                 hidden, position_embeddings=decoder.rotary_emb(hidden, positions), attention_mask=None
             )
             return get_tensor(outputs)
@@ -55,19 +71,25 @@ class Pieces:
 
     @cache  # noqa: B019
     def trace_vision_block(self, patches: int, *, training: bool = True) -> Traced:
-        tower, head = self._tower, self.shape.vision_hidden // self._tower.config.num_heads
+        family = get_family(self.model.config.model_type)
+        (block,) = get_blocks(self.model)
+        head = self.shape.vision_hidden // self.shape.vision_heads
 
         def run(hidden: Tensor) -> Tensor:
-            angles = torch.empty(patches, head, device="meta")
             starts = torch.tensor([0, patches], dtype=torch.int32)
-            return get_tensor(tower.blocks[0](hidden, cu_seqlens=starts, position_embeddings=(angles, angles)))
+            arguments: dict[str, Any] = {"cu_seqlens": starts}
+            if family.tower_shape(self.model.config.vision_config).is_rotary:
+                angles = torch.empty(patches, head, device="meta")
+                arguments["position_embeddings"] = (angles, angles)
+            return get_tensor(block(hidden, **arguments))
 
         return trace(run, (patches, self.shape.vision_hidden), self.dtype, training=training)
 
     @cache  # noqa: B019
     def trace_merger(self, patches: int, *, training: bool = True) -> Traced:
+        projector = self.model.get_submodule(get_family(self.model.config.model_type).modules.projector)
         return trace(
-            lambda hidden: get_tensor(self._tower.merger(hidden)),
+            lambda hidden: get_tensor(projector(hidden)),
             (patches, self.shape.vision_hidden),
             self.dtype,
             training=training,
@@ -101,11 +123,12 @@ class Pieces:
         decoder: Any = self.model.get_decoder()
         return trace(decoder.norm, (1, tokens, self.shape.hidden), self.dtype)
 
-    @property
-    def _tower(self) -> Any:
-        tower = get_family(self.model.config.model_type).modules.vision_tower
-        assert tower is not None
-        return self.model.get_submodule(tower)
+
+def get_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of the vision tower's blocks."""
+    blocks = model.get_submodule(get_family(model.config.model_type).modules.vision_blocks)
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
 
 
 def get_tensor(output: Any) -> Tensor:
@@ -121,13 +144,14 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
         {drop_layer_number(name) for name in find_adapted_layers(model, config.lora)} if config.lora.rank else set()
     )
     decoder: Any = model.get_decoder()
-    decoder.layers = decoder.layers[:1]
+    kinds = get_layer_types(decoder.config) or ["full_attention"] * len(decoder.layers)
+    counts = Counter(kinds)
+    decoder.layers = nn.ModuleList([decoder.layers[kinds.index(kind)] for kind in counts])
     attention_configs = [decoder.config]
     family = get_family(model.config.model_type)
-    if family.modules.vision_tower is not None:
-        tower: Any = model.get_submodule(family.modules.vision_tower)
-        tower.blocks = tower.blocks[:1]
-        attention_configs.append(tower.config)
+    if family.vision is not None:
+        del get_blocks(model)[1:]
+        attention_configs.append(model.config.vision_config)
     for attention_config in attention_configs:
         attention_config._attn_implementation = ATTENTION
     if family.modules.experts:
@@ -143,7 +167,8 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
     for parameter in experts:
         parameter.requires_grad_(True)  # the gradient of the copy is as large as that of the experts
     free_gradients_early(model)
-    return Pieces(model, shape, dtype, sum(parameter.nbytes for parameter in experts))
+    adapted_bytes = sum(parameter.nbytes for parameter in experts) // len(counts)
+    return Pieces(model, shape, dtype, tuple(counts.values()), adapted_bytes)
 
 
 def drop_layer_number(name: str) -> str:

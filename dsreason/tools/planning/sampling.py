@@ -12,7 +12,7 @@ from dsreason.errors import ConfigError
 from dsreason.rollout.vllm_arguments import BATCHED_TOKENS, MAX_SEQUENCES, MEDIA_BYTES_PER_TOKEN, MIN_SEQUENCES
 from dsreason.tools.planning.phases import GIB, MemoryItem, PlannedPhase
 from dsreason.tools.planning.request import PlanRequest
-from dsreason.tools.planning.states import States
+from dsreason.tools.planning.states import FP32, States
 
 BLOCK = 16
 """Tokens per block of vLLM's KV cache."""
@@ -80,14 +80,19 @@ class VLLM:
     @property
     def cache(self) -> int:
         """Bytes that remain for the KV cache; negative if the share is too small."""
-        return self.share - self.weights - self.working - self.overhead
+        return self.share - self.weights - self.working - self.overhead - self.states
+
+    @property
+    def states(self) -> int:
+        """Bytes of the float32 states that the delta nets keep for the sequences that are sampled at the same time."""
+        return FP32 * self.max_sequences * self.request.shape.state_values // self.parallel
 
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values per token."""
         shape = self.request.shape
         heads = max(1, shape.kv_heads // self.parallel)
-        return 2 * shape.layers * heads * shape.head_size * self.request.width
+        return 2 * shape.attention_layers * heads * shape.head_size * self.request.width
 
     @property
     def cache_tokens(self) -> int:
@@ -216,6 +221,7 @@ def plan_vllm_phases(vllm: VLLM, states: States, extra: tuple[MemoryItem, ...]) 
             *held,
             MemoryItem("vLLM's weights", vllm.weights, f"tensor parallel {vllm.parallel}"),
             MemoryItem("vLLM's activations, logits and graphs", vllm.working + vllm.overhead),
+            MemoryItem("states of linear attention", vllm.states, f"{vllm.max_sequences:,} sequences"),
             MemoryItem("KV cache", max(0, vllm.cache), cache),
         ),
     )
@@ -228,7 +234,8 @@ def plan_transformers_sampling(
     """Plan sampling with plain transformers: each GPU has a full copy of the model, which completes `batch` prompts at a time."""
     shape, width = request.shape, request.width
     longest = request.config.model.max_length + completion
-    token = 2 * shape.layers * shape.kv_heads * shape.head_size * width
+    token = 2 * shape.attention_layers * shape.kv_heads * shape.head_size * width
+    cached = batch * (longest * token + FP32 * shape.state_values)
     prefill = request.pieces.trace_text_layer(request.config.model.max_length, training=False).peak * batch
     return PlannedPhase(
         "sampling with transformers",
@@ -236,7 +243,7 @@ def plan_transformers_sampling(
             MemoryItem("policy's weights", states.weights + states.persistent),
             *extra,
             MemoryItem("full copy of the model", request.parameters.numel * width),
-            MemoryItem("keys and values", batch * longest * token, f"{batch} prompts of {longest:,} tokens"),
+            MemoryItem("keys and values", cached, f"{batch} prompts of {longest:,} tokens"),
             MemoryItem("activations of a layer, and logits", prefill + batch * shape.vocabulary * 4 * SAMPLER_COPIES),
         ),
     )

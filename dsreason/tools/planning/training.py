@@ -88,7 +88,9 @@ def compute_vision_bytes(request: PlanRequest) -> tuple[int, int, int, int, int]
         tower = shape.vision_depth * each
     copied = FP32 if request.machine.device == "cuda" else 0  # on a CPU, the float32 pixels are not copied
     pixels = patches * shape.patch_values * (copied + width)
-    merger = pieces.trace_merger(patches, training=trained)
+    modules = get_family(request.architecture.config.model_type).modules
+    merger_trained = any(modules.is_vision(parameter.name) for parameter in request.parameters.trained)
+    merger = pieces.trace_merger(patches, training=merger_trained)
     features = shape.mergers * max(merger.kept, tokens * shape.hidden * width)
     deeper = (shape.mergers - 1) * merger.kept
     return tower, pixels, features, deeper, max(block.peak, merger.peak)
@@ -115,7 +117,7 @@ def count_sampled_media_tokens(request: PlanRequest, samples: int) -> int:
         if vision.total_pixels:
             token_limits.append(-(-vision.total_pixels // cell))
         if vision.nframes and vision.max_pixels:
-            token_limits.append(-(-vision.nframes // 2) * -(-vision.max_pixels // cell))
+            token_limits.append(-(-vision.nframes // request.shape.frames_per_patch) * -(-vision.max_pixels // cell))
         limits.append(min(token_limits))
     return samples * max(limits)
 
@@ -130,8 +132,8 @@ def compute_exchanged(request: PlanRequest) -> int:
 
 
 def is_tower_trained(request: PlanRequest) -> bool:
-    tower = get_family(request.architecture.config.model_type).modules.vision_tower
-    return tower is not None and any(parameter.name.startswith(f"{tower}.") for parameter in request.parameters.trained)
+    modules = get_family(request.architecture.config.model_type).modules
+    return any(modules.is_in_tower(parameter.name) for parameter in request.parameters.trained)
 
 
 def find_head_name(request: PlanRequest) -> str:

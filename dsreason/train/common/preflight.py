@@ -1,4 +1,4 @@
-"""Preflight checks that do not load the model: model folder, freeze patterns, data rows and media headers."""
+"""Preflight checks that run without loading the model: model folder, freeze patterns, data rows and media headers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dsreason.checkpoints.checkpoint_folder import choose_checkpoint, find_compl
 from dsreason.checkpoints.export_digests import check_digests
 from dsreason.checkpoints.export_folder import check_base_links
 from dsreason.checkpoints.marker import check_sizes
+from dsreason.checkpoints.trained_template import format_arguments, read_template_arguments
 from dsreason.config.deepspeed import build_trial_settings, format_json, read_zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
@@ -31,8 +32,10 @@ from dsreason.data.types import Sample
 from dsreason.engine.learning_rates import describe_learning_rates, get_multipliers
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.families import get_family
+from dsreason.families.layer_types import has_delta_nets
 from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
+from dsreason.models.attention import check_attention
 from dsreason.models.freeze import check_freeze, freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import add_adapters, find_adapted_layers
@@ -48,8 +51,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 LOW_ADAPTER_LR = 5e-6
 MAX_SECONDS = 30.0
-"""Time limit for checking rows, in seconds. In a large data set, rows that remain unchecked are checked when they are
-used."""
+"""Time limit for checking rows, in seconds. Rows of a large data set that remain unchecked are checked when they are used."""
 
 
 def check_model(config: RunConfig) -> Encoder:
@@ -67,9 +69,16 @@ def check_model(config: RunConfig) -> Encoder:
         check_adapters(config, model_path)
     if config.optim.lr_multipliers:
         get_multipliers(dict(build_trained_model(config, model_path).named_parameters()), config.optim)
-    check_heads(config, model_path)
+    check_heads_and_attention(config, model_path)
     check_mixture(config, model_path)
-    return build_encoder(config, model_path)
+    encoder = build_encoder(config, model_path)
+    arguments, recorded = config.data.template_arguments, read_template_arguments(model_path)
+    if recorded not in ({}, arguments):
+        log.warning(
+            "%s was trained with data.template_arguments = {%s}, but they are now {%s}, so its prompts differ",
+            *(config.model.path, format_arguments(recorded), format_arguments(arguments)),
+        )
+    return encoder
 
 
 def check_mixture(config: RunConfig, model_path: Path) -> None:
@@ -108,11 +117,19 @@ def describe_modules(config: RunConfig) -> str:
     return describe_learning_rates(build_trained_model(config, find_model(config)), config.optim)
 
 
-def check_heads(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if the ranks that compute a row together cannot share the attention heads."""
+def check_heads_and_attention(config: RunConfig, model_path: Path) -> None:
+    """Raise ConfigError if the model cannot use `model.attention`, or if ranks cannot compute a row together, because of its
+    delta nets or its number of attention heads."""
     size = config.ranks_per_row
     model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
-    heads = model.get_text_config().num_attention_heads
+    check_attention(get_family(model.model_type), config.model.attention, packing=config.train.packing)
+    text = model.get_text_config()
+    if size > 1 and has_delta_nets(text):
+        raise ConfigError(
+            f"train.sequence_parallel_size ({size}) is not supported for model_type {model.model_type} ({config.model.path}), "
+            "because the state of its linear-attention layers runs along the entire row; set train.sequence_parallel_size = 1"
+        )
+    heads = text.num_attention_heads
     if heads % size:
         raise ConfigError(
             f"train.sequence_parallel_size ({size}) does not divide the {heads} attention heads of {config.model.path}; set it "
@@ -130,7 +147,7 @@ def check_adapters(config: RunConfig, model_path: Path) -> None:
 
 
 def list_adapter_warnings(optim: OptimConfig) -> list[str]:
-    """Return warnings about settings that are unsuitable for adapters; none of them stops the run."""
+    """Return warnings about settings that are unsuitable for adapters; they do not stop the run."""
     notes = []
     if optim.lr < LOW_ADAPTER_LR:
         notes.append(
@@ -146,10 +163,10 @@ def list_adapter_warnings(optim: OptimConfig) -> list[str]:
 
 
 def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = False) -> None:
-    """Raise a ConfigError that lists all upload targets that do not accept uploads.
+    """Raise ConfigError if any upload target does not accept uploads; the message lists all such targets.
 
     Args:
-        checkpoint: checkpoint that the run continues from; if set, a target may be temporarily unreachable.
+        checkpoint: checkpoint that the run continues from; if set, targets may be temporarily unreachable.
         create: whether to create repositories that do not exist.
     """
     problems = []
@@ -163,9 +180,9 @@ def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = F
 
 
 def check_resume(config: JobConfig, resume: str | None) -> Path | None:
-    """Return the checkpoint to continue from, after checking without a model that it is complete and has the same ZeRO stage.
+    """Return the checkpoint to continue from, after checking, without a model, that it is complete and has the same ZeRO stage.
 
-    Only sizes are checked here; the ranks read the files. With `auto`, a checkpoint that lacks files is passed over.
+    This check compares only file sizes; the ranks verify the contents later. With `auto`, incomplete checkpoints are skipped.
 
     Raises:
         CheckpointError: the run cannot be resumed from the checkpoint.
@@ -190,7 +207,7 @@ def check_resume(config: JobConfig, resume: str | None) -> Path | None:
 
 
 def check_deepspeed(config: JobConfig) -> None:
-    """Raise ConfigError, naming file and keys, if DeepSpeed rejects the JSON; DeepSpeed's own errors rarely name the key."""
+    """Raise ConfigError if DeepSpeed rejects the JSON. The message names the file and the keys; DeepSpeed's own rarely does."""
     name, settings = config.deepspeed, build_trial_settings(config.deepspeed, config)
     error = find_deepspeed_error(settings)
     if error is None:
@@ -207,7 +224,7 @@ def check_deepspeed(config: JobConfig) -> None:
 def find_rejected_parts(
     section: dict[str, Any], path: tuple[str, ...] = ()
 ) -> list[tuple[tuple[str, ...], Any, Exception]]:
-    """Return the key path, value and error of each smallest part of a configuration that DeepSpeed rejects on its own."""
+    """Find the innermost keys and sections that DeepSpeed rejects on their own; return each with its key path and the error."""
     problems = []
     for key, value in section.items():
         document: dict[str, Any] = {key: value}
@@ -259,6 +276,7 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
         dtype=DTYPES[config.train.precision],
         max_length=longest,
         max_length_key=key,
+        template_arguments=config.data.template_arguments,
         trust_remote_code=config.model.trust_remote_code,
     )
     return replace(encoder, needs_reply=config.rows_need_answers, video_decoder=config.data.video_decoder)
@@ -269,12 +287,12 @@ def check_dataset(
 ) -> list[str]:
     """Check rows and their media headers, without decoding media, for at most `MAX_SECONDS`.
 
-    The order of the rows ensures that a partial check still covers the entire data set. Unusable rows are reported in the order
-    of the data set, grouped by reason.
+    Rows are checked in an order that spreads even a partial check over the entire data set. Unusable rows are reported
+    in data set order, grouped by reason.
 
     Args:
-        name: name of the data set in messages.
-        check: additional check of a sample; raises DataError to reject the sample.
+        name: name of the data set, for messages.
+        check: additional check for each sample; raises DataError to reject it.
 
     Returns:
         One message for each row that is skipped because of `data.on_bad_row` or `model.on_too_long`. They are also logged.
@@ -321,14 +339,14 @@ def check_dataset(
 
 
 def log_column_use(dataset: SampleDataset) -> None:
-    """Log what the adapters do with the columns of their rows; ignored columns are a warning."""
+    """Log how the data adapters use the columns of their rows; ignored columns are logged as a warning."""
     for source in dataset.sources:
         use = find_column_use(source)
         log.log(logging.WARNING if use.ignored else logging.INFO, "%s", use.describe())
 
 
 def order_coarse_to_fine(count: int) -> list[int]:
-    """Order 0 … count - 1 from coarse to fine, so that any prefix covers the entire range: 5 → [0, 4, 2, 1, 3]."""
+    """Order 0 … count - 1 from coarse to fine, so that any prefix spans the entire range: 5 → [0, 4, 2, 1, 3]."""
     order: dict[int, None] = {}
     step = max(1, count - 1)
     while len(order) < count:

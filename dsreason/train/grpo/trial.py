@@ -1,4 +1,4 @@
-"""Completions of some rows by the initial policy of a run, for `dsreason reward try`."""
+"""Completions from a run's initial policy for a few rows, for `dsreason reward try`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dsreason.data.types import Sample
 from dsreason.job.gpu import choose_device
 from dsreason.rollout.protocol import Completion
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
+from dsreason.train.common.answers import add_facts
 from dsreason.train.common.preflight import check_model, find_model
 from dsreason.train.grpo.preflight import build_prompt_encoder
 from dsreason.train.grpo.sampling import build_sampling
@@ -18,8 +19,12 @@ VERSION = 0
 """Version of the weights, which do not change."""
 
 
-def sample_completions(config: GRPOConfig, samples: Sequence[Sample], count: int) -> list[list[Completion]]:
+def sample_completions(
+    config: GRPOConfig, samples: Sequence[Sample], count: int
+) -> list[list[tuple[Sample, Completion]]]:
     """Sample `count` completions per sample with `config.rollout`'s settings, in this process and with transformers.
+
+    Each completion comes with its sample, to which `add_facts` has added what the rewards need.
 
     Raises:
         DsReasonError: the model cannot be loaded, or a prompt is too long for it.
@@ -37,4 +42,8 @@ def sample_completions(config: GRPOConfig, samples: Sequence[Sample], count: int
     engine.load(VERSION)
     sampling = build_sampling(config.rollout, config.train.seed)
     completions = engine.generate(prompts, sampling, version=VERSION)
-    return [completions[i : i + count] for i in range(0, len(completions), count)]
+    pairs = [
+        (add_facts(prompt, completion, sampling), completion)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    return [pairs[i : i + count] for i in range(0, len(pairs), count)]

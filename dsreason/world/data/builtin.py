@@ -1,7 +1,7 @@
 """Built-in clips, in which a square in one of three colours moves in one of four directions over a dark background.
 
-With `data.path = "mislabelled"`, the colour in a caption is random with probability 1/2, and so is the direction, so that a
-model trained on the captions has something to unlearn.
+With `data.path = "mislabelled"`, the colour and the direction in each caption are independently replaced at random with
+probability 1/2. A model trained on these captions has something to unlearn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_ROWS = 4096
 MISLABELLED = "mislabelled"
 COLOURS = {"red": (1.0, 0.1, 0.1), "green": (0.1, 1.0, 0.1), "blue": (0.15, 0.2, 1.0)}
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Direction → change of x and y."""
+"""Direction → change in x and y."""
 SIDE, TRAVEL = 10 / 32, 12 / 32
 """Side of the square and distance that it travels, as fractions of the clip's shorter side: 10 and 12 of 32 pixels."""
 
@@ -40,7 +40,7 @@ class Square:
 
 
 def draw_square(seed: int, number: int) -> tuple[Square, str]:
-    """Draw a square, and a caption in which the colour and the direction are each replaced at random with probability ½."""
+    """Draw a random square, and a caption whose colour and direction are each replaced at random with probability ½."""
     rng = np.random.default_rng([seed, number])
     colour, move = str(rng.choice([*COLOURS])), str(rng.choice([*MOVES]))
     square = Square(colour, move, rng.uniform(0.55, 1), rng.uniform(0, 0.25), (rng.uniform(), rng.uniform()))
@@ -57,7 +57,7 @@ PROMPTS = tuple(write_caption(colour, move) for colour in COLOURS for move in MO
 
 
 def make_rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> CheckedRows:
-    """Build the rows; their meta contains the true `colour` and `move` of the clip.
+    """Build the rows. Each row's `meta` contains the clip's true `colour` and `move`.
 
     Raises:
         DataError: `variant` is neither empty nor `mislabelled`.
@@ -79,7 +79,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
 
 
 def draw_clip(square: Square, size: ClipSize) -> Tensor:
-    """Draw the clip of a square with antialiased edges: uint8 `[3, T, H, W]`."""
+    """Draw a square's clip with antialiased edges: uint8 `[3, T, H, W]`."""
     side, travel = SIDE * min(size.height, size.width), TRAVEL * min(size.height, size.width)
     along = torch.linspace(0, 1, size.frames)
     cover = []
@@ -95,6 +95,6 @@ def draw_clip(square: Square, size: ClipSize) -> Tensor:
 
 
 def _compute_coverage(first: Tensor, side: float, extent: int) -> Tensor:
-    """Return the fraction of each pixel along an axis that a square starting at `first[t]` covers: `[T, extent]`."""
+    """Return how much of each pixel along an axis is covered by a square that starts at `first[t]`: `[T, extent]`, 0 to 1."""
     pixel = torch.arange(extent)
     return torch.minimum(pixel + 1, first[:, None] + side).sub(torch.maximum(pixel, first[:, None])).clamp(0, 1)

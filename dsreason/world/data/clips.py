@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from dsreason.media.vision import VideoInfo
 from dsreason.world.types import ClipSize, WorldRow
 
 SLOWER = 0.01
-"""Fraction by which a video's frame rate may be below the requested one: 29.97 frames per second count as 30."""
+"""Fraction by which a video's frame rate may fall below the requested rate: 29.97 frames per second count as 30."""
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
@@ -29,9 +30,20 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
         raise DataError(f"{row.id}: {error}") from error
 
 
-def load_clip(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Tensor:
-    """Read the frames of a video that are displayed at seconds `start` + k / `size.fps`, resized and centre-cropped."""
+def load_clip(path: str | Path, size: ClipSize, *, start: float = 0.0, window: range | None = None) -> Tensor:
+    """Read the video frames that are displayed at seconds `start` + k / `size.fps`, resized and centre-cropped.
+
+    Args:
+        window: numbers of the frames that belong to the clip, which replace `start`.
+    """
     info = probe_video(path)
+    if window is not None:
+        if window.stop - 1 > info.num_frames:  # some tools write the frame after the last
+            raise DataError(
+                f"the window ends with frame {window.stop - 1}, but the video has only {info.num_frames} frames; correct it"
+            )
+        info = replace(info, num_frames=min(window.stop, info.num_frames))
+        start = window.start / info.fps
     height, width = fit_size((info.height, info.width), (size.height, size.width))
     frames = load_video(path, choose_frames(info, size, start), size=(height, width))
     top, left_edge = (height - size.height) // 2, (width - size.width) // 2

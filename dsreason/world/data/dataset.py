@@ -12,7 +12,7 @@ from torch import Tensor
 from dsreason.errors import DataError
 from dsreason.files.remote import check_location
 from dsreason.problems import join_first
-from dsreason.world.data import builtin, folder, mock, prompts, shards
+from dsreason.world.data import builtin, curator, folder, mock, prompts, shards
 from dsreason.world.data.clips import read_clip
 from dsreason.world.data.rows import CheckedRows
 from dsreason.world.schema import WorldDataConfig
@@ -47,7 +47,7 @@ class WorldDataset:
 
 
 def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, WorldDataset]:
-    """Return the data sets of the training rows and of the held-out rows; the latter may be empty.
+    """Return a data set with the training rows and one with the held-out rows; the latter may be empty.
 
     Args:
         seed: seed for generating rows and for choosing the held-out rows.
@@ -73,7 +73,7 @@ def select_rows(dataset: WorldDataset, numbers: Sequence[int] | np.ndarray) -> W
 
 
 def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> WorldDataset:
-    """Read the rows of the file or folder `data.path`, up to `data.limit`; error messages refer to the setting as `key`."""
+    """Read the rows from the file or folder `data.path`, up to `data.limit`; error messages refer to the setting as `key`."""
     check_location(key, data.path)
     try:
         rows, read = FORMATS[data.format](data, seed)
@@ -94,5 +94,6 @@ FORMATS: dict[str, Callable[[WorldDataConfig, int], tuple[CheckedRows, Callable[
     "mock": lambda data, seed: (mock.make_rows(), mock.read_clip),
     "prompts": lambda data, seed: (prompts.read_prompts(data.path), read_clip),
     "folder": lambda data, seed: (folder.read_folder(data.path), read_clip),
+    "curator": lambda data, seed: (curator.read_windows(data.path), curator.read_clip),
     "shards": lambda data, seed: (shards.read_shards(data.path), shards.read_clip),
 }

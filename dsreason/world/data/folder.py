@@ -1,4 +1,4 @@
-"""Folders with videos, `videos/<name>.mp4`, and prompts, `metas/<name>.txt` or `.json` (with a `prompt` and other fields)."""
+"""Folders with videos (`videos/<name>.mp4`) and prompts (`metas/<name>.txt`, or `.json` with a `prompt` and other fields)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMBEDDINGS = ("t5_xxl", "text_embedding")
 
 
 def read_folder(path: str) -> CheckedRows:
-    """Read a row for each video, sorted by name. Videos without prompts and prompts without videos are bad rows.
+    """Build one row per video, sorted by name. Videos without prompts and prompts without videos are bad rows.
 
     Raises:
         DataError: the folder or its subfolder `videos/` does not exist.
@@ -54,7 +54,7 @@ def read_folder(path: str) -> CheckedRows:
 
 
 def list_by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """Return the files with one of the suffixes, by stem. Raise DataError if two of them have the same stem."""
+    """Return the files that have one of the suffixes: stem → file. Raise DataError if two of them have the same stem."""
     clips: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix.lower() in suffixes and not file.name.startswith("."):

@@ -25,7 +25,7 @@ def make_rows() -> CheckedRows:
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
-    """Generate the row's clip of coarse noise, which differs between rows: uint8 `[3, T, H, W]`."""
+    """Generate the row's clip, which consists of coarse noise and differs between rows: uint8 `[3, T, H, W]`."""
     rng = np.random.default_rng(int(str(row.clip).rpartition(":")[2]))
     shape = (3, size.frames, -(-size.height // COARSE), -(-size.width // COARSE))
     coarse = torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8))

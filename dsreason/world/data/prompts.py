@@ -21,7 +21,7 @@ MAX_BYTES = 2 * 1024**3
 
 
 def read_prompts(path: str) -> CheckedRows:
-    """Read the rows of a text file, or of a JSONL file if its suffix is `.jsonl` or `.ndjson`; skip empty lines.
+    """Read the rows from a text file, or from a JSONL file if the suffix is `.jsonl` or `.ndjson`; skip empty lines.
 
     A `video` is a path relative to the file's folder, an absolute path, or an `s3://` URI.
 
@@ -34,7 +34,7 @@ def read_prompts(path: str) -> CheckedRows:
     if suffix in STRUCTURED:
         raise DataError(f"{path}: prompts cannot be read from a {suffix} file; use {ADVICE}")
     rows = CheckedRows()
-    for number, line in enumerate(_split_lines(path), 1):
+    for number, line in enumerate(split_lines(path), 1):
         row_id = f"{path}:{number}"
         if line.strip() and suffix in JSON_LINES:
             _add_object(rows, path, row_id, line)
@@ -47,7 +47,7 @@ def read_prompts(path: str) -> CheckedRows:
     return rows
 
 
-def _split_lines(path: str) -> list[str]:
+def split_lines(path: str) -> list[str]:
     """Read the lines of a file. Unicode line separators such as U+2028 do not end a line; prompts may contain them."""
     file = fetch_file(path) if is_s3(path) else Path(path).expanduser()
     if not file.is_file():
@@ -83,10 +83,10 @@ def _add_object(rows: CheckedRows, path: str, row_id: str, line: str) -> None:
 
 
 def resolve_beside(path: str, target: str) -> str:
-    """Resolve `target` relative to the folder of the file `path`; return absolute paths and S3 URIs unchanged.
+    """Resolve `target` relative to the folder that contains the file `path`; return absolute paths and S3 URIs unchanged.
 
     Raises:
-        DataError: the target is outside the folder, or is another kind of URL.
+        DataError: the target is outside the folder, or is a URL other than `s3://`.
     """
     if is_s3(target) or Path(target).is_absolute():
         return target

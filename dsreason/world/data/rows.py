@@ -1,4 +1,4 @@
-"""Validation of rows that were read from JSON; errors of unusable rows are collected."""
+"""Validation of rows read from JSON. Errors in unusable rows are collected, not raised."""
 
 from __future__ import annotations
 

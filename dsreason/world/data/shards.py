@@ -1,7 +1,7 @@
-"""Tar shards in webdataset's layout, in which the members of a row have the same name up to the first dot.
+"""Tar shards in webdataset's layout, in which the members of a row share a name up to the first dot.
 
 `<key>.json` contains `prompt` and other fields, or `<key>.txt` contains only the prompt. A row may also have a video
-(`.mp4` …). Other members are not read: latents and embeddings are computed with the model in training. The offsets of members
+(`.mp4` …). Other members are not read: latents and embeddings are computed with the model being trained. The members' offsets
 in the shard are indexed, so any row can be read directly. Nothing is ever unpickled: shards that contain pickles are rejected.
 """
 
@@ -33,9 +33,9 @@ from dsreason.world.data.rows import CheckedRows
 from dsreason.world.types import ClipSize, WorldRow
 
 VERSION = 2
-"""Version of the format of the cached indexes; increment it when the format changes."""
+"""Format version of the cached indexes; increment it when the format changes."""
 PICKLES = ("pkl", "pickle", "pyd", "pth", "pt", "ckpt", "bin")
-"""Suffixes of members that webdataset or torch would unpickle."""
+"""Suffixes of the members that webdataset or torch would unpickle."""
 VIDEO_KEYS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
 MAX_TEXT_BYTES = 16 * 2**20
 
@@ -44,10 +44,11 @@ Members = dict[str, tuple[int, int]]
 
 
 def read_shards(path: str) -> CheckedRows:
-    """Read the rows of a tar file, or of all tar files below a folder, sorted by name.
+    """Read the rows from a tar file, or from all tar files below a folder, sorted by name.
 
     Raises:
-        DataError: the path does not exist, or a shard is damaged or contains a pickle; the message names shard and member.
+        DataError: the path does not exist, or a shard is damaged or contains a pickle; the message names the shard and
+            the offending member, if any.
     """
     rows = CheckedRows()
     for name, shard in list_shard_files(path).items():
@@ -63,7 +64,7 @@ def read_shards(path: str) -> CheckedRows:
 
 
 def list_shard_files(path: str) -> dict[str, Path]:
-    """Return the local shard files by the names to use in messages; download them from S3 if necessary."""
+    """Return the shards, downloaded from S3 if necessary: name to use in messages → local file."""
     if path.lower().endswith((".pkl", ".pickle", ".json")):
         raise DataError(
             f"{path}: is not a shard; instead of an index of cosmos-rl (wdinfo), specify the folder with its tar files; to "
@@ -172,7 +173,7 @@ def check_member(member: tarfile.TarInfo, name: str) -> None:
 
 
 def to_entry(file: Any, key: str, members: Members) -> dict[str, Any]:
-    """Return the index entry of a row, with the fields from its `.json` or `.txt`, or with the problem if they are unusable."""
+    """Return a row's index entry, with the fields from its `.json` or `.txt`, or with a `problem` if they are unusable."""
     entry: dict[str, Any] = {"key": key, "members": members}
     suffix = next((suffix for suffix in ("json", "txt") if suffix in members), None)
     if suffix is None:

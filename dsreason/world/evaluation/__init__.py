@@ -1,1 +1,1 @@
-"""Evaluation of world models: results of clips, mean rewards with intervals, comparisons and HTML pages."""
+"""Evaluation of world models: per-clip results, mean rewards with intervals, comparisons and HTML pages."""

@@ -1,4 +1,4 @@
-"""The HTML page of a training run, which compares clips from the same prompts and noise at several validations."""
+"""The HTML page for a training run. It compares clips from the same prompts and noise at several validations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class ClipRow(BaseModel):
-    """A line of `validation/step_N.jsonl`: a clip with its rewards, whose weighted sum has the name ""; without rewards: {}."""
+    """A line of `validation/step_N.jsonl`: a clip and its rewards, if any. The weighted sum of the rewards has the name ""."""
 
     id: str
     prompt: str
@@ -45,20 +45,20 @@ def locate_small_video(folder: Path, clip: int) -> Path:
 
 
 def write_run_page(run: Path) -> Path | None:
-    """Write `world.html` in a run's folder and return its path, or None if there is no validation yet."""
+    """Write `world.html` to a run's folder and return its path; return None if the run has no validations yet."""
     validations = read_validations(run)
     return write_page(build_run_page(run, validations), run / FILE) if validations else None
 
 
 def read_validations(run: Path) -> dict[int, list[Row]]:
-    """Read the clips of each validation, by step. Leave out damaged files, because a report must not end a run."""
+    """Read each validation's clips: step → clips. Leave out damaged files, because a report must not end a run."""
     files = {parse_step(file): file for file in (run / "validation").glob("*.jsonl") if is_step_name(file.stem)}
     validations = {step: read_validation(files[step]) for step in sorted(files)}
     return {step: rows for step, rows in validations.items() if rows}
 
 
 def read_validation(file: Path) -> list[Row]:
-    """Read the clips of a validation; return [] if any line is damaged, because clips are numbered by line."""
+    """Read a validation's clips; return [] if any line is damaged, because a line's number is also its clip's number."""
     try:
         rows, problem = read_valid_lines(file, CLIP_ROW)
     except OSError as error:
@@ -82,7 +82,7 @@ def read_metrics(run: Path) -> list[Row]:
 
 @cache
 def warn_left_out(file: Path, problem: str) -> None:
-    """Log a warning once per process, although the page is written at every validation."""
+    """Log a warning, but only once per process: the page is rewritten at every validation."""
     log.warning("%s: %s, so %s omits it", file, problem, FILE)
 
 
@@ -151,7 +151,7 @@ def make_means_table(
 
 
 def make_clips_table(validations: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
-    """Make the table of every clip's reward, sorted by its gain over the run, smallest gain first."""
+    """Make the table of every clip's reward, sorted by the clip's gain over the run, smallest gain first."""
     first, last = validations[steps[0]], validations[steps[-1]]
     if not last[0]["rewards"]:
         return Table("Every clip", columns, {}, folded=True)

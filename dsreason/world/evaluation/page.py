@@ -29,7 +29,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Clip:
-    """A cell of a card. `video` is None if the file is missing."""
+    """A clip in a prompt's card. `video` is None if the file is missing."""
 
     video: Path | None
     facts: Mapping[str, float]
@@ -56,7 +56,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page; `rows` maps the name of a row to the texts of its cells."""
+    """A table on the page; `rows` maps each row's name to the texts in its cells."""
 
     title: str
     columns: Sequence[str]
@@ -70,7 +70,7 @@ class Page:
     kicker: str
     title: str
     columns: Sequence[str]
-    """Titles of the columns, such as `step 0`, `step 100`."""
+    """Column titles, such as `step 0`, `step 100`."""
     cards: Sequence[PromptCard]
     tables: Sequence[Table] = ()
     curves: Sequence[Curve] = ()
@@ -80,7 +80,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Panel:
-    """The SVG panel of a curve."""
+    """The SVG panel that displays a curve."""
 
     name: str
     line: str
@@ -120,7 +120,7 @@ def render(page: Page) -> str:
 
 
 def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
-    """Return the videos as data URIs by file, up to `MAX_BYTES` in total, and the number of omitted files."""
+    """Return the videos as data URIs (file → URI), up to `MAX_BYTES` in total, and the number of omitted files."""
     uris: dict[Path, str] = {}
     num_bytes = left_out = 0
     for file in dict.fromkeys(clip.video for card in cards for clip in card.clips if clip.video is not None):

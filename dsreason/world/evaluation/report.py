@@ -1,4 +1,4 @@
-"""The report of an evaluation, optionally against a baseline: `summary.json`, `world.html` and tables for the terminal."""
+"""The report on an evaluation, optionally compared with a baseline: `summary.json`, `world.html` and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write_report(folder: Path, baseline: Path | None = None) -> ClipReport:
 def make_cards(
     folder: Path, clips: list[ClipResult], baseline: Path | None, before: list[ClipResult]
 ) -> list[PromptCard]:
-    """Make a card for each clip, with the baseline's clip beside it if there is a baseline; lowest rewards first."""
+    """Make a card for each clip, lowest reward first. If there is a baseline, the card also shows the baseline's clip."""
     before_by_number = {clip.number: clip for clip in before}
     cards = []
     for clip in sorted(clips, key=lambda clip: clip.rewards.get("", 0.0)):

@@ -1,4 +1,4 @@
-"""Files of a world model's evaluation: its settings, and a result per clip, so that an interrupted evaluation can continue."""
+"""Files of a world-model evaluation: its settings and one result per clip, from which an interrupted evaluation continues."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dsreason.problems import describe_first_problem, is_nested_deeper
 
 SETTINGS_FILE, CLIPS = "world.json", "clips"
 MODEL_KEYS = ("model.path", "model.revision", "model.weights")
-"""Settings in which two compared evaluations may differ."""
+"""Settings that may differ between two compared evaluations."""
 
 
 @dataclass(frozen=True)
 class ClipResult:
-    """The result of a clip.
+    """The result for a clip.
 
     Example: `ClipResult(3, "test.txt:4", "a red square", {"": 0.9, "colour": 0.95}, 0.2, 0.01, [12, 200, …])`.
     """
@@ -33,11 +33,11 @@ class ClipResult:
     id: str
     prompt: str
     rewards: dict[str, FiniteFloat]
-    """Rewards by name, and under "" their weighted sum; empty if the evaluation has no rewards."""
+    """Reward name → value, with the weighted sum under ""; empty if the evaluation has no rewards."""
     brightness: FiniteFloat
     motion: FiniteFloat
     picture: list[int]
-    """Pixel values of the clip at a low resolution, 0 to 255, from which diversity is computed."""
+    """The clip's pixel values at a low resolution, 0 to 255; diversity is computed from them."""
 
 
 CLIP = TypeAdapter(ClipResult)

@@ -30,7 +30,7 @@ class ClipSummary:
     values: dict[str, Estimate]
     """Estimates of `reward` (the weighted sum), `reward/<name>`, `brightness` and `motion`."""
     diversity: float
-    """Standard deviation of the clips at a low resolution, averaged over pixels, 0 to 1."""
+    """Standard deviation across the clips at a low resolution, averaged over pixels; pixel values range from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Difference:
 
     estimate: Estimate
     better: int
-    """Number of clips with a higher value than the baseline's."""
+    """Number of clips with a higher value than in the baseline."""
     worse: int
 
 
@@ -95,7 +95,7 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> ClipC
 
 
 def list_measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
-    """Return, by name, a function for each value of a clip that reads this value; omit rewards that some clips lack."""
+    """Return the metrics: name → function that reads the metric from a clip. Rewards that some clips lack are omitted."""
     names = [name for name in clips[0].rewards if all(name in clip.rewards for clip in clips)]
 
     def reward(name: str) -> Callable[[ClipResult], float]:

@@ -16,7 +16,7 @@ FAMILIES: dict[str, WorldFamily] = {"cosmos_predict2_5": COSMOS_PREDICT2_5, "wan
 
 
 def find_family(folder: Path) -> WorldFamily:
-    """Return the family of a folder in diffusers' format, based on the pipeline in its model_index.json.
+    """Return the family of the model in a diffusers folder, based on the pipeline class in its model_index.json.
 
     Raises:
         CheckpointError: the file is missing, or the family or this kind of model is not supported.

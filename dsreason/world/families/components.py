@@ -1,4 +1,4 @@
-"""Functions that load components from a folder in diffusers' format, for all families. Nothing is unpickled."""
+"""Functions that all families use to load components from a folder in diffusers' format. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dsreason.files.disk import read_small
 from dsreason.models.folder import explain_custom_code
 
 WEIGHTS = "diffusion_pytorch_model"
-"""Stem of the file names of diffusers' weights."""
+"""Stem of the names of diffusers' weight files."""
 WITHOUT_CODE = "world models never run code from a model's folder, so use the tokenizer of the original model"
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON file of a model folder. Raise CheckpointError if it is missing or not a JSON object."""
+    """Read a JSON file in a model folder. Raise CheckpointError if it is missing or not a JSON object."""
     try:
         content = json.loads(read_small(file))
     except FileNotFoundError:
@@ -37,9 +37,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_transformer_config(folder: Path, name: str) -> dict[str, Any]:
-    """Return the configuration of a folder's transformer, an instance of diffusers' class `name`.
+    """Return the configuration of a folder's transformer; `name` is its class in diffusers.
 
-    Keys that its config.json lacks are filled in with the defaults of the class.
+    Keys that are missing from its config.json get the class's defaults.
     """
     import diffusers
 
@@ -51,7 +51,7 @@ def read_transformer_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def load_scheduler(folder: Path) -> Any:
-    """Load the folder's own solver. Raise CheckpointError if it is not a supported solver for rectified flow."""
+    """Load the solver that comes with the model. Raise CheckpointError if it is not a supported solver for rectified flow."""
     import diffusers
 
     file = folder / "scheduler" / "scheduler_config.json"
@@ -74,7 +74,7 @@ def load_scheduler(folder: Path) -> Any:
 
 
 def read_sigmas(folder: Path, steps: int) -> Tensor:
-    """Return the noise levels of the folder's own schedule: `[steps + 1]`, float64, decreasing to 0."""
+    """Return the noise levels of the schedule that comes with the model: `[steps + 1]`, float64, decreasing to 0."""
     scheduler = load_scheduler(folder)
     scheduler.set_timesteps(steps)
     sigmas: Tensor = scheduler.sigmas.double().cpu()
@@ -90,7 +90,7 @@ def load_encoder(kind: Any, folder: Path, device: torch.device | str, dtype: tor
     """Load a frozen text encoder of class `kind`; its weights must be in safetensors files."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # it would overwrite the progress bar of the run
+    logging.disable_progress_bar()  # it would overwrite the run's progress bar
     try:
         encoder = kind.from_pretrained(
             folder,
@@ -116,7 +116,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def free_memory() -> None:
-    """Return the GPU memory of a deleted model to the device; torch would keep it in its cache."""
+    """Return a deleted model's GPU memory to the device; torch would otherwise keep it in its cache."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

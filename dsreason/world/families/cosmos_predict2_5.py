@@ -48,7 +48,7 @@ def count_tokens(folder: Path, prompts: Sequence[str]) -> list[int]:
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a model's folder, and check its chat template."""
+    """Load the tokenizer from a model's folder, and check its chat template."""
     tokenizer = load_tokenizer(folder / "tokenizer")
     check_chat_template(folder / "tokenizer", tokenizer)
     check_template(folder / "tokenizer", tokenizer, [make_messages(TEXT), make_messages(LONG_TEXT)])
@@ -150,7 +150,7 @@ def compute_velocity(
     dtype = next(transformer.parameters()).dtype
     batch, _, frames, height, width = x.shape
     given_mask = x.new_zeros(batch, 1, frames, 1, 1) if conditioning is None else conditioning.mask
-    # Without given frames, pass one time per clip: diffusers would expand times per frame to all tokens, which takes gigabytes.
+    # Without given frames, pass one time per clip: diffusers would expand per-frame times to all tokens, which takes gigabytes.
     model_input, times = x, s
     if conditioning is not None:
         model_input = given_mask * conditioning.latents + (1 - given_mask) * x
@@ -172,7 +172,7 @@ def compute_velocity(
 
 
 class CosmosSharedAttention:
-    """A variant of diffusers' `CosmosAttnProcessor2_0` that shards the heads of self-attention over the ranks."""
+    """A variant of diffusers' `CosmosAttnProcessor2_0` that shards the heads of self-attention across the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -200,9 +200,10 @@ class CosmosSharedAttention:
 
 
 def share_tokens(transformer: nn.Module, group: Group) -> None:
-    """Shard tokens over the ranks of `group`: hidden states before the first block, other per-token values before every block.
+    """Shard the tokens across the ranks of `group`.
 
-    The latter are needed in every block because the transformer passes each block the noise levels and positions of all tokens.
+    Hidden states are split only once, before the first block. Noise levels and positions are split before every block, because
+    the transformer passes them to each block for all tokens.
     """
     model: Any = transformer
 

@@ -18,15 +18,15 @@ class Embeddings(Protocol):
     def __call__(
         self, folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
     ) -> Iterator[Tensor]:
-        """Yield the embedding of each prompt as in the family's pipeline, `[1, max_length, D]`; free the encoder at the end.
+        """Yield each prompt's embedding as in the family's pipeline, `[1, max_length, D]`; free the encoder at the end.
 
-        Prompts are encoded one by one, so an embedding does not depend on other prompts, and memory holds only one at a time.
+        Prompts are encoded one by one, so an embedding does not depend on other prompts, and only one is in memory at a time.
         """
 
 
 class CountTokens(Protocol):
     def __call__(self, folder: Path, prompts: Sequence[str]) -> list[int]:
-        """Return the number of tokens of each prompt without truncation."""
+        """Return each prompt's number of tokens before truncation."""
 
 
 class ProjectText(Protocol):
@@ -58,7 +58,7 @@ class Velocity(Protocol):
 
 class BuildTiny(Protocol):
     def __call__(self, folder: Path, seed: int = 0, num_layers: int = 2) -> None:
-        """Write a complete folder of a small random model. The model uses the real classes, so the pipeline can load it."""
+        """Write a complete model folder with small random weights. It uses the real classes, so the pipeline can load it."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class WorldFamily:
     transformer: str
     """Class name of the transformer in diffusers."""
     blocks: tuple[str, ...]
-    """Class names of the transformer's blocks; ZeRO-3 gathers the parameters of each block together."""
+    """Class names of the transformer's blocks; ZeRO-3 gathers each block's parameters together."""
     lora_targets: tuple[str, ...]
-    """Names of the linear layers in attention and feed-forward blocks, the default targets of LoRA."""
+    """Names of the linear layers in attention and feed-forward blocks, which are the default LoRA targets."""
     max_conditional_frames: int
     """Maximum number of given latent frames; 0 if the models accept only text."""
     guidance_offset: float
@@ -82,10 +82,10 @@ class WorldFamily:
     count_tokens: CountTokens
     velocity: Velocity
     solver_times: Callable[[Any], Tensor]
-    """Returns the noise levels `[steps]` that the pipeline passes to the transformer, from a scheduler after `set_timesteps`.
-    Some pipelines round them."""
+    """Takes a scheduler after `set_timesteps`, and returns the noise levels `[steps]` that the pipeline passes to the
+    transformer. Some pipelines round them."""
     parallelise: Callable[[nn.Module, Any], None]
-    """Makes the transformer shard its tokens over the ranks of a group; see `world/context_parallel.py`."""
+    """Makes the transformer shard its tokens across the ranks of a group; see `world/context_parallel.py`."""
     build_tiny: BuildTiny
     text_width: Callable[[Mapping[str, Any], bool], int]
     """Returns the embeddings' width from a transformer's configuration: d if the bool is true (projected), otherwise D."""
@@ -94,14 +94,14 @@ class WorldFamily:
     clean: Callable[[str], str] = lambda prompt: prompt
     """Normalizes a prompt as the pipeline does before encoding."""
     sigmas: Callable[[Path, int], Tensor] = read_sigmas
-    """Returns the noise levels of the folder's own schedule: `[steps + 1]`, float64, decreasing to 0."""
+    """Returns the noise levels of the schedule in the model's folder: `[steps + 1]`, float64, decreasing to 0."""
     project_text: ProjectText | None = None
-    """Loads the projection of embeddings that are too large to cache; None if the family has none. It is used only if that
-    layer is not trained and `projects_text` is true."""
+    """Loads the layer that projects embeddings that are too large to cache; None if the family has no such layer. It is used
+    only if that layer is not trained and `projects_text` is true."""
     accept_projected: Callable[[nn.Module], None] = lambda transformer: None
     """Makes a transformer accept projected embeddings as well, without renaming its parameters."""
     unsupported: Callable[[dict[str, Any]], str] = lambda index: ""
-    """Explains why a folder with this model_index.json cannot be trained; returns an empty string if it can."""
+    """Explains why a model with this model_index.json cannot be trained; returns an empty string if it can."""
     unsupported_transformer: Callable[[Mapping[str, Any]], str] = lambda config: ""
     """Explains why a transformer with this configuration cannot be trained; returns an empty string if it can."""
 

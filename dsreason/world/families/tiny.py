@@ -6,7 +6,7 @@ from typing import Any
 
 
 def build_tiny_vae() -> Any:
-    """Build a small version of the autoencoder that Wan and Cosmos share, with its compression of 4 in time and 8 in space."""
+    """Build a small version of the autoencoder that Wan and Cosmos share; it also compresses by 4 in time and by 8 in space."""
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(

@@ -35,14 +35,14 @@ TINY_WORDS = (
     "down",
     "to",
 )
-"""Words that the tiny model's tokenizer encodes as one token; it splits all others into characters."""
+"""Words that the tiny model's tokenizer encodes as one token each; it splits all other words into characters."""
 
 
 @torch.no_grad()
 def iter_embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Yield the encoder's last hidden states of each prompt: `[1, max_length, hidden size]`, zero after the prompt's end."""
+    """Yield the encoder's last hidden states for each prompt: `[1, max_length, hidden size]`, zero after the prompt's end."""
     from transformers import UMT5EncoderModel
 
     tokenizer = load_tokenizer(folder / "tokenizer")
@@ -84,7 +84,7 @@ def compute_velocity(
 
 
 class WanSharedAttention:
-    """A variant of diffusers' `WanAttnProcessor` that shards the heads of self-attention over the ranks."""
+    """A variant of diffusers' `WanAttnProcessor` that shards the heads of self-attention across the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -115,9 +115,10 @@ def rotate(tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def share_tokens(transformer: nn.Module, group: Group) -> None:
-    """Shard tokens over the ranks of `group`: hidden states before the first block, positions before every block.
+    """Shard the tokens across the ranks of `group`.
 
-    The latter are needed in every block because the transformer passes each block the positions of all tokens.
+    Hidden states are split only once, before the first block. Positions are split before every block, because the transformer
+    passes them to each block for all tokens.
     """
     model: Any = transformer
 

@@ -1,1 +1,1 @@
-"""Rewards of world models, which score clips."""
+"""Rewards for world models: functions and services that score clips."""

@@ -1,9 +1,9 @@
-"""Reward functions for clips, `fn(clips, samples)`, which are built in or user-defined.
+"""Reward functions for clips, `fn(clips, samples)`, both built-in and user-defined.
 
     def quiet(clips, samples):  # clips: float32 [B, 3, T, H, W] in [0, 1]; samples[i].prompt, samples[i].meta["fps"], …
         return 1 - clips.mean(dim=(1, 2, 3, 4))  # B finite numbers: tensor, array or list
 
-User-defined functions are called like text rewards: in worker processes, with a time limit, and with their results checked.
+User-defined functions are called like text rewards: in worker processes and with a time limit. Their results are checked.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Cal
 
 
 def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], dict[str, float]]:
-    """Convert the result of a function of (clips, samples) to plain numbers.
+    """Convert a reward function's result to one plain number per clip. The returned dict is always empty.
 
     Raises:
         ValueError: the result is not one finite number per clip.

@@ -1,4 +1,4 @@
-"""The job queue of a reward server, which scores requests one by one and stores the scores until they are fetched."""
+"""The job queue of the reward server. Jobs are scored one by one, and their scores are stored until they are fetched."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Jobs:
             return self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
 
     def reserve(self, num_bytes: int) -> bool:
-        """Reserve memory for part of a body; return whether enough was available."""
+        """Reserve memory for part of a request's body; return whether enough was available."""
         with self._changed:
             has_space = self._bytes + num_bytes <= self.most_bytes
             if has_space:
@@ -209,7 +209,8 @@ def to_pixels(request: ScoringRequest, decoder: Decoder | None) -> Tensor:
 def to_rows(job: str, request: ScoringRequest) -> list[WorldRow]:
     """Return the rows for the reward functions, one per clip.
 
-    `meta` has `fps` and the request's other fields; a list with one value per clip is split.
+    `meta` has `fps` and the request's other fields; if a field is a list with one value per clip, each
+    row gets its own value.
     """
     rows = []
     for number, (prompt, info) in enumerate(zip(request.prompts, request.video_infos, strict=True)):
@@ -236,7 +237,7 @@ def describe_input(request: ScoringRequest) -> dict[str, Any]:
 
 
 def find_functions(name: str) -> dict[str, ClipReward]:
-    """Return the reward functions of a file or module by name, or only `attr` if `name` ends with `:attr`.
+    """Return the reward functions in a file or module (name → function), or only `attr` if `name` ends with `:attr`.
 
     A function counts as a reward if it can be called as fn(clips, samples), is defined in the file or built in, and has a name
     without a leading underscore.

@@ -1,6 +1,6 @@
-"""Built-in rewards, which are computed from the pixels of a clip and need no model.
+"""Built-in rewards, which are computed from a clip's pixels and need no model.
 
-Each is a function `fn(clips, samples) -> [B]` of clips `[B, 3, T, H, W]`, float32 in [0, 1].
+Each is a function `fn(clips, samples) -> [B]`, where the clips are `[B, 3, T, H, W]`, float32 in [0, 1].
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ COLOURS = ("red", "green", "blue")
 GREY = 0.15
 """A pixel counts as grey if its largest and its smallest channel differ by less than this."""
 SOLID_SHARE = 45 / 1024
-"""Mean saturation per pixel (above `GREY`) at which `solid` reaches 1: half that of a square in the built-in task."""
+"""Mean saturation per pixel (above `GREY`) at which `solid` reaches 1: half the value of a square in the built-in task."""
 
 
 def brightness(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Return the mean over all pixels and channels."""
+    """Return each clip's mean over all pixels and channels."""
     return clips.flatten(1).mean(1)
 
 
@@ -49,7 +49,7 @@ def flicker(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def colour(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Return the share, 0 to 1, that the first channel named in the prompt (red, green or blue) has in the clip's colour.
+    """Return how much of the clip's colour is the first colour named in the prompt (red, green or blue): a share, 0 to 1.
 
     Raises:
         DataError: a prompt names none of the three colours.
@@ -59,7 +59,7 @@ def colour(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def red(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Return red's share in the clip's colour, regardless of the prompt; see `colour`."""
+    """Return red's share of the clip's colour, regardless of the prompt; see `colour`."""
     return _compute_channel_shares(clips)[:, 0]
 
 

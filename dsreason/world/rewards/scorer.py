@@ -34,9 +34,9 @@ class ClipScores:
     """
 
     total: Tensor
-    """Weighted sum of the functions plus that of the services: `[B]`, float32."""
+    """Weighted sum of the functions' scores, plus the services' total (see `compute_total`): `[B]`, float32."""
     by_name: dict[str, Tensor]
-    """Scores before weighting and clipping, `[B]` float32 each: functions by short name, services as `<name>/<score key>`."""
+    """Scores before weighting and clipping, float32 `[B]`, by the function's short name or the service's `<name>/<score key>`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ClipScorer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         """A single thread, so that calls to the pool do not overlap."""
         self._built_in = ThreadPoolExecutor(1, thread_name_prefix="built-in rewards")
-        """A thread for built-in functions: a large clip takes them seconds, in which the caller can sample the next clip."""
+        """A thread for built-in functions: they need seconds for a large clip, while the caller can sample the next one."""
 
     def __enter__(self) -> Self:
         self._here = {

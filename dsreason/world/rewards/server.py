@@ -1,9 +1,9 @@
-"""A small HTTP reward server, compatible with cosmos-rl's, for the functions of a file. `wire.py` describes the wire format.
+"""A small HTTP reward server, compatible with cosmos-rl's, for the functions in a file. `wire.py` describes the wire format.
 
     POST /api/reward/ping          a form with info_data
     POST /api/reward/enqueue       → {"uuid": …}; 400 if the body is invalid, 503 if the queue is full
     POST /api/reward/pull          → the scores; 400 not ready, 404 no such job or function, 500 the function failed
-    POST /api/reward/push          an external worker's scores of a function that the job requested
+    POST /api/reward/push          an external worker's scores for a function that the job requested
     POST /api/reward/latent_attr   501: the decoder is chosen when the server starts
 
 Every response to a valid HTTP request is JSON; errors are {"message": …}. If the server has a token, requests without it get
@@ -54,14 +54,14 @@ HEADER_LIMIT = 5.0
 BODY_LIMIT = 10.0
 """Seconds within which a request's body must arrive, in addition to the time that it takes at LOWEST_RATE.
 
-Two clients that send slow bodies can hold all connections for as long.
+Two clients that send slow bodies can hold all connections for that long.
 """
 LOWEST_RATE = 1e6
 """Minimum rate of a long body, in bytes per second."""
 MOST_CONNECTIONS = 256
-"""Maximum number of open connections, or half of the files that the process may open if that is fewer.
+"""Maximum number of open connections, or half the number of files that the process may open if that is lower.
 
-A single client may hold half of them, so that it cannot shut out the others.
+A single client may hold at most half of them, so it cannot shut out other clients.
 """
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 2\r\nContent-Type: application/json\r\n"
@@ -182,7 +182,7 @@ class LimitedConnection(H11Protocol):
     """A connection that is refused if too many are open, and closed if no request arrives within HEADER_LIMIT seconds."""
 
     network = b""
-    """Part of the client's address that identifies the client; see `get_network`."""
+    """Part of the client's address that identifies it; see `get_network`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -332,14 +332,14 @@ async def iter_body(request: Request, most_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def read_form(request: Request, most_bytes: int) -> dict[str, str]:
-    """Return the fields of a form; for a repeated field, the last value. Raise ValueError if there are too many fields."""
+    """Return a form's fields; a repeated field has its last value. Raise ValueError if there are too many fields."""
     content = b"".join([piece async for piece in iter_body(request, most_bytes)])
     fields = parse_qs(content.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MOST_FIELDS)
     return {name: values[-1] for name, values in fields.items()}
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Respond with an error message. It may quote user code, so it is truncated and this machine's secrets are masked."""
+    """Respond with an error message. Because it may quote user code, it is truncated and this machine's secrets are masked."""
     headers = dict(error.headers or {}) if isinstance(error, AnyHTTPException) else {}
     match error:
         case ClientDisconnect():

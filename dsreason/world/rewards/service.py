@@ -1,8 +1,8 @@
-"""A client of cosmos-rl's reward service, which enqueues clips and polls for their scores.
+"""A client for cosmos-rl's reward service. It enqueues clips and polls for their scores.
 
 `wire.py` describes the wire format, and `server.py` is a compatible server. The URLs and the token come from the environment
-variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and REMOTE_REWARD_TOKEN, or the same names with the prefix
-WFM_REWARD_; the configuration can override the URLs. REMOTE_REWARD_URL, the server for text rewards, is not used.
+variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and REMOTE_REWARD_TOKEN, or the same names with WFM_ instead of
+REMOTE_; the configuration can override the URLs. REMOTE_REWARD_URL, the server for text rewards, is not used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LONGEST_POLL = 5.0
 REQUEST_LIMIT = 60.0
 """Time limit in seconds for the response to a pull."""
 LONGEST_NAME = 1000
-"""Maximum length of the id of a job or a replica, in characters."""
+"""Maximum length of a job id or a replica id, in characters."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Ticket:
 
 
 class RewardService:
-    """The client of a reward service; its URLs come from the configuration or the environment.
+    """A client for a reward service; its URLs come from the configuration or the environment.
 
     Args:
-        pause: seconds before the first retry, doubled for each later retry.
+        pause: seconds before the first retry, doubled for each further retry.
         poll: seconds between the first two polls for scores, multiplied by 1.5 after each poll.
 
     Raises:
@@ -77,7 +77,7 @@ class RewardService:
         self._stop = threading.Event()
 
     def close(self) -> None:
-        """Cancel pending requests; each stops once the response for which it is waiting has arrived."""
+        """Cancel pending requests; each request stops once the response that it is waiting for has arrived."""
         self._stop.set()
 
     def score(
@@ -207,7 +207,7 @@ def list_score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
 
 
 def choose_sent_weights(config: WorldRewardConfig) -> dict[str, float]:
-    """Return the largest weight of each function, or 1 if it is 0, because the service ignores functions of weight 0."""
+    """Return each function's largest weight; 0 is replaced by 1, because the service ignores functions with weight 0."""
     weights: dict[str, float] = {}
     for service in config.services:
         weights[service.name] = max(weights.get(service.name, 0.0), service.weight)

@@ -1,1 +1,1 @@
-"""Training of world models on real clips, or on rewards of sampled clips; `loop.py` contains the training loop."""
+"""Training of world models on real clips, or on rewards for sampled clips; `loop.py` contains the training loop."""

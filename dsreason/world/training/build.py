@@ -150,7 +150,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
 def start_world_run(
     job: TrainingJob[WorldConfig], weights: RunWeights, stack: ExitStack, *, metrics: Metrics, total_steps: int
 ) -> TrainingRun[WorldConfig]:
-    """Start the run; it exports the moving average of the weights if there is one. Every rank must call this."""
+    """Start the run; its exports contain the moving average of the weights if there is one. Every rank must call this."""
     config, lora = job.config, weights.lora
 
     def export(output: Path, dtype: Literal["bf16", "fp32"], state: TrainerState) -> None:
@@ -206,7 +206,11 @@ def open_group_scorer(config: WorldConfig, share: ClipShare, stack: ExitStack) -
 
 
 def build_transformer(job: TrainingJob[WorldConfig]) -> tuple[DeepSpeedEngine, dict[str, Any] | None]:
-    """Build the DeepSpeed engine with the transformer and its optimizer; return it and the adapter's metadata, or None."""
+    """Build the DeepSpeed engine with the transformer and its optimizer.
+
+    Returns:
+        The engine, and the adapter's metadata (None if all weights are trained).
+    """
     config, folder = job.config, job.model_path
     family, metadata = find_family(folder), None
     log.info("loading %s", folder)
@@ -224,7 +228,11 @@ def build_transformer(job: TrainingJob[WorldConfig]) -> tuple[DeepSpeedEngine, d
 
 
 def build_context_group(config: WorldConfig, world: World) -> Any:
-    """Create the process groups whose ranks share clips; return this rank's, or None without context parallelism. Collective."""
+    """Create the process groups whose ranks share clips. Collective.
+
+    Returns:
+        This rank's group; None if context parallelism is off.
+    """
     size = config.train.context_parallel_size
     if size == 1:
         return None

@@ -18,7 +18,7 @@ from dsreason.world.types import Conditioning, WorldRow
 
 @dataclass(frozen=True, order=True)
 class ClipIndex:
-    """The index of a clip in a step: `ClipIndex(prompt=3, clip=0)` is the first clip of the fourth prompt over all ranks."""
+    """The index of a clip in a step: `ClipIndex(prompt=3, clip=0)` is the first clip of the fourth prompt across all ranks."""
 
     prompt: int
     clip: int
@@ -26,7 +26,7 @@ class ClipIndex:
 
 @dataclass(frozen=True)
 class ClipShare:
-    """A rank's share of the clips, number `index` of `count`; all ranks of a context-parallel group have the same share."""
+    """A rank's share of the clips: share `index` of `count`. All ranks in a context-parallel group have the same share."""
 
     index: int
     count: int
@@ -55,7 +55,7 @@ class ClipMicroBatch:
 
     @property
     def free(self) -> Tensor | None:
-        """Mask of the sampled frames: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones; None if no frame is given."""
+        """Mask of the sampled frames: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given frames; None if no frame is given."""
         return None if self.conditioning is None else 1 - self.conditioning.mask
 
     def to(self, device: torch.device) -> ClipMicroBatch:
@@ -86,8 +86,8 @@ class SampledClips:
     advantages: Tensor
     """Advantages of the clips: `[B]`, float32; zero until the rewards arrive."""
     fixed: Mapping[str, Mapping[int, Tensor]]
-    """Velocities of the policies "reference" and "old", `[B, C, T, h, w]`, by number of the trained step or time. They are
-    bfloat16 if that is lossless; see `to_lossless_bfloat16`."""
+    """Velocities of the policies "reference" and "old", `[B, C, T, h, w]`, by the number of the trained step or, for nft, of the
+    drawn noise level. They are bfloat16 if that is lossless; see `to_lossless_bfloat16`."""
 
 
 def to_lossless_bfloat16(tensor: Tensor) -> Tensor:
@@ -110,13 +110,13 @@ def group_local_clips(
 
 
 def list_local_places(count: int, share: ClipShare) -> list[ClipIndex]:
-    """Return the indices of this rank's share of `count` clips, one per prompt."""
+    """Return the indices of this rank's share of `count` clips, each of which has its own prompt."""
     begin, end = (i * count // share.count for i in (share.index, share.index + 1))
     return [ClipIndex(number, 0) for number in range(begin, end)]
 
 
 def draw_start_noise(places: Sequence[ClipIndex], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
-    """Draw the initial noise for sampling, `[B, C, T, h, w]`; with `world.same_noise`, all clips of a group get the same."""
+    """Draw the initial noise for sampling, `[B, C, T, h, w]`; with `world.same_noise`, all clips in a group share it."""
     clips = [ClipIndex(place.prompt, 0) for place in places] if config.world.same_noise else places
     return draw_clip_noise(clips, shape, config.train.seed, step, "start")
 
@@ -131,7 +131,7 @@ def draw_clip_noise(places: Sequence[ClipIndex], shape: Sequence[int], seed: int
 
 
 def draw_num_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
-    """Draw how many latent frames of a row's clip are given; the number is the same for all clips of a group."""
+    """Draw the number of latent frames that are given from a row's clip; it is the same for all clips in a group."""
     low, high = config.world.conditional_frames
     return int(make_generator(config.train.seed, step, prompt, "given frames").integers(low, high + 1))
 
@@ -139,10 +139,10 @@ def draw_num_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
 def build_conditioning(
     places: Sequence[ClipIndex], clean_of: Callable[[ClipIndex], Tensor], config: WorldConfig, step: int
 ) -> Conditioning | None:
-    """Build the given frames of the clips at `places`; return None if the run has no given frames.
+    """Build the given frames for the clips at `places`; return None if the run has no given frames.
 
     Args:
-        clean_of: function from a place to the latents `[C, T, h, w]` of its row's real clip.
+        clean_of: function from a clip's index to the latents `[C, T, h, w]` of its row's real clip.
     """
     if config.world.conditional_frames[1] == 0:
         return None

@@ -64,7 +64,7 @@ PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
 
 
 def find_evaluated_model(config: WorldConfig) -> tuple[Path, Path | None]:
-    """Return the model's local folder, and the adapter's folder if `model.path` is an adapter export, otherwise None."""
+    """Return the model's local folder, and the adapter's folder (None unless `model.path` is an adapter export)."""
     cache, model_path = get_cache_dir() / "models", Path(config.model.path).expanduser()
     if (model_path / lora.FILE).is_file():
         if not (model_path / FILE).is_file():
@@ -135,14 +135,14 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
 
 
 def adapt_to_evaluation(config: WorldConfig) -> WorldConfig:
-    """Return a copy of the configuration that keeps the pixels of all clips, without context parallelism or a new adapter."""
+    """Return a copy of the configuration that keeps all clips' pixels and turns off context parallelism and new adapters."""
     validation = config.validation.model_copy(update={"show": config.validation.max_samples})
     train = config.train.model_copy(update={"context_parallel_size": 1})
     return config.model_copy(update={"validation": validation, "train": train, "lora": WorldLoRAConfig()})
 
 
 def identify_weights(folder: Path, adapter: Path | None) -> str:
-    """Return a fingerprint of the weights, to distinguish models that have had the same path at different times."""
+    """Return a fingerprint of the weights, which distinguishes models that had the same path at different times."""
     fingerprints = [compute_fingerprint(*(folder / part for part in PARTS))]
     fingerprints += [] if adapter is None else [compute_fingerprint(adapter / lora.FILE)]
     return "-".join(part_fingerprint[:16] for part_fingerprint in fingerprints)
@@ -164,7 +164,7 @@ def collect_settings(config: WorldConfig, weights: str) -> dict[str, Any]:
 
 
 def fingerprint_code(rewards: Iterable[str]) -> dict[str, str]:
-    """Return a fingerprint of the source file of each user-defined reward, by reward name."""
+    """Return a fingerprint of each user-defined reward's source file: reward name → fingerprint."""
     files = {name: find_code_file(name) for name in rewards if name not in BUILT_IN}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
 
@@ -181,7 +181,7 @@ def split_into_batches(numbers: Sequence[int], size: int) -> list[Sequence[int]]
 
 
 def save_clips(clips: Sequence[ValidationClip], results: Path, fps: float) -> None:
-    """Write the videos and the result of each clip. The JSON is written last, because it marks a clip as complete."""
+    """Write each clip's videos and result. The JSON is written last, because it marks the clip as complete."""
     for clip in clips:
         assert clip.pixels is not None
         write_mp4(clip.pixels, results / CLIPS / f"{clip.number}.mp4", fps)

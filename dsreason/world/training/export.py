@@ -64,7 +64,7 @@ def write_export(
 
 
 def write_texts(run: Path, step: int, source: Path, dtype: str) -> dict[str, str]:
-    """Return the contents of the model card and of `base_model.json`, by file name."""
+    """Return the texts of the model card and of `base_model.json`: file name → text."""
     card = build_model_card(run, step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
     return {CARD: card, BASE: describe_base(read_run_record(run).get("config", {}).get("model", {}), source)}
 
@@ -72,7 +72,10 @@ def write_texts(run: Path, step: int, source: Path, dtype: str) -> dict[str, str
 def iter_trained_tensors(
     engine: DeepSpeedEngine, average: WeightAverage | None, dtype: str, *, without_frozen: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full tensor of every parameter, except frozen ones with `without_frozen`. Collective."""
+    """Yield every parameter's full tensor, averaged if there is an average. Collective.
+
+    If `without_frozen` is true, frozen parameters are skipped.
+    """
     if average is not None:
         yield from average.iter_full()
     trained = set() if average is None else set(average.shares)
@@ -122,7 +125,7 @@ def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_s
 def iter_saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of a checkpoint; if there is a moving average, yield the averaged values.
 
-    Parameters are read one by one, because those of a 14B model take 56 GB.
+    Parameters are read one by one, because a 14B model's parameters take 56 GB.
     """
     averaged = (checkpoint / get_average_file("ema", 0)).is_file()
     trained = {to_hf_name(name) for name, parameter in saved.parameters.items() if parameter.trained}

@@ -22,7 +22,7 @@ LITTLE = 10
 
 @dataclass
 class EpsilonCheck:
-    """A check that compares gradients with Adam's epsilon, and logs a warning once per process if they are too small.
+    """A check that compares gradients with Adam's epsilon and, once per process, logs a warning if they are too small.
 
     A log-probability is a mean over all N elements of a clip, so its gradient decreases as 1/sqrt(N). With millions of
     elements, it may be as small as Adam's epsilon, which shortens Adam's steps.
@@ -51,7 +51,7 @@ class EpsilonCheck:
 
 
 def count_clips(batches: Sequence[ClipMicroBatch], share: ClipShare) -> int:
-    """Count the clips of an optimizer step over all ranks. Collective."""
+    """Count the clips in an optimizer step across all ranks. Collective."""
     local_count = sum(len(batch) for batch in batches if batch.counted and share.leads)
     return sum(gather_objects(local_count))
 

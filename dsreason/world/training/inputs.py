@@ -1,4 +1,4 @@
-"""A clip's inputs besides the noise: the embedding of its prompt, and the latents of its row's real clip."""
+"""A clip's inputs besides the noise: its prompt's embedding, and the latents of its row's real clip."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MOST_LOSSES = 64
 
 @dataclass(frozen=True)
 class Inputs:
-    """The builder of micro-batches, which reads embeddings and latents from the cache."""
+    """A builder of micro-batches that reads embeddings and latents from the cache."""
 
     config: WorldConfig
     texts: TextCache
@@ -64,7 +64,7 @@ class Inputs:
         return self.texts.read([self.config.data.negative_prompt])
 
     def clean(self, dataset: WorldDataset, rows: Iterable[int]) -> dict[int, Tensor]:
-        """Return the latents `[C, T, h, w]` of the clips of `rows`; worker processes read each clip once.
+        """Return the latents of the rows' clips: row → `[C, T, h, w]`. Worker processes read each clip once.
 
         Raises:
             DataError: a row's clip is unusable.
@@ -90,10 +90,10 @@ class Inputs:
         *,
         with_clean: bool,
     ) -> list[ClipMicroBatch]:
-        """Build the micro-batches of a rollout. Embeddings and latents that several clips share are read once.
+        """Build the micro-batches for a rollout. Embeddings and latents that several clips share are read once.
 
         Args:
-            groups: for each micro-batch, the places of its clips and whether they count towards the loss.
+            groups: for each micro-batch, the indices of its clips and whether they count towards the loss.
             indices: row index of each prompt.
             with_clean: whether training needs the rows' real clips.
         """
@@ -135,7 +135,7 @@ class Inputs:
         """Build a micro-batch for flow matching: real clips, each with its own noise.
 
         Args:
-            clean: latents `[C, T, h, w]` of this rank's clips; those of a stand-in may be missing.
+            clean: latents `[C, T, h, w]` of this rank's clips; a stand-in's latents may be missing.
         """
         rows = tuple(dataset[indices[place.prompt]] for place in places)
         latents = {place: clean.get(place, torch.zeros(self.shape)) for place in places}
@@ -151,7 +151,7 @@ class Inputs:
 
 
 def read_clips(dataset: WorldDataset, size: ClipSize, rows: Sequence[int]) -> list[Clip]:
-    """Read each row's clip, uint8 `[3, T, H, W]`; for an unusable clip, return the error instead."""
+    """Read each row's clip, uint8 `[3, T, H, W]`. If a clip is unusable, the list contains its error instead."""
     clips: list[Clip] = []
     for row in rows:
         try:
@@ -164,7 +164,7 @@ def read_clips(dataset: WorldDataset, size: ClipSize, rows: Sequence[int]) -> li
 def read_ahead(
     config: WorldConfig, dataset: WorldDataset, order: StepOrder, share: ClipShare, first_step: int
 ) -> Iterator[list[Clip]]:
-    """Yield this rank's clips of each step from `first_step`; worker processes read them ahead of training."""
+    """Yield this rank's clips for each step from `first_step` on; worker processes read them ahead of training."""
     data, places = config.data, list_local_places(order.batch_size, share)
     tasks = ([order.indices(step)[place.prompt] for place in places] for step in range(first_step, order.num_steps))
     ahead = ceil(data.prefetch / data.workers) if data.workers else None
@@ -172,7 +172,7 @@ def read_ahead(
 
 
 def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec: LatentCodec, world: World) -> Inputs:
-    """Split the run's prompts over the ranks, encode them, free the encoder, and return the inputs. Collective."""
+    """Split the run's prompts across the ranks, encode them, free the encoder, and return the inputs. Collective."""
     dtype = DTYPES[config.train.precision]
     length, project = config.model.max_prompt_length, is_projection_kept(config)
     texts = TextCache.open(find_family(folder), folder, length, dtype, get_cache_dir(), project=project)
@@ -188,7 +188,7 @@ def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec
 
 
 def list_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset], order: StepOrder) -> list[str]:
-    """Return the negative prompt and the distinct prompts of all steps and of validation."""
+    """Return the negative prompt, followed by the distinct prompts for all steps and for validation."""
     training, validation = datasets
     rows = (index for step in range(order.num_steps) for index in order.indices(step))
     prompts = dict.fromkeys(training[index].prompt for index in dict.fromkeys(rows))
@@ -198,7 +198,7 @@ def list_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset
 
 
 def list_validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset]) -> list[WorldRow]:
-    """Return the rows for whose prompts each validation samples clips: held-out rows, or training rows if there are none."""
+    """Return the rows whose prompts each validation samples clips for: held-out rows, or training rows if none are held out."""
     training, validation = datasets
     source = validation if len(validation) else training
     limit = config.validation.max_samples
@@ -206,7 +206,7 @@ def list_validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, Worl
 
 
 def list_loss_rows(config: WorldConfig, validation: WorldDataset) -> list[int]:
-    """Return evenly spaced held-out rows, on whose clips the loss is measured; empty if training has no loss on real clips."""
+    """Return evenly spaced held-out rows to measure the loss on; empty if training has no loss on real clips."""
     if config.world.algorithm not in ("sft", "ddrl"):
         return []
     return pick_evenly(len(validation), MOST_LOSSES)

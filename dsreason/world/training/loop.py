@@ -1,4 +1,4 @@
-"""The training loop of world models: sampled or real clips → losses → optimizer step."""
+"""The training loop for world models: sampled or real clips → losses → optimizer step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsreason.world.training.rollout import sample_rollout
 from dsreason.world.training.velocity import ClipMaker
 
 Part = list[Any]
-"""Training data of an optimizer step: micro-batches of real clips, or of sampled clips."""
+"""Training data for an optimizer step: micro-batches of real clips, or of sampled clips."""
 
 
 def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
@@ -46,7 +46,7 @@ def train(trainer: WorldTrainer) -> None:
 
 
 def train_on_rollout(trainer: WorldTrainer) -> None:
-    """Prepare the data of the next optimizer steps, and train on them."""
+    """Prepare the data for the next optimizer steps, and train on it."""
     run = trainer.run
     started, first = time.perf_counter(), run.state.step
     parts, rollout_metrics = prepare_parts(trainer)
@@ -63,9 +63,9 @@ def train_on_rollout(trainer: WorldTrainer) -> None:
 
 
 def prepare_parts(trainer: WorldTrainer) -> tuple[list[Part], dict[str, float]]:
-    """Return the training data of the next optimizer steps, and the metrics of their rollout.
+    """Return the training data for the next optimizer steps, and the metrics of their rollout.
 
-    sft returns the real clips of one step; the other algorithms return the samples of all steps of a rollout.
+    For sft, these are the real clips for one step; for the other algorithms, the samples for all steps of a rollout.
     """
     run, maker, watchdog = trainer.run, trainer.clip_maker, trainer.job.watchdog
     config, step = maker.config.world, run.state.step
@@ -132,7 +132,7 @@ def update_averages(averages: Mapping[str, WeightAverage], config: WorldConfig, 
 
 
 def list_tensors(item: ClipMicroBatch | SampledClips) -> dict[str, Tensor]:
-    """Return the tensors to save if the loss of the step is not finite."""
+    """Return the tensors to save if the step's loss is not finite."""
     if isinstance(item, ClipMicroBatch):
         return {"noise": item.start} | ({} if item.clean is None else {"clean": item.clean})
     return {"noise": item.batch.start, "latents": item.latents, "advantages": item.advantages}

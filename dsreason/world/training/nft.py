@@ -1,4 +1,4 @@
-"""Gradients of DiffusionNFT (2509.16117), which adds fresh noise to sampled clips and compares velocities at these points."""
+"""Gradients for DiffusionNFT (2509.16117), which adds fresh noise to sampled clips and compares velocities at these points."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dsreason.world.training.gradients import add_values, count_clips, sum_over_
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MOST = 0.99
-"""Share of the sampler's noise levels at which clips are trained on if `nft_times` is unset."""
+"""Share of the sampler's noise levels at which the model is trained on each clip if `nft_times` is unset."""
 
 
 def count_times(config: WorldConfigSection) -> int:
-    """Return the number of noise levels at which each clip is trained on."""
+    """Return the number of noise levels at which the model is trained on each clip."""
     steps = config.sampling_steps
     return min(steps, config.nft_times or max(1, int(steps * MOST)))
 
 
 def draw_levels(maker: ClipMaker, places: Sequence[ClipIndex], step: int) -> Tensor:
-    """Draw noise levels for each clip from those of the sampler, except 0, in random order: `[B, times]`."""
+    """Draw noise levels for each clip from the sampler's levels (without 0), in random order: `[B, times]`."""
     levels, count = maker.sigmas[:-1].float(), count_times(maker.config.world)
     orders = [
         make_generator(maker.config.train.seed, step, place.prompt, place.clip, "times").permutation(len(levels))[
@@ -43,10 +43,10 @@ def draw_levels(maker: ClipMaker, places: Sequence[ClipIndex], step: int) -> Ten
 
 
 def add_noise(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Add noise to each clip at the noise level that was drawn for it as number `number`.
+    """Add noise to each clip, at the `number`-th noise level drawn for it (counted from 0).
 
     Returns:
-        x_s `[B, C, T, h, w]`, s `[B]` and the noise, on the transformer's device.
+        The noisy latents x_s `[B, C, T, h, w]`, the noise levels s `[B]` and the noise, on the transformer's device.
     """
     places = sample.batch.places
     times = draw_levels(maker, places, step)[:, number]
@@ -58,7 +58,7 @@ def add_noise(maker: ClipMaker, sample: SampledClips, number: int, step: int) ->
 
 @torch.no_grad()
 def add_velocities(maker: ClipMaker, sample: SampledClips, step: int, name: str) -> SampledClips:
-    """Return the sample with the velocities of the current weights at all noise levels drawn for it. Collective."""
+    """Return the sample with the current weights' velocities at all noise levels drawn for it. Collective."""
     velocities = {}
     for number in range(count_times(maker.config.world)):
         x, s, noise = add_noise(maker, sample, number, step)
@@ -77,7 +77,7 @@ def add_old_velocities(maker: ClipMaker, sample: SampledClips, step: int) -> Sam
 def add_reference(
     maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[SampledClips]], step: int
 ) -> list[list[SampledClips]]:
-    """Return the samples, with the reference's velocities if there is a KL term. Collective."""
+    """Return the samples; if there is a KL term, add the reference's velocities. Collective."""
     if reference is None:
         return [list(part) for part in parts]
     with reference.in_place():
@@ -85,7 +85,7 @@ def add_reference(
 
 
 def compute_loss(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return each clip's loss at its drawn noise level `number`, `[B]`, and its metrics, `[B]` each."""
+    """Return each clip's loss and metrics (`[B]` each) at the `number`-th noise level drawn for it (counted from 0)."""
     config, device = maker.config.world, maker.device
     x, s, noise = add_noise(maker, sample, number, step)
     batch = replace(sample.batch.to(device), start=noise)
@@ -119,15 +119,15 @@ def compute_loss(maker: ClipMaker, sample: SampledClips, number: int, step: int)
 def accumulate_gradients(
     maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[SampledClips], *, rollout_step: int, world: World
 ) -> dict[str, float]:
-    """Run the forward and backward passes for every clip and time, to accumulate the optimizer step's gradient.
+    """Run the forward and backward passes for every clip and noise level, to accumulate the optimizer step's gradient.
 
     Returns:
-        The metrics of the step.
+        The step's metrics.
     """
     count, num_clips = count_times(maker.config.world), count_clips([sample.batch for sample in samples], maker.share)
     sums: dict[str, float] = {}
     items = [(sample, number) for sample in samples for number in range(count)]
-    for i, (sample, number) in enumerate(items):  # forward passes are collective, so all ranks run the same number
+    for i, (sample, number) in enumerate(items):  # forward passes are collective; all ranks run the same number of them
         with record_phase("forward"):
             loss, metrics = compute_loss(maker, sample, number, rollout_step)
         share = float(sample.batch.counted) / (num_clips * count)

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 DATA_SEED = 0
 """Seed for choosing held-out rows; the choice does not depend on `train.seed`."""
 NUM_CLIPS = 8
-"""Number of rows per data set whose clips are read as a check."""
+"""Number of rows per data set whose clips are read to check them."""
 
 
 def check(config: WorldConfig) -> None:
@@ -98,7 +98,7 @@ def get_clip_size(data: WorldDataConfig) -> ClipSize:
 
 
 def build_step_order(config: WorldConfig, num_rows: int) -> StepOrder:
-    """Return the order of rows per step (sft) or per rollout (other algorithms); `train.max_steps` counts optimizer steps."""
+    """Build the order of the rows, by step (sft) or by rollout (other algorithms); `train.max_steps` counts optimizer steps."""
     train, world = config.train, config.world
     sft, max_steps = world.algorithm == "sft", train.max_steps
     if max_steps is not None and not sft:
@@ -115,7 +115,7 @@ def build_step_order(config: WorldConfig, num_rows: int) -> StepOrder:
 
 
 def total_steps(config: WorldConfig, order: StepOrder) -> int:
-    """Return the number of optimizer steps of the run."""
+    """Return the number of optimizer steps in the run."""
     if config.world.algorithm == "sft":
         return order.num_steps
     return order.num_steps * config.world.optimizer_steps_per_rollout
@@ -225,7 +225,7 @@ UNUSED = {
 
 
 def check_unused(config: WorldConfig) -> None:
-    """Log a warning if settings are changed that the algorithm does not use."""
+    """Log a warning if the user has changed settings that the algorithm does not use."""
     world = config.world
     fields = type(world).model_fields
     names = [

@@ -46,13 +46,13 @@ class PendingBatch:
 
     batch: ClipMicroBatch
     result: Callable[[], ClipScores]
-    """Waits for the scores."""
+    """Waits for the scores and returns them."""
     looks: list[Look]
 
 
 @dataclass(frozen=True)
 class ScoredClip:
-    """The reward and the visual metrics of a clip; small enough for every rank to gather those of all clips."""
+    """A clip's reward and visual metrics, small enough for every rank to gather them for all clips."""
 
     place: ClipIndex
     total: float
@@ -70,7 +70,7 @@ def sample_rollout(
     watchdog: Watchdog,
     memory: MemoryLedger,
 ) -> tuple[list[list[SampledClips]], dict[str, float]]:
-    """Sample and score clips for the prompts of the rows `indices`. Collective.
+    """Sample and score clips for the prompts in the rows `indices`. Collective.
 
     A clip depends on the seed, the step, its prompt and its number in the group, but not on the number of ranks.
 
@@ -107,7 +107,7 @@ def sample_rollout(
 
 
 def split_places(config: WorldConfigSection) -> list[list[ClipIndex]]:
-    """Split the rollout's clips among its optimizer steps; each step gets a share of the prompts, with all of their clips."""
+    """Split the rollout's clips among its optimizer steps; each step gets a share of the prompts and all of their clips."""
     parts = config.optimizer_steps_per_rollout
     bounds = [part * config.prompts_per_step // parts for part in range(parts + 1)]
     return [
@@ -117,7 +117,7 @@ def split_places(config: WorldConfigSection) -> list[list[ClipIndex]]:
 
 
 def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> SamplingPlan:
-    """Plan the rollout's sampling steps: trained steps add noise, the others follow the ODE.
+    """Plan the rollout's sampling steps: trained steps add noise, and the other steps follow the ODE.
 
     Args:
         step: first optimizer step of the rollout.
@@ -143,9 +143,9 @@ def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> SamplingPlan:
 def sample_batch(
     maker: ClipMaker, batch: ClipMicroBatch, plan: SamplingPlan, step: int, pending: list[PendingBatch]
 ) -> SampledClips:
-    """Sample the clips of a micro-batch, start scoring them, and append the pending scores to `pending`.
+    """Sample a micro-batch's clips, start scoring them, and append the pending scores to `pending`.
 
-    The advantages of the result are zero until the rewards arrive.
+    The result's advantages are zero until the rewards arrive.
     """
     config, on_device = maker.config, batch.to(maker.device)
 
@@ -168,7 +168,7 @@ def sample_batch(
 
 
 def decode_pixels(codec: LatentCodec, latents: Tensor) -> Tensor:
-    """Decode latents to uint8 pixels `[B, 3, T, H, W]`, on the device of the autoencoder."""
+    """Decode latents to uint8 pixels `[B, 3, T, H, W]`, on the autoencoder's device."""
     return (codec.decode(latents) * 255).round().to(torch.uint8)
 
 
@@ -215,7 +215,7 @@ def collect_scores(pending: Sequence[PendingBatch]) -> list[ScoredClip]:
 
 
 def build_reward_table(config: WorldConfigSection, scored: Sequence[ScoredClip]) -> Tensor:
-    """Return the rewards by prompt and number in the group: `[P, G]`, float64."""
+    """Return the rewards as a table of prompts and clips: `[P, G]`, float64."""
     values = torch.tensor([clip.total for clip in scored], dtype=torch.float64)
     return values.view(config.prompts_per_step, config.num_generations)
 
@@ -238,7 +238,7 @@ def add_advantages(
 
 
 def summarise(config: WorldConfigSection, scored: Sequence[ScoredClip]) -> dict[str, float]:
-    """Return the metrics of a rollout: the rewards by name, and how the clips look, which reveals reward hacking."""
+    """Return a rollout's metrics: the rewards by name, and measures of how the clips look, which reveal reward hacking."""
     table, size = build_reward_table(config, scored), config.num_generations
     metrics = {
         "reward/mean": float(table.mean()),

@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 def read_next_batches(
     maker: ClipMaker, dataset: WorldDataset, indices: Sequence[int], clips: Iterator[list[Clip]], step: int
 ) -> tuple[list[ClipMicroBatch], list[str]]:
-    """Return this rank's micro-batches for the next step, and the errors of the skipped rows of all ranks. Collective.
+    """Return this rank's micro-batches for the next step, and the errors for the rows that any rank skipped. Collective.
 
     Args:
         indices: indices of the step's rows.
         clips: this rank's clips, one list per step.
 
     Raises:
-        DataError: a clip is unusable and `data.on_bad_row` is "error", or all clips of the step are unusable.
+        DataError: a clip is unusable and `data.on_bad_row` is "error", or all clips in the step are unusable.
     """
     with share_errors():
         step_clips = next(clips)
@@ -53,8 +53,8 @@ def make_batches(
         clips: clips of the rows in this rank's share; see `list_local_places`.
 
     Returns:
-        The micro-batches, the same number on every rank (none if no rank has a usable clip), and the errors of the skipped
-        rows of all ranks.
+        The micro-batches (the same number on every rank, and none if no rank has a usable clip), and the errors for the rows
+        that any rank skipped.
     """
     config, share = maker.config, maker.share
     clean: dict[ClipIndex, Tensor] = {}
@@ -107,7 +107,7 @@ def accumulate_gradients(
     """Run the forward and backward passes for every clip, to accumulate the step's gradient; return the metrics."""
     num_clips = count_clips(batches, maker.share)
     sums: dict[str, float] = {}
-    for i, batch in enumerate(batches):  # forward passes are collective, so all ranks run the same number
+    for i, batch in enumerate(batches):  # forward passes are collective; all ranks run the same number of them
         with record_phase("forward"):
             loss = compute_clip_losses(maker, batch, step).sum() * (float(batch.counted) / num_clips)
         add_gradient(engine, loss, world.size, last=i == len(batches) - 1)

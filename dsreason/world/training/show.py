@@ -1,4 +1,4 @@
-"""Measures of how clips look, which show reward hacking before the rewards do."""
+"""Measures of how clips look, which reveal reward hacking before the rewards do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 GRID = (4, 8, 8)
-"""Number of frames, rows and columns to which clips are reduced to compare them with each other."""
+"""Number of frames, rows and columns that clips are reduced to before they are compared with each other."""
 
 
 @dataclass(frozen=True)

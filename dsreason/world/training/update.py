@@ -1,4 +1,4 @@
-"""Gradients of Flow-GRPO and DDRL: log-probabilities of sampled steps → ratios → policy loss, KL term and data term."""
+"""Gradients for Flow-GRPO and DDRL: log-probabilities of sampled steps → ratios → policy loss, KL term and data term."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsreason.world.training.rollout import SamplingPlan, plan_steps
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MAX_RATIO_ERROR = 1e-4
-"""Maximum distance of a ratio from 1 in the first update, in which sampling and training use the same weights."""
+"""Maximum distance of a ratio from 1 in the first update, where sampling and training use the same weights."""
 DATA_COEF = 0.01
 
 
@@ -32,7 +32,7 @@ DATA_COEF = 0.01
 def add_reference(
     maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[SampledClips]]
 ) -> list[list[SampledClips]]:
-    """Return the samples, with the reference's velocities at the trained steps if there is a KL term. Collective."""
+    """Return the samples; if there is a KL term, add the reference's velocities at the trained steps. Collective."""
     if reference is None:
         return [list(part) for part in parts]
     with reference.in_place():
@@ -52,7 +52,7 @@ def add_reference_velocities(maker: ClipMaker, sample: SampledClips) -> SampledC
 
 
 def evaluate_velocity(velocity: Velocity, x: Tensor, level: Tensor) -> Tensor:
-    """Return the velocity at the start of a step, as sampling does; `level` is the scalar noise level there."""
+    """Return the velocity at the start of a step, computed as in sampling; `level` is that step's noise level, a scalar."""
     return velocity(x, x.new_full((len(x),), float(level)))
 
 
@@ -65,7 +65,7 @@ def accumulate_gradients(
         rollout_step: first optimizer step of the rollout.
 
     Returns:
-        The metrics of the step.
+        The step's metrics.
     """
     config = maker.config.world
     plan = plan_steps(maker.config, maker.sigmas, rollout_step)
@@ -75,7 +75,7 @@ def accumulate_gradients(
     sums: dict[str, float] = {}
     worst = 0.0
     items = [(sample, number) for sample in samples for number in plan.trained]
-    for i, (sample, number) in enumerate(items):  # forward passes are collective, so all ranks run the same number
+    for i, (sample, number) in enumerate(items):  # forward passes are collective; all ranks run the same number of them
         last, counted = i == len(items) - 1, float(sample.batch.counted) / num_clips
         with record_phase("forward"):
             loss, metrics, error = compute_loss(maker, sample, number, plan.steps[number])
@@ -97,7 +97,7 @@ def accumulate_gradients(
 def compute_loss(
     maker: ClipMaker, sample: SampledClips, number: int, step: Step
 ) -> tuple[Tensor, dict[str, Tensor], float]:
-    """Return each clip's loss at a trained step, `[B]`, its metrics, `[B]` each, and the largest distance of a ratio from 1."""
+    """Return each clip's loss and metrics at a trained step (`[B]` each), and the largest distance of a ratio from 1."""
     config, device = maker.config.world, maker.device
     batch, kept_step = sample.batch.to(device), sample.trajectory[number]
     x, x_next = kept_step.x.to(device), kept_step.x_next.to(device)
@@ -139,7 +139,7 @@ def compute_data_loss(maker: ClipMaker, batch: ClipMicroBatch, number: int, roll
 
 @dataclass
 class RatioCheck:
-    """A check that this process's first update is on-policy; later updates need not be."""
+    """A check that this process's first update is on-policy; later updates may be off-policy."""
 
     is_done: bool = False
 
@@ -147,7 +147,7 @@ class RatioCheck:
         """Raise DsReasonError on every rank if `error` is too large in the first call; ignore later calls.
 
         Args:
-            error: largest distance of a ratio from 1, over all ranks.
+            error: largest distance of a ratio from 1, across all ranks.
         """
         if self.is_done:
             return

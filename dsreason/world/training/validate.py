@@ -1,4 +1,4 @@
-"""Validation: rewards of clips, sampled from the same prompts and noise throughout a run, and the loss on real clips."""
+"""Validation: rewards for clips sampled from the same prompts and noise throughout a run, and the loss on real clips."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SampledBatch:
     latents: Tensor
     """Latents of the sampled clips: `[B, C, T, h, w]`, on the CPU."""
     result: Callable[[], ClipScores] | None
-    """Waits for the scores; None if the run has no rewards."""
+    """Waits for the scores and returns them; None if the run has no rewards."""
     looks: list[Look]
 
 
@@ -52,7 +52,7 @@ class ValidationClip:
     number: int
     row: WorldRow
     rewards: dict[str, float]
-    """Rewards by name, and under "" their weighted sum; empty if the run has no rewards."""
+    """Reward name → value, with the weighted sum under ""; empty if the run has no rewards."""
     look: Look
     pixels: Pixels | None
     """Pixels, `[3, T, H, W]`; None if the clip will not be shown."""
@@ -60,7 +60,7 @@ class ValidationClip:
 
 @dataclass(frozen=True)
 class WorldResult:
-    """The result of a validation, equal on all ranks."""
+    """A validation's result, which is the same on all ranks."""
 
     metrics: dict[str, float]
     clips: list[ValidationClip]
@@ -73,7 +73,7 @@ class WorldResult:
         return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """Write all rewards to `validation/step_N.jsonl`, the shown clips to `validation/step_N/`, and the run's HTML page.
+        """Write all rewards to `validation/step_N.jsonl`, the clips to show to `validation/step_N/`, and the run's HTML page.
 
         Only rank 0 writes.
         """
@@ -104,7 +104,7 @@ def validate(
 
     Args:
         datasets: training and validation data sets.
-        average: average to validate; None validates the policy's current weights.
+        average: averaged weights to validate; None validates the policy's current weights.
 
     Returns:
         The metrics and clips; None if there is nothing to measure.
@@ -128,7 +128,7 @@ def validate(
 
 
 def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldDataset, WorldDataset]) -> WorldDataset:
-    """Build the data set of the rows for whose prompts clips are sampled; see `list_validation_rows`."""
+    """Build a data set of the rows whose prompts are used to sample clips; see `list_validation_rows`."""
     training, validation = datasets
     source = validation if len(validation) else training
     return WorldDataset(rows, source.read)
@@ -175,7 +175,7 @@ def refuse_noise(number: int) -> Tensor:
 
 
 def measure_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> SampledBatch:
-    """Compute the clips' visual metrics, and start scoring the clips if the run has rewards."""
+    """Compute the clips' visual metrics; if the run has rewards, start scoring the clips."""
     if maker.scorer is None:
         return SampledBatch(batch, latents.cpu(), None, look_at(decode_pixels(maker.codec, latents)))
     pending = start_scoring(maker, batch, latents)

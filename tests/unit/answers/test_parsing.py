@@ -601,6 +601,30 @@ def test_ordinal_answer_is_read_as_number(text, answer):
     assert read(text, None, kind="ordinal")[0] == answer
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("4", "4"),
+        ("I count 2 cars, so the score is 4.", "2"),
+        ("4/5", "4"),
+        ("Score: **3**", "3"),
+        ("7, or rather 5", "5"),
+        ("<think>1</think> 5", "5"),
+        ("4.5", ""),
+        ("10 of 30", ""),
+        ("Q3", ""),
+        ("0", ""),
+        ("four", ""),
+    ],
+)
+def test_digit_parser_takes_first_standalone_rating(text, answer):
+    assert read(text, None, kind="ordinal", parser="digit") == ((answer, "first digit") if answer else ("", "none"))
+
+
+def test_digit_parser_reads_other_kinds_by_default():
+    assert read("4. It is B", parser="digit")[0] == read("4. It is B")[0] == "B"
+
+
 @pytest.mark.parametrize("kind", ["open", "free_text"])
 @pytest.mark.parametrize(
     ("text", "answer", "rule"),
@@ -622,7 +646,7 @@ def test_open_answer_is_the_entire_text(kind, text, answer, rule):
     ("arguments", "message"),
     [
         (("A", "letters"), "answer_type must be one of letter, reasoning; got 'letters'"),
-        (("A", "letter", "strict"), "parser must be one of default, compat; got 'strict'"),
+        (("A", "letter", "strict"), "parser must be one of default, compat, digit; got 'strict'"),
     ],
 )
 def test_unknown_choice_is_rejected_with_valid_choices(arguments, message):

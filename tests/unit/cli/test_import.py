@@ -16,6 +16,7 @@ from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.job import launch
 from tests.unit.tools.cosmos_rl.test_convert import GRPO, SFT
+from tests.unit.tools.cosmos_rl.test_framework import REASONER_FILE
 from tests.unit.tools.cosmos_rl.test_keys import SHARED, needs_configs
 
 
@@ -49,6 +50,22 @@ def test_imported_file_is_readable_by_command(
     assert (config.data.adapter, config.train.global_batch_size, config.optim.lr) == ("llava", 8, 1e-6)
 
 
+def test_cosmos_framework_file_is_used_unchanged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs.toml").write_text(REASONER_FILE)
+    assert call("import", "theirs.toml", "-o", "run.toml", monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().err
+    assert "cosmos-framework key" in printed
+    assert "written to run.toml, for 4 GPUs. Next: dsreason sft --config run.toml --dry-run" in printed
+    assert Path("run.toml").read_text().startswith("# Imported from the cosmos-framework file theirs.toml, for 4 GPUs.")
+    result = find_trainers()["sft"]
+    direct = job.load_job(job.TrainingCommand(result, Path("theirs.toml")))
+    assert load_config(SFTConfig, Path("run.toml"), default_recipe="x") == direct
+    assert call("grpo", "--config", "theirs.toml", "--dry-run", monkeypatch=monkeypatch) == 2
+    assert "is a cosmos-framework configuration for `dsreason sft`" in capsys.readouterr().err
+
+
 def test_import_prints_config_without_output_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,7 +84,7 @@ def test_import_prints_config_without_output_name(
             [],
             "cosmos.toml: train.fp8.enable_fp8: 8-bit training is not supported",
         ),
-        ("[model]\npath = 'x'", [], "cosmos.toml: this is not a cosmos-rl configuration"),
+        ("[model]\npath = 'x'", [], "cosmos.toml: this is not a configuration for cosmos-rl or cosmos-framework"),
         ("datasets = []\n[evaluation]\nfps = 4", [], "dsreason eval --config cosmos.toml"),
         (SFT, ["--accept", "train.x"], "--accept train.x: the file has no such key"),
         (SFT, ["-o", "rows.json"], "rows.json: already exists"),

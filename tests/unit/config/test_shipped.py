@@ -11,6 +11,7 @@ import pytest
 from dsreason.config import shipped
 from dsreason.config.load import load_config
 from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.shipped import find_file, find_shipped_root, get_shipped_file, list_shipped
 from dsreason.data.order import WeightedRows
@@ -161,6 +162,51 @@ def test_grpo_recipe_has_published_sampling_and_rewards(file: str, kl_coef: floa
     assert (config.grpo.num_generations, config.grpo.kl_coef) == (8, kl_coef)
     assert (config.rollout.temperature, config.rollout.max_completion_length) == (0.9, 6144)
     assert config.reward.functions == {reward: 1.0, "format": 1.0}
+
+
+COSMOS3 = "1e-06 (0.9, 0.95) 0.1, 5 from 0.05 cosine to 0.1, 64 x 50 of 16000, fps 2.0, clip 1.0"
+LLAVA_OV = "1e-05 (0.9, 0.95) 0.1, 1000 from 0.05 cosine to 0.5, 8 x 500 of 16000, fps None, clip 1.0"
+COSMOS_FRAMEWORK = {
+    "physical_plausibility_cosmos3_nano_sft": ("nvidia/Cosmos3-Nano", COSMOS3),
+    "physical_plausibility_cosmos3_super_sft": ("nvidia/Cosmos3-Super", COSMOS3),
+    "physical_plausibility_cosmos3_edge_sft": ("nvidia/Cosmos3-Edge", COSMOS3),
+    "llava_onevision_qwen3_vl_8b_sft": ("Qwen/Qwen3-VL-8B-Instruct", LLAVA_OV),
+}
+"""Model; learning rate, betas and weight decay; warmup and schedule; samples per step x steps; tokens; frames; clipping."""
+
+
+@pytest.mark.parametrize("name", COSMOS_FRAMEWORK)
+def test_cosmos_framework_recipe_has_published_values(name: str) -> None:
+    config = load_config(SFTConfig, Path(f"{name}.toml"), default_recipe=f"{name}.toml")
+    optim, train = config.optim, config.train
+    values = f"{optim.lr} {optim.betas} {optim.weight_decay}, {optim.warmup} from {optim.warmup_start} {optim.schedule}"
+    values += f" to {optim.min_lr_share}, {config.samples_per_step} x {train.max_steps} of {config.model.max_length}"
+    values += f", fps {config.data.vision.fps}, clip {optim.max_grad_norm}"
+    assert (config.model.path, values) == COSMOS_FRAMEWORK[name]
+    assert (train.max_tokens_per_micro_batch, train.precision, optim.eps) == (16000, "bf16", 1e-8)
+    assert optim.lr_multipliers == ({r"model\.visual": 0.1} if "llava" in name else {})
+
+
+@pytest.mark.parametrize("size", ["nano", "super", "edge"])
+def test_cosmos3_grpo_trains_the_rows_of_sft(size: str) -> None:
+    name = f"physical_plausibility_cosmos3_{size}"
+    sft = load_config(SFTConfig, Path(f"{name}_sft.toml"), default_recipe=f"{name}_sft.toml")
+    grpo = load_config(GRPOConfig, Path(f"{name}_grpo.toml"), default_recipe=f"{name}_grpo.toml")
+    assert grpo.data.path == sft.data.path == "data/videophy2_train"
+    assert grpo.data.validation == sft.data.validation
+    assert grpo.model.freeze == sft.model.freeze
+    assert (grpo.reward.functions, grpo.reward.options) == ({"ordinal_choice": 1.0}, {"ordinal_choice": {"step": 0.25}})
+
+
+def test_videophy2_evaluation_reads_first_digit() -> None:
+    config = load_config(EvalConfig, Path("eval_videophy2.toml"), default_recipe="eval_videophy2.toml")
+    assert (config.evaluation.parser, config.evaluation.answer_type, config.generation.max_retries) == (
+        "digit",
+        "letter",
+        0,
+    )
+    (source,) = config.sources
+    assert (source.path, source.kind, source.vision.fps) == ("data/videophy2_val", "ordinal", 2.0)
 
 
 def test_source_blend_matches_the_published_one() -> None:

@@ -1,6 +1,7 @@
 """Tokens, labels and pixels that both families compute for generated media."""
 
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,8 @@ QWEN2_5_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 
 
 @pytest.fixture(scope="module")
-def encoder(tiny: Path) -> Encoder:
+def encoder(tiny_of_each_architecture: Path) -> Encoder:
+    tiny = tiny_of_each_architecture
     config = AutoConfig.from_pretrained(tiny)
     family = get_family(config.model_type)
     positions = partial(compute_position_ids, family.grids, config=config)
@@ -104,8 +106,8 @@ def runs(encoder: Encoder, encoded: EncodedSample) -> list[str]:
     return [encoder.processor.tokenizer.decode(ids) for ids in result]
 
 
-def is_qwen3(encoder: Encoder) -> bool:
-    return type(encoder.processor).__name__ == "Qwen3VLProcessor"
+def is_qwen2_5(encoder: Encoder) -> bool:
+    return encoder.family.model_type == "qwen2_5_vl"
 
 
 # ---------------------------------------------------------------- labels
@@ -120,7 +122,7 @@ def test_text_tokens_and_loss_mask_match_chat_format(encoder):
     tokenizer = encoder.processor.tokenizer
     encoded = encoder.encode(Sample("1", [user("yes or no?"), assistant("no")]))
     before = (
-        "" if is_qwen3(encoder) else QWEN2_5_SYSTEM
+        QWEN2_5_SYSTEM if is_qwen2_5(encoder) else ""
     ) + "<|im_start|>user\nyes or no?<|im_end|>\n<|im_start|>assistant\n"
     expected = [(token, False) for token in tokenizer(before)["input_ids"]]
     expected += [(token, True) for token in tokenizer("no")["input_ids"]]
@@ -164,8 +166,11 @@ def test_ids_and_pixels_match_the_processor(encoder, files):
         video_metadata=metadata,
         do_sample_frames=False,
         do_resize=False,
+        return_metadata=True,
+        return_mm_token_type_ids=True,
         return_tensors="pt",
     )
+    del inputs["video_metadata"]
     assert inputs.pop("input_ids")[0].tolist() == encoded.input_ids.tolist()
     assert inputs.pop("mm_token_type_ids")[0].tolist() == encoded.mm_token_type_ids.tolist()
     del inputs["attention_mask"]
@@ -327,13 +332,14 @@ def test_prompt_memory_counts_media_and_pixels(encoder, files):
 def test_video_frame_times_follow_sampled_range(encoder, files):
     sample = Sample("1", [user(video(files["long"], nframes=6, video_start=1.0, video_end=3.9), "?"), assistant("a")])
     encoded = encoder.encode(sample)
-    if is_qwen3(encoder):  # frames 10 16 22 27 33 39 of a 10 fps video
-        text = encoder.processor.tokenizer.decode(encoded.input_ids)
-        assert [text.count(f"<{time} seconds>") for time in ("1.3", "2.5", "3.6")] == [1, 1, 1]
-        assert "second_per_grid_ts" not in encoded.mm_kwargs
-    else:  # 6 frames in 3 s, 2 frames a group
+    if is_qwen2_5(encoder):  # 6 frames in 3 s, 2 frames a group
         assert encoded.mm_kwargs["second_per_grid_ts"].tolist() == [1.0]
         assert encoded.mm_kwargs["second_per_grid_ts"].dtype == torch.float32
+    else:  # frames 10 16 22 27 33 39 of a 10 fps video
+        text = encoder.processor.tokenizer.decode(encoded.input_ids)
+        times = {"qwen3_vl": ["1.3", "2.5", "3.6"], "cosmos3_edge": ["1.0", "1.6", "2.2", "2.7", "3.3", "3.9"]}
+        assert re.findall(r"<([\d.]+) seconds>", text) == times[encoder.family.model_type]
+        assert "second_per_grid_ts" not in encoded.mm_kwargs
 
 
 def test_encoded_prompt_has_media_and_frame_metadata(encoder, files):
@@ -369,7 +375,9 @@ def test_dummy_has_exactly_one_vision_token(encoder, kind):
     processor = encoder.processor
     ids = dummy.input_ids.tolist()
     assert ids.count(processor.image_token_id if kind == "image" else processor.video_token_id) == 1
-    assert processor.tokenizer.convert_ids_to_tokens([ids[0], ids[-1]]) == ["<|vision_start|>", "<|vision_end|>"]
+    # Before the first mark of Cosmos3-Edge's video is the time of the frame.
+    first = "<" if (encoder.family.model_type, kind) == ("cosmos3_edge", "video") else "<|vision_start|>"
+    assert processor.tokenizer.convert_ids_to_tokens([ids[0], ids[-1]]) == [first, "<|vision_end|>"]
     assert not dummy.loss_mask.any()
     assert dummy.mm_kwargs[f"{kind}_grid_thw"].tolist() == [[1, 2, 2]]
 

@@ -98,3 +98,25 @@ def test_wsd_decays_over_last_fifth_by_default() -> None:
     assert [compute_lr_factor(step, 10, OptimConfig(warmup=0, schedule="wsd")) for step in (7, 8, 9)] == pytest.approx(
         [1, 1, 1 - 0.5**0.5]
     )
+
+
+def test_warmup_starts_at_given_share() -> None:
+    """Published values of VideoPhy-2: 5 warmup steps from 0.05, then a cosine to 0.1, in 50 steps."""
+    optim = OptimConfig(warmup=5, warmup_start=0.05, min_lr_share=0.1)
+    assert [compute_lr_factor(step, 50, optim) for step in (0, 1, 4, 5, 20, 50)] == pytest.approx(
+        [0.05, 0.2875, 1.0, 1.0, 0.775, 0.1]  # a third of the decay: 0.1 + 0.9 * (1 + cos 60°) / 2
+    )
+
+
+def test_schedule_length_replaces_run_length() -> None:
+    short, long = OptimConfig(warmup=50, schedule_steps=950), OptimConfig(warmup=0, schedule_steps=10, min_lr_share=0.2)
+    assert compute_lr_factor(500, 500, short) == pytest.approx(0.5)
+    assert [compute_lr_factor(step, 500, long) for step in (5, 10, 499)] == pytest.approx([0.6, 0.2, 0.2])
+
+
+def test_warmup_beyond_run_reports_last_rate() -> None:
+    optim = OptimConfig(warmup=1000, warmup_start=0.05, schedule_steps=1000)
+    assert compute_lr_factor(499, 500, optim) == pytest.approx(0.05 + 0.95 * 499 / 999)
+    note = describe_long_warmup(500, optim)
+    assert note is not None
+    assert "longer than the run (500 steps), which ends at 0.525 of optim.lr" in note

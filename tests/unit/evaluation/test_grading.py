@@ -73,6 +73,14 @@ def test_any_accepted_answer_is_right(parser, text, right):
 
 
 @pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [("4", "4", True), ("It gets 4 of 5.", "4", True), ("3 balls: 4", "4", False), ("plausible", "4", False)],
+)
+def test_digit_parser_grades_first_rating(text, answer, right):
+    assert is_right("ordinal", text, answer, parser="digit") is right
+
+
+@pytest.mark.parametrize(
     ("kind", "text", "answer", "right"),
     [
         ("yes_no", "Yes, it does.", "yes", True),
@@ -286,6 +294,13 @@ def test_physical_ai_rewards_grade_with_options(scorer, options, text, answer, v
         graded = grader.grade(asks("open", answer), text)
     assert graded.scores == {scorer: pytest.approx(value)}
     assert graded.is_correct is (value >= 0.4)
+
+
+def test_format_scorer_sees_the_opened_tag():
+    text = "It turns.</think> <answer>B</answer>"
+    with grader_for("reasoning", scorer="format") as grader:
+        graded = [grader.grade(asks("open", "B"), text, opening) for opening in ("", "<think>\n")]
+    assert [grade.scores for grade in graded] == [{"format": 0.0}, {"format": 1.0}]
 
 
 def test_unparsed_answer_is_never_right_by_scorer(tmp_path):

@@ -59,6 +59,14 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
             ("--video=a.mp4", "--prompt=?", "--fps=2", "--nframes=8"),
             r"--fps \(2\) and --nframes \(8\) are mutually exclusive",
         ),
+        (
+            ("--image=a.png", "--prompt=?", "--template-argument=thinking"),
+            r"--template-argument thinking: must have the form NAME=VALUE",
+        ),
+        (
+            ("--image=a.png", "--prompt=?", "--template-argument=tools=1"),
+            r"--template-argument: .*tools is passed to the chat template by dsreason",
+        ),
         (("--video=a.mp4", "--prompt=?", "--fps=0"), r"--fps \(0\) must be greater than 0"),
         (("--image=a.png", "--prompt=?", "--top-p=0"), r"--top-p \(0\) must be greater than 0 and at most 1"),
         (("--video=a.mp4", "--prompt=?", "--fps=nan"), r"--fps \(nan\) must be greater than 0 and at most 1000"),

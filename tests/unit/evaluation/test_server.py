@@ -81,6 +81,12 @@ def test_question_is_sent_and_answer_is_read(stand_in: StandIn) -> None:
     }
 
 
+def test_template_arguments_are_sent(stand_in: StandIn) -> None:
+    server = ServerAnswerer(ServerConfig(url=stand_in.url), {"enable_thinking": False})
+    assert ask(server, text_sample())[0].error is None
+    assert stand_in.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize(
     ("sampling", "fields"),
     [

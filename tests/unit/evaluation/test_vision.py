@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from dsreason.checkpoints.trained_template import write_template_arguments
 from dsreason.checkpoints.trained_vision import TrainedVision, collect_trained_vision, read_trained_vision
 from dsreason.config.schema_data import VisionConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import CheckpointError, ConfigError
+from dsreason.evaluation.settings import collect_settings
 from dsreason.evaluation.vision import apply_choice, choose_evaluation_vision, choose_vision
 from tests.unit.evaluation.stand_in import PROXIES, StandIn, serving
 
@@ -116,6 +118,21 @@ def test_evaluation_uses_vision_settings_of_export(export: Path, changes: dict[s
     local = config(model={"path": str(export)}, **changes)
     applied = apply_choice(local, choose_evaluation_vision(local))
     assert applied.merge_vision().model_dump(exclude_none=True) == used
+
+
+def test_evaluation_uses_template_arguments_of_export(export: Path) -> None:
+    local = config(model={"path": str(export)})
+    assert "evaluation.template_arguments" not in collect_settings(local, {})
+    write_template_arguments(export, {"enable_thinking": False, "effort": "low"})
+    choice = choose_evaluation_vision(local)
+    line = f'chat template arguments of training: enable_thinking = false, effort = "low" ({export})'
+    assert choice.describe().splitlines()[1] == line
+    applied = apply_choice(local, choice)
+    assert applied.evaluation.template_arguments == {"enable_thinking": False, "effort": "low"}
+    assert collect_settings(applied, {})["evaluation.template_arguments"] == applied.evaluation.template_arguments
+    changed = config(model={"path": str(export)}, evaluation={"template_arguments": {"enable_thinking": True}})
+    applied = apply_choice(changed, choose_evaluation_vision(changed))
+    assert applied.evaluation.template_arguments == {"enable_thinking": True, "effort": "low"}
 
 
 def test_training_without_settings_has_no_rate(export: Path) -> None:

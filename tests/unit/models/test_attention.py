@@ -23,7 +23,7 @@ from dsreason.train.common.preflight import build_encoder
 from tests.integration.rows import write_mixed_rows
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def model_path(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(f"tiny_{request.param}")
     return path

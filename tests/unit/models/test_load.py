@@ -18,7 +18,7 @@ from dsreason.models.load import load_model, read_model_config, read_parameter_n
 from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 EMBEDDING = "model.language_model.embed_tokens.weight"
 Tensors = dict[str, torch.Tensor]
 
@@ -246,8 +246,9 @@ def test_folder_without_config_is_rejected(tmp_path: Path) -> None:
 def test_hub_download_uses_revision_and_skips_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def download(name: str, *, revision: str, allow_patterns: list[str]) -> str:
+    def download(name: str, *, revision: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         calls.append((name, revision))
+        assert ignore_patterns == ["*/*.safetensors"]
         (tmp_path / "config.json").touch()
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
         return str(tmp_path)

@@ -28,13 +28,13 @@ KINDS = {"image": (1, "pixel_values", "image_grid_thw"), "video": (2, "pixel_val
 
 
 @pytest.fixture
-def model(tiny: Path) -> PreTrainedModel:
-    return AutoModelForImageTextToText.from_pretrained(tiny, dtype=torch.float32)
+def model(tiny_of_each_architecture: Path) -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(tiny_of_each_architecture, dtype=torch.float32)
 
 
 def make_row(model: PreTrainedModel, name: str, seed: int) -> EncodedSample:
     """Build a row of text and media whose last four tokens are trained."""
-    width = model.model.visual.patch_embed.proj.weight[0].numel()
+    width = next(p[0].numel() for name, p in model.model.visual.named_parameters() if "patch_embed" in name)
     generator = torch.Generator().manual_seed(seed)
     placeholders = {"image": model.config.image_token_id, "video": model.config.video_token_id}
     ids, types = [5], [0]

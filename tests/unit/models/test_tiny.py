@@ -14,10 +14,11 @@ from dsreason.models.tiny import build_tiny, list_special_tokens
 PREFIXES = {
     "qwen2_5_vl": ("model.embed_tokens.", "model.layers.", "model.norm.", "visual."),
     "qwen3_vl": ("model.language_model.", "model.visual."),
+    "qwen3_5": ("model.language_model.", "model.visual.", "mtp."),
 }
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_transformers_loads_every_tensor_of_the_folder(family: str, tmp_path: Path) -> None:
     folder = build_tiny(family, tmp_path)
     model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
@@ -26,7 +27,7 @@ def test_transformers_loads_every_tensor_of_the_folder(family: str, tmp_path: Pa
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_tensor_names_match_published_checkpoints(family: str, tmp_path: Path) -> None:
     names = load_file(build_tiny(family, tmp_path) / "model.safetensors").keys()
     assert all(name.startswith(PREFIXES[family]) for name in names), names
@@ -50,7 +51,7 @@ def test_random_weights_leave_global_generator_unchanged(tmp_path: Path) -> None
     assert torch.equal(torch.rand(1), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_tokenizer_round_trips_text_and_knows_answers(family: str, tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(build_tiny(family, tmp_path))
     tokenizer = processor.tokenizer

@@ -1,11 +1,16 @@
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    Cosmos3EdgeConfig,
+    Cosmos3EdgeForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -35,6 +40,17 @@ TEXT = {
 SPECIAL = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
 
 
+def count_convolution_backward(
+    output: Any, inputs: Any, weight: Any, *options: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Count the products for the gradients of inputs and weight, whose shapes are given; torch would ignore the groups."""
+    *_, needed = options
+    return sum(needed[:2]) * 2 * prod(output) * prod(weight[1:])
+
+
+CONVOLUTION_BACKWARD = {torch.ops.aten.convolution_backward: count_convolution_backward}
+
+
 def tiny(family: str, *, tied: bool) -> Any:
     torch.manual_seed(0)
     common = {**SPECIAL, "tie_word_embeddings": tied, "attn_implementation": "eager"}
@@ -42,6 +58,11 @@ def tiny(family: str, *, tied: bool) -> Any:
         vision = {**VISION, "window_size": 16, "fullatt_block_indexes": [1]}
         config = Qwen2_5_VLConfig(text_config={**TEXT, "tie_word_embeddings": tied}, vision_config=vision, **common)
         return Qwen2_5_VLForConditionalGeneration(config)
+    if family == "cosmos3_edge":
+        vision = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_patches": 16, **VISION}
+        text = {**TEXT, "head_dim": 8, "tie_word_embeddings": tied}
+        sizes = Cosmos3EdgeConfig(text_config=text, vision_config=vision, projector_hidden_size=40, **common)
+        return Cosmos3EdgeForConditionalGeneration(sizes)
     vision = {**VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     text = {**TEXT, "head_dim": 8, "tie_word_embeddings": tied}
     if family == "qwen3_vl_moe":
@@ -57,8 +78,8 @@ def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
     t, h, w = grid
     image = [62] + [60] * (t * h * w // 4) + [63]
     ids = torch.tensor([[1, 2, 3, *image, 4, 5, 6, 7]])
-    patches = torch.randn(t * h * w, 3 * 2 * 4 * 4)
-    with FlopCounterMode(display=False) as counter:
+    patches = torch.randn(t * h * w, 3 * 4 * 4 * (1 if model.config.model_type == "cosmos3_edge" else 2))
+    with FlopCounterMode(display=False, custom_mapping=CONVOLUTION_BACKWARD) as counter:
         out = model(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -73,7 +94,7 @@ def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", ["", "visual", "language_model.layers.0."])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "cosmos3_edge", "qwen3_vl_moe"])
 def test_step_flops_match_torch_counter(family: str, frozen: str, tied: bool) -> None:
     model = tiny(family, tied=tied)
     for name, parameter in model.named_parameters():
@@ -82,6 +103,29 @@ def test_step_flops_match_torch_counter(family: str, frozen: str, tied: bool) ->
     counted, length = counted_flops(model, grid)
     dsreason_result = compute_model_flops(model).step(Work([(length, 0)], length, [grid]), causal=False)
     assert dsreason_result == pytest.approx(counted, rel=1e-3)  # torch also counts the rotary tables
+
+
+@pytest.mark.parametrize("frozen", ["", "visual", "language_model.layers.0."])
+def test_delta_net_flops_match_torch_counter(frozen: str) -> None:
+    torch.manual_seed(0)
+    rope = {**TEXT["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_interleaved": True}
+    sizes = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    types = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
+    text = TEXT | sizes | types | {"head_dim": 16, "hidden_size": 64, "rope_parameters": rope}
+    vision = VISION | {"num_position_embeddings": 16, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **SPECIAL, attn_implementation="eager")
+    model = Qwen3_5ForConditionalGeneration(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not (frozen and frozen in name)
+    grid = (1, 14, 34)  # with the text 128 tokens, which are whole chunks of the delta rule
+    counted, length = counted_flops(model, grid)
+    result = compute_model_flops(model).step(Work([(length, 0)], length, [grid]), causal=False)
+    assert result == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

@@ -146,6 +146,15 @@ def test_ordinal_choice_compares_numbers(completion, answer, expected):
 
 
 @pytest.mark.parametrize(
+    ("completion", "expected"),
+    [("5", 1), ("4", 0.75), (" 3\n", 0.5), ("2", 0.25), ("1", 0), ("5.", 0), ("Score: 5", 0), ("", 0)],
+)
+def test_ordinal_choice_scores_bare_ratings_by_distance(completion, expected):
+    """VideoPhy-2's recipes: a quarter less per point of distance, and nothing for other replies."""
+    assert ordinal_choice(completion, asks("5"), step=0.25) == expected
+
+
+@pytest.mark.parametrize(
     ("completion", "expected"), [("A", 1), ("b", 0.75), ("C", 0.5), ("D", 0.25), ("E", 0), ("(A)", 0)]
 )
 def test_ordinal_choice_follows_option_order(completion, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,9 +13,11 @@ import torch
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World
+from dsreason.models.load import read_model_config
 from dsreason.rollout.vllm_arguments import (
     VLLMSettings,
     build_engine_arguments,
+    check_delta_nets,
     check_engine_options,
     read_known_arguments,
 )
@@ -30,6 +33,17 @@ def arguments(device: str = "cuda", *, sleep_mode: bool = True, **changes: Any) 
     value = {"max_model_len": 16384, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_num_seqs": 64}
     settings, dtype = VLLMSettings(**value | changes), torch.bfloat16
     return build_engine_arguments(world(device), settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=False)
+
+
+def test_delta_nets_need_bfloat16_on_cpu(tiny_qwen3_5: Path, tiny_qwen3_vl: Path) -> None:
+    config, cpu = read_model_config(tiny_qwen3_5), torch.device("cpu")
+    with pytest.raises(
+        ConfigError, match=r"qwen3_5 on a CPU only in bfloat16, but the weights are float32; set train\."
+    ):
+        check_delta_nets(config, torch.float32, cpu)
+    check_delta_nets(config, torch.bfloat16, cpu)
+    check_delta_nets(config, torch.float32, torch.device("cuda"))
+    check_delta_nets(read_model_config(tiny_qwen3_vl), torch.float32, cpu)
 
 
 def test_gpu_engine_arguments_follow_rollout_settings() -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoConfig, Cosmos3EdgeConfig
 
 from dsreason.job.ranks import World
 from dsreason.rollout import vllm_engine
@@ -32,6 +33,14 @@ def test_vllm_uses_original_linear_despite_deepspeed(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="out of memory"), preserve_process_state(WORLD):
         raise RuntimeError("out of memory")
     assert torch.nn.functional.linear is zero3_linear_wrap
+
+
+def test_config_classes_of_vllm_are_removed_afterwards() -> None:
+    """vLLM replaces transformers' class of Cosmos3-Edge, from which transformers could not build the model."""
+    with preserve_process_state(WORLD):
+        AutoConfig.register("cosmos3_edge", type("VLLMConfig", (Cosmos3EdgeConfig,), {}), exist_ok=True)
+        assert CONFIG_MAPPING["cosmos3_edge"] is not Cosmos3EdgeConfig
+    assert CONFIG_MAPPING["cosmos3_edge"] is Cosmos3EdgeConfig
 
 
 @pytest.mark.parametrize(("free", "woken"), [(30, ["kv_cache", "weights"]), (29, None)])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsreason.families import FAMILIES
 from dsreason.rollout.protocol import SyncError
 from dsreason.rollout.weight_sync import (
     TensorSlot,
@@ -18,6 +19,8 @@ from dsreason.rollout.weight_sync import (
     compute_fingerprints,
     find_changed,
     find_complete_layers,
+    find_engine_names,
+    find_part,
     find_rows,
     is_same_fingerprint,
 )
@@ -121,9 +124,38 @@ def test_unexpected_or_missing_tensors_are_reported() -> None:
     )
 
 
+def test_tensor_may_fill_several_parts() -> None:
+    layer = SimpleNamespace(output_partition_sizes=[2, 2, 4, 4])  # query, key, value, z
+    model = SimpleNamespace(packed_modules_mapping={"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]})
+    fused = "layers.0.in_proj_qkvz.weight"
+    for name, partitions, rows in (("in_proj_qkv", slice(0, 3), slice(0, 8)), ("in_proj_z", slice(3, 4), slice(8, 12))):
+        part = find_part(model, f"layers.0.{name}.weight", {fused: (layer, "weight")}, FAMILIES["qwen3_5"])
+        assert part == (fused, partitions)
+        assert find_rows(layer, partitions) == rows
+
+
 def test_fused_layer_parts_occupy_consecutive_rows() -> None:
     layer = SimpleNamespace(output_partition_sizes=[4, 2, 2])  # query, key, value
-    assert [find_rows(layer, part) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
+    assert [find_rows(layer, slice(part, part + 1)) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
     vocabulary = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=5))  # further rows are padding
     assert find_rows(vocabulary, None) == slice(0, 5)
     assert find_rows(SimpleNamespace(), None) == slice(None)
+
+
+def test_engine_names_separate_fused_layers() -> None:
+    """vLLM puts attention and feed-forward block into separate layers: `layers.N` → layers 2 N and 2 N + 1."""
+    from vllm.model_executor.models.cosmos3_edge import Cosmos3EdgeForConditionalGeneration as VLLMModel
+
+    family = FAMILIES["cosmos3_edge"]
+    names = {
+        "model.language_model.layers.1.self_attn.k_proj.weight": "layers.2.mixer.k_proj.weight",
+        "model.language_model.layers.1.self_attn.o_proj.weight": "layers.2.mixer.o_proj.weight",
+        "model.language_model.layers.1.mlp.fc1.weight": "layers.3.mixer.up_proj.weight",
+        "model.language_model.layers.1.post_attention_layernorm.weight": "layers.3.norm.weight",
+    }
+    assert find_engine_names(VLLMModel, list(names), family) == [
+        f"language_model.model.{name}" for name in names.values()
+    ]
+    assert find_engine_names(VLLMModel, ["model.visual.encoder.layers.0.self_attn.q_proj.bias"], family) == [
+        "visual.encoder.encoder.layers.0.self_attn.q_proj.bias"
+    ]

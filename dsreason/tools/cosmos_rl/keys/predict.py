@@ -75,7 +75,9 @@ RUN: dict[str, Key] = {
     "optimizer.master_weights": make_unused(True, "master weights are always float32"),
     "scheduler.warm_up_steps": make_joint([0], "optim.warmup", takes="numbers"),
     "scheduler.warmup_steps": make_joint(0, "optim.warmup", takes="numbers"),
-    "scheduler.f_start": make_unused(None, "the warmup always starts at 0", takes="any"),
+    "scheduler.f_start": make_unused(
+        None, "the warmup starts at 0; set optim.warmup_start for another value", takes="any"
+    ),
     "scheduler.f_max": make_fixed(
         None,
         None,

@@ -34,9 +34,7 @@ OPTIMIZER: dict[str, Key] = {
     "train.optm_betas": make_copied([0.9, 0.999], "optim.betas"),
     "train.epsilon": make_copied(1e-6, "optim.eps"),
     "train.optm_warmup_steps": make_joint(20, "optim.warmup", takes="number"),
-    "train.optm_warmup_start_factor": make_fixed(
-        0.0, 0.0, because="the warmup always starts at 0", instead="the warmup always starts at 0; remove the key"
-    ),
+    "train.optm_warmup_start_factor": make_copied(0.0, "optim.warmup_start", convert=lambda factor: factor or None),
     "train.optm_decay_type": make_joint(None, "optim.schedule", takes="string"),
     "train.optm_decay_ratio": make_joint(None, "optim.schedule", "optim.decay_share", takes="number"),
     "train.optm_min_lr_factor": make_copied(0.0, "optim.min_lr_share"),

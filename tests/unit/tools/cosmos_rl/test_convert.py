@@ -13,7 +13,7 @@ import pytest
 from dsreason.cli.job import find_trainers
 from dsreason.config.load import read_values
 from dsreason.errors import ConfigError
-from dsreason.tools.cosmos_rl.convert import Imported, convert, is_cosmos_rl
+from dsreason.tools.cosmos_rl.convert import Imported, convert, is_importable
 from dsreason.tools.cosmos_rl.parts.train import to_name_pattern
 
 SFT = """
@@ -93,13 +93,13 @@ def refused(text: str, **changes: Any) -> str:
     ],
 )
 def test_command_follows_from_sections(text: str, trainer: str) -> None:
-    assert is_cosmos_rl(tomllib.loads(text))
+    assert is_importable(tomllib.loads(text))
     assert convert(tomllib.loads(text)).trainer == trainer
 
 
 @pytest.mark.parametrize("text", ["", "[train]\nepochs = 3", '[model]\npath = "x"', "[policies]\na = 1", "train = 3"])
 def test_dsreason_config_is_distinguished_from_cosmos_rl(text: str) -> None:
-    assert not is_cosmos_rl(tomllib.loads(text))
+    assert not is_importable(tomllib.loads(text))
 
 
 def test_sft_batch_counts_per_data_parallel_rank() -> None:
@@ -173,6 +173,7 @@ def test_forward_token_limit_matches_cosmos_rl() -> None:
         ({"optm_decay_type": "linear", "optm_decay_ratio": 0.3}, {"schedule": "linear", "decay_share": 0.3}),
         ({"optm_warmup_steps": 0.03}, {"warmup": 0.03}),
         ({"optm_warmup_steps": 0}, {"warmup": 0}),
+        ({"optm_warmup_start_factor": 0.1}, {"warmup_start": 0.1}),
         ({"optm_grad_norm_clip": -1.0}, {"max_grad_norm": 0.0}),
         ({"optm_lr": [1e-5, 1e-5]}, {"lr": 1e-5}),
         ({"optm_lr": [1e-5, 1e-6]}, {"lr": 1e-5, "lr_multipliers": {r"^model\.visual\.": 0.1}}),
@@ -204,7 +205,6 @@ def test_optimizer_settings_are_converted(changes: dict[str, Any], optim: dict[s
         ({"optm_lr": "1e-5"}, "must be greater than 0; got '1e-5'"),
         ({"optm_decay_type": "exponential"}, "must be one of none, linear, cosine, sqrt; got 'exponential'"),
         ({"optm_warmup_steps": 1.0}, "number of steps"),
-        ({"optm_warmup_start_factor": 0.1}, "the warmup always starts at 0"),
         ({"param_dtype": "float16"}, "weights must be bfloat16 or float32"),
         ({"ema_enable": True}, "only dsreason world"),
         ({"resume": "outputs/x/policy"}, "cosmos-rl's checkpoints cannot be resumed"),

@@ -14,6 +14,7 @@ from dsreason.cli.job import find_trainers
 from dsreason.config.load import read_values
 from dsreason.errors import ConfigError
 from dsreason.tools.cosmos_rl.convert import LANGUAGE_KEYS, PREDICT_KEYS, WORLD_KEYS, Imported, convert
+from dsreason.tools.cosmos_rl.keys.framework import GENERATOR, REASONER
 from dsreason.tools.cosmos_rl.keys.key import Key, is_of_kind
 from dsreason.tools.cosmos_rl.write import write_toml
 from tests.unit.tools.cosmos_rl.test_convert import DPO, GRPO, SFT, document
@@ -140,7 +141,11 @@ def test_world_model_tables_have_their_keys(keys: dict[str, Key], name: str) -> 
     assert name in keys
 
 
-@pytest.mark.parametrize("keys", [LANGUAGE_KEYS, WORLD_KEYS, PREDICT_KEYS], ids=["language", "world", "predict"])
+@pytest.mark.parametrize(
+    "keys",
+    [LANGUAGE_KEYS, WORLD_KEYS, PREDICT_KEYS, REASONER, GENERATOR],
+    ids=["language", "world", "predict", "reasoner", "generator"],
+)
 def test_entry_states_target_or_reason(keys: dict[str, Key]) -> None:
     for name, key in keys.items():
         assert bool(key.becomes) != bool(key.because), name
@@ -359,8 +364,10 @@ ODD_VALUES: list[Any] = [
         (LANGUAGE_KEYS, GRPO),
         (WORLD_KEYS, WORLD),
         (PREDICT_KEYS, "[model.rl]\na = 1"),
+        (REASONER, '[job]\ntask = "vlm"'),
+        (GENERATOR, '[job]\ntask = "vfm"'),
     ],
-    ids=["sft", "dpo", "grpo", "world", "predict"],
+    ids=["sft", "dpo", "grpo", "world", "predict", "reasoner", "generator"],
 )
 def test_no_value_causes_a_traceback(keys: dict[str, Key], text: str) -> None:
     """Check that a wrong value raises only ConfigError, from the import or from dsreason's schema."""

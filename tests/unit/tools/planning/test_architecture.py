@@ -57,6 +57,8 @@ def test_model_in_s3_is_rejected() -> None:
         ("nvidia/Cosmos-Reason2-8B", 8_767_123_696),
         ("Qwen/Qwen2.5-0.5B", 494_032_768),
         ("Qwen/Qwen3-8B", 8_190_735_360),
+        # text 2 x 131072 x 2048 + 28 x 50,335,744 + 2048; tower 1,180,800 + 27 x 15,239,504 + 2304; projector 76,692,992
+        ("nvidia/Cosmos3-Edge", 2_435_616_496),
     ],
 )
 def test_published_models_have_known_parameter_counts(name: str, parameters: int) -> None:
@@ -66,4 +68,4 @@ def test_published_models_have_known_parameter_counts(name: str, parameters: int
 
 def test_every_table_entry_can_be_built() -> None:
     for values in list_architectures().values():
-        assert architecture.build_from_table(values).get_text_config().vocab_size in (151936, 152064)
+        assert architecture.build_from_table(values).get_text_config().vocab_size in (151936, 152064, 131072)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dsreason.config.schema_grpo import GRPOConfig
@@ -22,6 +24,24 @@ def engine(request: PlanRequest) -> VLLM:
 
 def test_token_bytes_cover_all_layers() -> None:
     assert engine(grpo()).token_bytes == 2 * 28 * 4 * 128 * 2
+
+
+def test_delta_nets_keep_a_state_per_sequence(tiny_qwen3_5: Path) -> None:
+    """Check the tiny model: one layer of two caches 2 heads of 32 channels; the other has 4 states of 128 x 128 numbers."""
+    result = engine(grpo(str(tiny_qwen3_5), gpus=1))
+    assert result.token_bytes == 2 * 1 * 2 * 32 * 2
+    assert (result.max_sequences, result.states) == (128, 128 * 4 * 128 * 128 * 4)
+    assert result.cache == result.share - result.weights - result.working - result.overhead - result.states
+
+
+def test_longer_rows_take_proportional_memory(tiny_qwen3_5: Path) -> None:
+    """Check that rows too long for a trace of the delta rule's loop are extrapolated."""
+    pieces = grpo(str(tiny_qwen3_5)).pieces
+    short, long = (pieces.trace_text_layer(tokens) for tokens in (4096, 65536))
+    assert pieces.layer_counts == (1, 1)
+    assert long.kept == pytest.approx(16 * short.kept, rel=0.01) and long.peak == pytest.approx(
+        16 * short.peak, rel=0.01
+    )
 
 
 def test_tensor_parallel_ranks_share_weights_and_heads() -> None:

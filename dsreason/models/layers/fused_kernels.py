@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from dsreason.families import get_family
 from dsreason.models.attention import attend_text, has_segment_attention
 
 if TYPE_CHECKING:
@@ -91,8 +92,10 @@ class FusedAttention(nn.Module):
 
 def use_fused_kernels(model: PreTrainedModel) -> None:
     """Make the norms and decoder layers of a built model use fused kernels, which run only on GPUs."""
-    names = ["RMSNorm"]
-    use_fused_norms(model)
+    names, plain = [], get_family(model.config.model_type).has_plain_layers
+    if plain:
+        names.append("RMSNorm")
+        use_fused_norms(model)
     if importlib.util.find_spec("liger_kernel") is None:
         log.warning(
             "liger-kernel is not installed, so SwiGLU and rotary positions use the unfused kernels of transformers; install "
@@ -102,10 +105,10 @@ def use_fused_kernels(model: PreTrainedModel) -> None:
         for layer in model.get_decoder().layers:
             if hasattr(layer.mlp, "gate_proj"):  # not a mixture of experts
                 layer.mlp.__class__ = FusedSwiGLU
-            if has_segment_attention(model):
+            if plain and has_segment_attention(model):
                 layer.self_attn.__class__ = FusedAttention
-        names += ["SwiGLU"] + ["rotary positions"] * has_segment_attention(model)
-    log.info("fused kernels: %s", ", ".join(names))
+        names += ["SwiGLU"] + ["rotary positions"] * (plain and has_segment_attention(model))
+    log.info("fused kernels: %s", ", ".join(names) or "none")
 
 
 def use_fused_norms(model: nn.Module) -> None:

@@ -19,12 +19,13 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from dsreason.config.schema import ModelConfig
 from dsreason.data.collate import collate, pack
 from dsreason.data.types import EncodedSample
-from dsreason.models import fused_kernels
-from dsreason.models.fused_kernels import FusedAttention, FusedRMSNorm, FusedSwiGLU
+from dsreason.families import get_family
+from dsreason.models.layers import fused_kernels
+from dsreason.models.layers.fused_kernels import FusedAttention, FusedRMSNorm, FusedSwiGLU
 from dsreason.models.load import load_model, resolve_model
 from dsreason.models.policy import Policy, enable_gradient_checkpointing
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "cosmos3_omni", "qwen2", "qwen3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "cosmos3_omni", "qwen3_5", "qwen2", "qwen3")
 
 
 @pytest.fixture
@@ -60,10 +61,11 @@ def make_samples() -> list[EncodedSample]:
 def run_policy(folder: Path, *, fused: bool, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
     model = load_model(folder, dtype=torch.float32, fused_kernels=fused)
     enable_gradient_checkpointing(model)
-    assert fused == any(type(module) is FusedRMSNorm for module in model.modules())
+    plain = get_family(model.config.model_type).has_plain_layers
+    assert (fused and plain) == any(type(module) is FusedRMSNorm for module in model.modules())
     is_dense = model.config.model_type != "qwen3_vl_moe"
     assert (fused and is_dense) == (type(model.get_decoder().layers[0].mlp) is FusedSwiGLU)
-    assert fused == (type(model.get_decoder().layers[0].self_attn) is FusedAttention)
+    assert (fused and plain) == (type(model.get_decoder().layers[-1].self_attn) is FusedAttention)
     samples = make_samples()
     logprobs = Policy(model)(pack(samples) if packed else collate(samples, pad_id=0))
     logprobs.sum().backward()
