@@ -91,7 +91,8 @@ def trace_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     padded = torch.nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
     inner = experts._apply_gate(padded.unflatten(0, (experts.num_experts, -1)) @ experts.gate_up_proj.mT)
     outputs = (inner @ experts.down_proj.mT).flatten(0, 1)[: len(rows)] * top_k_weights.flatten()[:, None]
-    return outputs.unflatten(0, (len(hidden), -1)).sum(dim=1)
+    total: Tensor = outputs.unflatten(0, (len(hidden), -1)).sum(dim=1)
+    return total
 
 
 AttentionInterface.register(ATTENTION, trace_attention)
