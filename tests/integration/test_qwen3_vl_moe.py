@@ -126,7 +126,7 @@ ADAPTERS = ("--set", 'lora={rank = 4, targets = ["self_attn", "mlp\\\\.experts"]
     ("preset", "adapters"), [("gspo", ()), pytest.param("dapo", ADAPTERS, marks=pytest.mark.nightly)]
 )
 def test_vllm_samples_from_trained_experts(preset: str, adapters: tuple[str, ...], tmp_path: Path) -> None:
-    config = CONFIG.format(rows=write_mixed_rows(tmp_path / "data")).replace("cosmos3_omni", "qwen3_vl_moe")
+    config = CONFIG.format(family="qwen3_vl_moe", rows=write_mixed_rows(tmp_path / "data"))
     (tmp_path / "run.toml").write_text(config.replace("[grpo]", f'[grpo]\npreset = "{preset}"'))
     (tmp_path / "rewards.py").write_text(REWARDS)
     options = ("--config", "run.toml", "--nproc", 2, "--output-dir", "run", "--set", "train.router_loss_weight=0.01")

@@ -21,7 +21,7 @@ from dsreason.models.nf4.layers import convert_to_nf4
 from dsreason.tools.planning.architecture import Architecture
 from dsreason.tools.planning.parameters import Parameters, build_meta_model
 from dsreason.tools.planning.shape import ModelShape, read_shape
-from dsreason.tools.planning.tracing import ATTENTION, Traced, free_gradients_early, trace
+from dsreason.tools.planning.tracing import ATTENTION, EXPERTS, Traced, free_gradients_early, trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,6 +41,8 @@ class Pieces:
     dtype: torch.dtype
     layer_counts: tuple[int, ...]
     """For each text layer of the model, the number of layers of its type in the full model."""
+    adapted_experts: int = 0
+    """Bytes of a layer's experts that have adapters, which peft copies in every forward pass to add the adapters' products."""
 
     @cache  # noqa: B019 (one instance per plan)
     def trace_text_layer(self, tokens: int, *, training: bool = True) -> Traced:
@@ -64,7 +66,8 @@ class Pieces:
             )
             return get_tensor(outputs)
 
-        return trace(run, (1, tokens, self.shape.hidden), self.dtype, training=training)
+        traced = trace(run, (1, tokens, self.shape.hidden), self.dtype, training=training)
+        return Traced(traced.kept + self.adapted_experts * training, traced.peak + self.adapted_experts)
 
     @cache  # noqa: B019
     def trace_vision_block(self, patches: int, *, training: bool = True) -> Traced:
@@ -151,6 +154,8 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
         attention_configs.append(model.config.vision_config)
     for attention_config in attention_configs:
         attention_config._attn_implementation = ATTENTION
+    if family.modules.experts:
+        decoder.config._experts_implementation = EXPERTS
     trained = {drop_layer_number(parameter.name) for parameter in parameters.trained}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(drop_layer_number(name) in trained)
@@ -158,8 +163,12 @@ def build_pieces(architecture: Architecture, config: RunConfig, parameters: Para
         quantize_meta_layers(model, family.modules.text_layers, dtype)
     if targets:
         add_matching_adapters(model, config, targets, dtype)
+    experts = [parameter for name, parameter in model.named_parameters() if drop_layer_number(name) in targets]
+    for parameter in experts:
+        parameter.requires_grad_(True)  # the gradient of the copy is as large as that of the experts
     free_gradients_early(model)
-    return Pieces(model, shape, dtype, tuple(counts.values()))
+    adapted_bytes = sum(parameter.nbytes for parameter in experts) // len(counts)
+    return Pieces(model, shape, dtype, tuple(counts.values()), adapted_bytes)
 
 
 def drop_layer_number(name: str) -> str:
@@ -175,12 +184,12 @@ def quantize_meta_layers(model: nn.Module, pattern: str, dtype: torch.dtype) -> 
 
 def add_matching_adapters(model: PreTrainedModel, config: RunConfig, targets: set[str], dtype: torch.dtype) -> None:
     """Add adapters to the remaining layers that have one in the full model."""
-    members = [*model.named_modules(), *model.named_parameters()]
-    names = [name for name, _ in members if drop_layer_number(name) in targets]
+    names = [name for name, _ in model.named_modules() if drop_layer_number(name) in targets]
     exact = tuple(f"^{re.escape(name)}$" for name in names)
     model.requires_grad_(False)
     lora = config.lora.model_copy(update={"targets": exact, "vision": False, "rank_pattern": {}, "alpha_pattern": {}})
-    add_adapters(model, lora, seed=0)
+    if exact:
+        add_adapters(model, lora, seed=0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to("meta", dtype)

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from dsreason.errors import ConfigError
 
 ATTENTION = "flash_planned"
 """Name of `trace_attention` in transformers; because it contains "flash", vision towers pass a complete media item at a time."""
+EXPERTS = "planned"
+"""Name of `trace_experts` in transformers."""
 MOST_TOKENS = 10**9
 """Maximum number of tokens per forward pass; with more tokens, byte counts would overflow 64 bits."""
 
@@ -78,7 +81,22 @@ def trace_attention(
     return attended, None
 
 
+def trace_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute experts that all get the same number of tokens, with tensors as large as those of torch's grouped products.
+
+    torch cannot trace its grouped products in float32. `hidden` is `[T, H]`, and the other tensors are `[T, k]`.
+    """
+    rows = hidden.repeat_interleave(top_k_weights.shape[1], dim=0)
+    more = -len(rows) % experts.num_experts
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
+    inner = experts._apply_gate(padded.unflatten(0, (experts.num_experts, -1)) @ experts.gate_up_proj.mT)
+    outputs = (inner @ experts.down_proj.mT).flatten(0, 1)[: len(rows)] * top_k_weights.flatten()[:, None]
+    total: Tensor = outputs.unflatten(0, (len(hidden), -1)).sum(dim=1)
+    return total
+
+
 AttentionInterface.register(ATTENTION, trace_attention)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, trace_experts)
 
 
 class Traced(NamedTuple):

@@ -41,7 +41,7 @@ def test_micro_batches_count_by_their_trained_tokens() -> None:
         model.router_output = output(probs)
         total = term.add_to(torch.tensor(1.0), batch(count))
         assert total.requires_grad  # otherwise, the ranks would run different modules backward
-        totals.append(float(total))
+        totals.append(total.item())
     shares = 2 * 0.8 * 6 / 8, 2 * 0.6 * 2 / 8, 0.0  # the last batch contains only padding
     assert totals == pytest.approx([1 + 0.5 * share for share in shares])
     metrics = term.compute_metrics(ALONE)

@@ -21,7 +21,7 @@ from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.families import FAMILIES
 from dsreason.losses.router import compute_routing
-from dsreason.models.load import load_model
+from dsreason.models.load import load_model, read_model_config
 from dsreason.models.lora import (
     Delta,
     add_adapters,
@@ -34,6 +34,9 @@ from dsreason.models.lora import (
 from dsreason.models.policy import Policy
 from dsreason.models.processors.loading import open_encoder
 from dsreason.models.tiny import build_tiny
+from dsreason.tools.planning.architecture import Architecture
+from dsreason.tools.planning.parameters import build_meta_model, count_parameters
+from dsreason.tools.planning.pieces import build_pieces
 from dsreason.train.common.preflight import check_model
 from tests.integration.lora import disturb
 from tests.integration.rows import write_mixed_rows
@@ -190,3 +193,19 @@ def test_tiny_experts_have_unit_gain(tmp_path: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     for part, inputs in (("gate_up_proj", 256), ("down_proj", 192)):
         assert float(stored[NAME.format(part)].std()) == pytest.approx(inputs**-0.5, rel=0.02)
+
+
+def test_plan_counts_active_experts_and_their_adapters(tiny_qwen3_vl_moe: Path) -> None:
+    architecture = Architecture(read_model_config(tiny_qwen3_vl_moe), "")
+    experts = 8 * (384 * 128 + 128 * 192)  # of one of two layers; each token uses 2 of 8
+    traced = {}
+    for target in (r"mlp\.experts", "q_proj"):
+        config = SFTConfig.model_validate({"lora": {"rank": 4, "targets": [target]}, "train": {"precision": "fp32"}})
+        parameters = count_parameters(build_meta_model(architecture, config), config)
+        assert parameters.numel - parameters.num_active == 2 * experts * 6 / 8
+        assert parameters.blocks["model.language_model.layers.1."] > 4 * experts
+        traced[target] = build_pieces(architecture, config, parameters).trace_text_layer(32)
+        if target != "q_proj":
+            assert parameters.num_trained == 2 * 4 * 8 * (384 + 128 + 128 + 192)
+    more = traced[r"mlp\.experts"].peak - traced["q_proj"].peak
+    assert more >= 4 * 8 * 384 * 128 + 4 * experts  # the larger gradient, and the copy to which the products are added
