@@ -129,6 +129,10 @@ def list_architectures() -> dict[str, dict[str, Any]]:
             f"Qwen/Qwen3-VL-235B-A22B-{kind}": make_qwen3_vl_moe("235B-A22B"),
         }
     published_models |= {"nvidia/Cosmos-Reason2-2B": qwen3_vl_2b, "nvidia/Cosmos-Reason2-8B": qwen3_vl_8b}
+    published_models |= {
+        "nvidia/Cosmos3-Nano": qwen3_vl_8b | {"model_type": "cosmos3_omni"},
+        "nvidia/Cosmos3-Super": make_qwen3_vl(QWEN3["32B"], large_tower=True) | {"model_type": "cosmos3_omni"},
+    }
     # The default sizes of transformers' class are those of this model.
     published_models |= {"nvidia/Cosmos3-Edge": {"model_type": "cosmos3_edge"}}
     for size, sizes in QWEN2.items():
