@@ -44,6 +44,7 @@ def swap(
     tiny_qwen3_vl: Path,
     tiny_cosmos3_omni: Path,
     tiny_cosmos3_edge: Path,
+    tiny_qwen3_5: Path,
 ) -> Swap:
     """Build the `--set` options that replace a recipe's model and data with tiny ones of the same family and format."""
 
@@ -55,6 +56,7 @@ def swap(
             "nvidia/Cosmos-Reason2": tiny_qwen3_vl,
             "nvidia/Cosmos3": tiny_cosmos3_omni,
             "Qwen/Qwen3-VL-8B": tiny_qwen3_vl,
+            "Qwen/Qwen3.5": tiny_qwen3_5,
         }
         path = config.model.path
         changes = {"model.path": tiny_cosmos3_edge if path.endswith("-Edge") else model[path.rpartition("-")[0]]}

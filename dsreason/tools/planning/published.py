@@ -133,8 +133,11 @@ def list_architectures() -> dict[str, dict[str, Any]]:
         "nvidia/Cosmos3-Nano": qwen3_vl_8b | {"model_type": "cosmos3_omni"},
         "nvidia/Cosmos3-Super": make_qwen3_vl(QWEN3["32B"], large_tower=True) | {"model_type": "cosmos3_omni"},
     }
-    # The default sizes of transformers' class are those of this model.
-    published_models |= {"nvidia/Cosmos3-Edge": {"model_type": "cosmos3_edge"}}
+    # The default sizes of transformers' classes are those of these models.
+    published_models |= {
+        "nvidia/Cosmos3-Edge": {"model_type": "cosmos3_edge"},
+        "Qwen/Qwen3.5-9B": {"model_type": "qwen3_5"},
+    }
     for size, sizes in QWEN2.items():
         published_models |= {
             f"Qwen/Qwen2.5-{size}{kind}": make_text_only_config("qwen2", sizes) for kind in ("", "-Instruct")
