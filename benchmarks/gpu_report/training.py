@@ -145,7 +145,7 @@ def count_parameters(engine: DeepSpeedEngine) -> int:
 
 
 def compute_speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
-    """Yield an SFT run's step times and its metrics, averaged without the first two steps; yield nothing for shorter runs."""
+    """Yield an SFT run's step times and metrics, averaged over all steps except the first two; yield nothing for shorter runs."""
     steps = [line for line in lines if "train/loss" in line]
     late = steps[2:]
     if not late:

@@ -306,5 +306,5 @@ def find_limits(source: Path, trained: TrainedVision | None, run: Path | None) -
         trained = read_run_vision(run)
     if trained is None:
         return None
-    # Never run code here: a checkpoint from somebody else names the folder.
+    # Never run code here, because the folder is named in a checkpoint, which somebody else may have written.
     return compute_limits(AutoProcessor.from_pretrained(source, trust_remote_code=False), trained, family)

@@ -94,7 +94,7 @@ def render_prompt(
     prompts = {n: _render(processor, sample, messages[:n], arguments, generate=True) for n in turns}
     spans = []
     for number, prompt in prompts.items():
-        # No turn is trained here, so a turn that the template shortens needs no token boundaries.
+        # No turns are trained on here, so turns that the template shortens need no token boundaries.
         if (span := _find_assistant_span(rendered, prompt, messages[number], ends)) is not None:
             spans += _list_spans(prompt, span, is_trained=False)
     return _tokenize_segments(processor, rendered, spans)

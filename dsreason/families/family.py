@@ -258,7 +258,7 @@ class Family:
         return self.transposes_experts and re.search(self.modules.experts, name) is not None
 
     def swap_axes(self, name: str, tensor: Tensor) -> Tensor:
-        """Convert a tensor, given by its in-memory name, from memory's layout to that of files and vLLM, or back."""
+        """Convert a tensor, given by its in-memory name, between the layout in memory and the layout in files and vLLM."""
         return tensor.mT if self.is_transposed(name) else tensor
 
     def to_published_name(self, name: str) -> str:

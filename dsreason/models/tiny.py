@@ -30,7 +30,8 @@ from dsreason.families.family import Tokens
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
 
-# The tokenizer's merges are learned from sentences, and from words of the chat format and of answers, which become single tokens.
+# The tokenizer's merges are learned from sentences, and from the words that the chat format and the answers use, so that these
+# words become single tokens.
 WORDS = (
     "system user assistant yes no left right up down red green blue yellow white purple one two three four five six "
     "circle square triangle The There Is Does Will Which What How Answer"

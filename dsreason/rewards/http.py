@@ -123,7 +123,7 @@ class RewardServer:
         raise Refused(text)
 
     def quote(self, text: str) -> str:
-        """Return the beginning of a text from the server, on one line and with the token masked."""
+        """Return the beginning of the server's response as a single line, with the token masked."""
         clean = to_one_line(self.mask_token(text))
         return clean if len(clean) <= 200 else f"{clean[:200]}…"
 

@@ -79,7 +79,7 @@ def check_columns(row: Mapping[str, Any]) -> None:
 
 
 def check_message_keys(turn: Mapping[str, Any], location: str) -> None:
-    """Raise DataError if a message has a refused key."""
+    """Raise DataError if a message has an unsupported key."""
     for key, reason in MESSAGE_KEYS.items():
         if has_effect(turn, key):
             raise DataError(f"{location}: key {key!r}: {reason}")

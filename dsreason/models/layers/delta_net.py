@@ -149,13 +149,13 @@ def apply_delta_rule(
 
 
 def separate_samples(model: PreTrainedModel) -> None:
-    """Make the delta nets of a built model compute the samples of a packed row separately."""
+    """Make the delta nets of a model process the samples of a packed row separately."""
     wrap_functions(type(model.get_decoder()).__module__)
 
 
 @cache
 def wrap_functions(module_name: str) -> None:
-    """Wrap the two functions in a module of transformers that mix tokens; without a layout, they work as before."""
+    """Wrap the two token-mixing functions in a module of transformers; without a layout, they work as before."""
     module: Any = sys.modules[module_name]
     module.causal_conv1d_fn = partial(convolve, module.causal_conv1d_fn, delta_layout=None)
     module.torch_chunk_gated_delta_rule = partial(

@@ -101,16 +101,16 @@ VISIBLE_TO_REASONERS: dict[str, Key] = {
 }
 
 
-def hide(keys: dict[str, Key], because: str) -> dict[str, Key]:
-    """Return entries for keys that the framework ignores in this kind of training."""
-    return {name: make_unused(key.default, because, takes=key.takes) for name, key in keys.items()}
+def mark_as_ignored(keys: dict[str, Key], reason: str) -> dict[str, Key]:
+    """Return entries that mark the keys as ignored by the framework in this kind of training."""
+    return {name: make_unused(key.default, reason, takes=key.takes) for name, key in keys.items()}
 
 
 REASONER: dict[str, Key] = restrict_all(
     JOB
     | MODEL
     | TRAINING
-    | hide(VISIBLE_TO_GENERATORS, ONLY_GENERATORS)
+    | mark_as_ignored(VISIBLE_TO_GENERATORS, ONLY_GENERATORS)
     | VISIBLE_TO_REASONERS
     | {
         "model.parallelism.context_parallel_shard_degree": make_joint(1, "train.sequence_parallel_size", "GPUs"),
@@ -129,7 +129,7 @@ GENERATOR: dict[str, Key] = restrict_all(
     | MODEL
     | TRAINING
     | VISIBLE_TO_GENERATORS
-    | hide(VISIBLE_TO_REASONERS, ONLY_REASONERS)
+    | mark_as_ignored(VISIBLE_TO_REASONERS, ONLY_REASONERS)
     | {
         "model.parallelism.context_parallel_shard_degree": make_joint(1, "train.context_parallel_size", "GPUs"),
         "optimizer.lr": make_joint(2e-4, "optim.lr"),
