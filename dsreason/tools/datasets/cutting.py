@@ -119,7 +119,9 @@ def find_frames_between(times: list[int], time_base: Fraction, start: float, end
     """Return the indices of the first frame displayed at or after `start` seconds, and of the first one at or after `end`.
 
     `times` must be ascending. An end up to one frame after the last frame counts as the end of the video. For a later end, the
-    second index is larger than the number of frames. Example: times 0, 100, 200 in units of 1/1000 s, start 0.1 s, end 0.2 s → (1, 2).
+    second index is larger than the number of frames.
+
+    Example: times 0, 100, 200 in units of 1/1000 s, start 0.1 s, end 0.2 s → (1, 2).
     """
     slack = 1e-6  # 0.7 s x 10 frames per second is 7.000000000000001 in binary floating point
     seconds = [float((time - times[0]) * time_base) for time in times]
