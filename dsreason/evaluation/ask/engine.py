@@ -42,7 +42,7 @@ class EngineAnswerer:
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         questions = [question for batch in batches for question in batch]
         workers = self.workers if questions else 0
-        # Number of questions that each worker decodes in advance while the engine samples. All workers together decode two groups.
+        # Number of questions that each worker decodes in advance while the engine samples; together, they decode two groups.
         ahead = max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // workers) if workers else None
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
         encoded_batches = run_in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
