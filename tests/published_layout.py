@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-TOWER = ("blocks", "merger", "patch_embed", "pos_embed", "deepstack_merger_list")
+TOWER = ("blocks", "merger", "patch_embed", "pos_embed", "deepstack_merger_list", "model.visual", "model.projector")
 
 
 def write_published_layout(flat: Path, output: Path) -> Path:
-    """Copy a `tiny:cosmos3_omni` folder, and distribute its weights over `transformer/` and `vision_encoder/`.
+    """Copy a tiny folder of Cosmos3 or Cosmos3-Edge, and distribute its weights over `transformer/` and `vision_encoder/`.
 
     The folders `vae` and `sound_tokenizer` contain the weights of other models, and the index lists those of `vae`, too.
     """

@@ -1,4 +1,4 @@
-"""The evaluation of models: asking questions, parsing and grading the answers, and reporting the results."""
+"""Evaluation of models: asking questions, parsing and grading the answers, and reporting the results."""
 
 from dsreason.answers.parsing import parse
 from dsreason.answers.types import Parsed

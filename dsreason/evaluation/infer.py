@@ -1,4 +1,4 @@
-"""Questions about the same media, answered one after another as a stream of text: `dsreason infer`."""
+"""`dsreason infer`: questions about the same media, answered one after another as a stream of text."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ from dsreason.rollout.transformers_engine import draw_tokens, read_stop_token_id
 from dsreason.rollout.vllm_arguments import VLLMSettings
 
 MANY_PROMPTS = 8
-"""Number of prompts above which `auto` selects vLLM on a GPU, because it then saves more time than its startup takes."""
+"""Number of prompts above which `auto` selects vLLM on a GPU, because vLLM then saves more time than its startup takes."""
 MOST_PROMPT_BYTES = 16 * 1024**2
 DEFAULTS = VisionConfig(fps=DEFAULT_FPS, total_pixels=6_422_528)
 """Vision settings for models whose training settings are unknown, as in cosmos-reason1."""
 
 Asked = tuple[EncodedPrompt, Sampling]
 Draw = Callable[[Iterator[Asked]], Iterator[tuple[EncodedPrompt, Iterator[int]]]]
-"""Function from prompts to pairs of a prompt and its sampled token ids, including the stop token. The n-th prompt uses the
-n-th random stream."""
+"""Type of a function that samples answers: it maps prompts to (prompt, sampled token ids including the stop token). The n-th
+prompt uses the n-th random stream."""
 
 
 @dataclass(frozen=True)
 class InferSettings:
-    """The settings that all questions of a call share.
+    """The settings that all questions in a call share.
 
     Example: `InferSettings(model="tiny:qwen3_vl", videos=("a.mp4",), vision={"fps": 4.0})`.
     """
@@ -79,22 +79,22 @@ class InferSettings:
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template; unset ones take the values of the model's training, if its folder records them."""
     system: str = ""
-    """System message; empty: the default of the chat template."""
+    """System message; "" uses the chat template's default."""
     reasoning: bool = False
     """Whether the system message requests the format `<think>…</think> <answer>…</answer>`."""
     sampling: Sampling = Sampling()
     timestamps: bool = False
-    """Whether to write the time on the frames of videos."""
+    """Whether to write the time on video frames."""
     save_frames: Path | None = None
-    """Folder to which the images and frames that the model sees are written; None: not written."""
+    """Folder to which the images and frames that the model sees are written; None does not write them."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Data type of the weights; `auto`: the type in config.json."""
+    """Data type of the weights; `auto` uses the type in config.json."""
 
 
 @dataclass
 class StreamedAnswer:
-    """An answer that is being generated: iterate over its text to the end, then call `result`."""
+    """An answer that is being generated. Iterate over its text to the end, then call `result`."""
 
     model: str
     vision: dict[str, float]
@@ -121,7 +121,7 @@ class StreamedAnswer:
         return "stop" if self.ids and self.ids[-1] in self.stop_ids else "length"
 
     def result(self) -> dict[str, Any]:
-        """Return the answer as JSON values; `prompt` is the question's text, `size` the (width, height) that the model sees."""
+        """Return the answer as JSON values. `prompt` is the question's text; `size` is (width, height) as the model sees it."""
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         parsed = parse(text, "reasoning", kind="open")
         return {
@@ -140,13 +140,14 @@ class StreamedAnswer:
 
 
 def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[StreamedAnswer]:
-    """Yield a `StreamedAnswer` for each prompt; each must be consumed completely before the next one is requested.
+    """Yield a `StreamedAnswer` for each prompt. Each must be consumed completely before the next is requested.
 
     Args:
         say: called with a message before slow steps, and if a setting has to be changed.
 
     Raises:
-        DsReasonError: media or model cannot be read, or a prompt is too long for the model; raised before any is answered.
+        DsReasonError: media or model cannot be read, or a prompt is too long for the model. This is raised before any prompt is
+            answered.
     """
     for path in settings.images:
         probe_image(path)
@@ -186,7 +187,8 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
 
 
 def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], None]) -> Path:
-    """Return the Hugging Face folder (see `models.find_run_weights`); a checkpoint is exported until `stack` closes."""
+    """Return the model's Hugging Face folder (see `models.find_run_weights`); the export of a checkpoint exists until `stack`
+    closes."""
     try:
         own_weights = find_run_weights(settings.model)
         if own_weights is not None and is_checkpoint(own_weights):
@@ -200,7 +202,7 @@ def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], N
 
 
 def build_prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
-    """Return the trainer's encoder, and the maximum number of tokens in prompt and answer together."""
+    """Return the trainer's encoder, and the maximum number of tokens in prompt plus answer."""
     longest = int(read_model_config(folder).get_text_config().max_position_embeddings)
     encoder = open_encoder(
         folder,
@@ -223,7 +225,7 @@ def open_engine(
     num_prompts: int,
     stack: ExitStack,
 ) -> Draw:
-    """Open an engine with the weights loaded until `stack` closes; for vLLM, `max_length` is the maximum sequence length."""
+    """Start an engine with the weights loaded; it runs until `stack` closes. `max_length` limits the sequence length for vLLM."""
     installed = importlib.util.find_spec("vllm") is not None
     if settings.engine == "vllm" and not installed:
         raise ConfigError("--engine vllm: vLLM is not installed; install it, or use --engine transformers")
@@ -247,7 +249,7 @@ def open_engine(
 
 @contextmanager
 def open_vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
-    """Open a vLLM engine for the prompts. It gets all prompts at once and returns only complete answers, so nothing is
+    """Start a vLLM engine for the prompts. It gets all prompts at once and returns only complete answers, so nothing is
     streamed."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     build_checked_model(folder)
@@ -261,7 +263,7 @@ def open_vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, m
 
 
 def draw_batch(engine: RolloutEngine, requests: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
-    """Sample the answers to all prompts in one call; the prompts share one copy of the media."""
+    """Sample the answers to all prompts in a single call; the prompts share one copy of the media."""
     prompts: list[EncodedPrompt] = []
     samplings: list[Sampling] = []
     for prompt, sampling in requests:
@@ -282,12 +284,15 @@ def draw_batch(engine: RolloutEngine, requests: Iterator[Asked]) -> Iterator[tup
 
 
 def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the text of the token ids in pieces of complete characters; joined, they equal the decoding of all ids at once."""
+    """Yield the text of the token ids piece by piece, each piece made of complete characters.
+
+    Joined, the pieces equal the text of all ids decoded at once.
+    """
     pending: list[int] = []
     for token in ids:
         pending.append(token)
         text = str(tokenizer.decode(pending, skip_special_tokens=True))
-        if not text.endswith("\ufffd"):  # the text does not end in an incomplete character
+        if not text.endswith("\ufffd"):  # the text does not end with an incomplete character
             yield text
             pending = []
     if pending:  # the answer was cut off in the middle of a character
@@ -298,7 +303,7 @@ def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[s
 
 
 def build_sample(settings: InferSettings, number: int, prompt: str) -> Sample:
-    """Build the sample of a prompt: images, then videos, then the text."""
+    """Build the sample for a prompt: images, then videos, then the text."""
     media = [("image", path) for path in settings.images] + [("video", path) for path in settings.videos]
     vision = VisionConfig.model_validate(settings.vision)
     parts = [{"type": kind, kind: path, **select_vision_settings({}, vision, kind)} for kind, path in media]
@@ -312,7 +317,7 @@ def build_sample(settings: InferSettings, number: int, prompt: str) -> Sample:
 
 
 def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
-    """Return the prompt's length in tokens, read from the media headers; raise DataError if it leaves no room for an answer."""
+    """Return the prompt's length in tokens, reading only media headers; raise DataError if it leaves no room for an answer."""
     length = encoder.measure(sample)
     if length >= longest:
         raise DataError(
@@ -330,10 +335,10 @@ def limit_length(sampling: Sampling, room: int, say: Callable[[str], None]) -> S
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
-    """Return the given prompt, the content of a text file, or the prompts of a .jsonl file with `{"prompt": …}` per line.
+    """Return `prompt`, the content of a text file, or the prompts from a .jsonl file with `{"prompt": …}` per line.
 
     Raises:
-        ConfigError: both or neither are given, the file cannot be read or is malformed, or a prompt is empty.
+        ConfigError: both arguments or neither are set, the file cannot be read or is malformed, or a prompt is empty.
     """
     if (prompt is None) == (file is None):
         raise ConfigError(
@@ -357,7 +362,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 
 
 def read_prompt(file: Path) -> str:
-    """Read the text of a file, which may be a pipe such as `<(…)`."""
+    """Read text from a file, which may be a pipe such as `<(…)`."""
     with file.open("rb") as opened:
         content = opened.read(MOST_PROMPT_BYTES + 1)
     if len(content) > MOST_PROMPT_BYTES:

@@ -1,4 +1,4 @@
-"""The evaluation behind `dsreason eval`: it asks all questions, grades the answers, and stores each as soon as it arrives."""
+"""The evaluation behind `dsreason eval`: it asks all questions, and grades and stores each answer as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from dsreason.monitor.progress import Advance
 log = logging.getLogger(__name__)
 
 MIN_FAILURES = 16
-"""Number of consecutive failures at the start after which a server counts as misconfigured."""
+"""Number of consecutive failures, from the first question on, after which a server counts as misconfigured."""
 NOT_ASKED = "not asked yet"
-"""Error of questions that the evaluation has not reached yet."""
+"""Error stored for questions that the evaluation has not reached yet."""
 VISIBILITY_TIMEOUT_S = 60.0
-"""Seconds to wait for a file that another host has written, because network file systems may show new files late."""
+"""Seconds to wait for a file that another host has written; network file systems may show new files late."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """The number and speed of the answers that this job has received, over all ranks, excluding stored answers and errors."""
+    """The new answers that this job has received over all ranks, not counting errors: their number, tokens and total time."""
 
     questions: int
     completion_tokens: int
@@ -63,17 +63,17 @@ class Throughput:
 
 
 def evaluate(config: EvalConfig, vision: Mapping[str, Any] = MappingProxyType({})) -> tuple[Path, Throughput]:
-    """Answer and grade all questions of the configuration. Collective.
+    """Answer and grade all questions in the configuration. Collective.
 
     Stored answers are kept, so that an interrupted evaluation continues where it stopped; questions that ended in an error
-    are asked again. No other evaluation may use the folder of the results at the same time. `vision` is stored in `run.json`.
+    are asked again. No other evaluation may use the results folder at the same time. `vision` is stored in `run.json`.
 
     Returns:
-        The folder of the results, `<results_dir>/<model>/<answer_type>`, and the throughput.
+        The results folder, `<results_dir>/<model>/<answer_type>`, and the throughput.
 
     Raises:
-        DsReasonError: a data set, the model or the server does not exist; or the folder contains results of other settings,
-            is in use, or is not the same on all hosts.
+        DsReasonError: a data set, the model or the server does not exist; or the results folder contains results with different
+            settings, is in use, or is not the same on all hosts.
     """
     questions = load_questions(config)
     check_scorer(config.evaluation, questions)
@@ -86,8 +86,9 @@ def evaluate(config: EvalConfig, vision: Mapping[str, Any] = MappingProxyType({}
             ),
             *(absent[0].id, absent[0].problem),
         )
+    # The grader comes first, so that its errors are raised before the slow startup of the engine.
     with (
-        Grader(config.evaluation) as grader,  # first, so that its errors are raised before the slow start of the engine
+        Grader(config.evaluation) as grader,
         FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock, vision)) as answering,
     ):
@@ -113,7 +114,7 @@ def open_results(
     lock: FolderLock,
     vision: Mapping[str, Any],
 ) -> None:
-    """Lock and prepare the folder of the results; see `open_run_folder` and `check_asked`."""
+    """Lock and prepare the results folder; see `open_run_folder` and `check_asked`."""
     folder = get_run_folder(config, model["name"])
     make_folder(folder, "results_dir")
     lock.take(folder)
@@ -122,9 +123,9 @@ def open_results(
 
 
 def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question]) -> None:
-    """Raise DataError if there are stored answers to questions that a data set no longer has, since they would be scored.
+    """Raise DataError if there are stored answers to questions that a data set no longer has, because they would be scored.
 
-    With `evaluation.limit`, such answers may belong to questions beyond the limit, so the function only logs a warning.
+    With `evaluation.limit`, such answers may belong to questions beyond the limit, so a warning is logged instead.
     """
     question_ids = {question.id for question in questions}
     files = [file for name in config.names for file in list_dataset_files(folder / make_safe_name(name))]
@@ -147,7 +148,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
 
 
 def check_stored(folder: Path, questions: Sequence[Question]) -> None:
-    """Raise DataError if a question is missing from the folder after all ranks have stored their results."""
+    """Raise DataError if a question is missing from the folder although all ranks have stored their placeholders."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while missing := {question.id for question in questions} - read_stored_ids(folder, clips):
@@ -165,7 +166,7 @@ def read_stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def select_for_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
-    """Select the questions of a rank; all questions about a clip go to the same rank, so that only one writes its file."""
+    """Select a rank's questions. All questions about a clip go to the same rank, so that only one rank writes the clip's file."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     own_clips = set(list(clips)[rank::size])
     return [question for question in questions if (question.dataset, question.video_id) in own_clips]
@@ -173,7 +174,7 @@ def select_for_rank(questions: Sequence[Question], rank: int, size: int) -> list
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of one rank's questions, from asking to storing the results."""
+    """The evaluation of one rank's questions, from asking them to storing the results."""
 
     config: EvalConfig
     folder: Path
@@ -183,7 +184,7 @@ class Evaluation:
     def prepare(self, questions: Sequence[Question]) -> set[str]:
         """Store a placeholder for every question that has no answer yet, and return the ids of the answered questions.
 
-        Scores thus always cover all questions, even if the job is killed.
+        This way, scores always cover all questions, even if the job is killed.
         """
         clips: dict[tuple[str, str], list[Question]] = {}
         for question in questions:
@@ -210,8 +211,8 @@ class Evaluation:
     def run(self, questions: Sequence[Question], answered: Set[str], advance: Advance) -> Iterator[Result]:
         """Ask the unanswered questions, and yield each result as soon as it is stored.
 
-        Batches of a fixed size are asked completely even if only some of their answers are missing. Rounding depends on the
-        composition of a batch, so an evaluation gives the same answers no matter how often it was interrupted.
+        Batches of a fixed size are asked completely, even if only some of their answers are missing. Rounding depends on the
+        composition of a batch, so this makes an evaluation give the same answers no matter how many times it was interrupted.
         """
         for batch in self.answering.answerer.batches(self.batches(questions, answered)):
             for question, reply, attempts in self.answers(batch, is_first=not answered):
@@ -224,7 +225,7 @@ class Evaluation:
         return read_file(file) if file.exists() else []
 
     def batches(self, questions: Sequence[Question], answered: Set[str]) -> list[list[Question]]:
-        """Split the questions to ask into batches; ranks that ask together get the same number of batches."""
+        """Split the questions to ask into batches. Ranks that share a model get the same number of batches."""
         size = self.answering.batch_size
         if size is None:
             open_questions = [
@@ -237,7 +238,7 @@ class Evaluation:
         return missing + [[]] * (max(self.answering.in_step(len(missing))) - len(missing))
 
     def answers(self, batch: Sequence[Question], *, is_first: bool) -> Iterator[tuple[Question, Reply, int]]:
-        """Yield (question, last reply, number of attempts) once per question; unparsed answers are retried."""
+        """Yield (question, last reply, number of attempts) once per question. Questions with unparsed answers are asked again."""
         settings, last = self.config.evaluation, self.config.generation.max_retries
         place = {question.id: i for i, question in enumerate(batch)}
         pending = list(batch)
@@ -264,7 +265,7 @@ class Evaluation:
             pending = sorted(unread, key=lambda question: place[question.id])  # replies arrive in any order
 
     def store(self, question: Question, reply: Reply, attempts: int) -> Result:
-        """Grade a reply and store the result in the file of its clip; a reply with an error counts as a wrong answer."""
+        """Grade a reply and store the result in its clip's file. A reply with an error counts as a wrong answer."""
         result = self.grade(question, reply, attempts)
         stored = {other.id: other for other in self.read_stored(question.dataset, question.video_id)} | {
             result.id: result
@@ -303,7 +304,7 @@ class Evaluation:
 def check_server_answers(
     replies: Iterator[tuple[QuestionRequest, Reply]], num_asked: int, url: str
 ) -> Iterator[tuple[QuestionRequest, Reply]]:
-    """Yield the replies unchanged; stop if the server answers none of the first questions.
+    """Yield the replies unchanged; raise an error if the server answers none of the first questions.
 
     Questions that were never sent to the server do not count.
 
@@ -328,7 +329,7 @@ def check_server_answers(
 
 
 def is_readable(question: Question, text: str, answer_type: AnswerType, parser: Parser) -> bool:
-    """Return whether the parser finds an answer in a response."""
+    """Return whether the parser finds an answer in the response `text`."""
     return parse(text, answer_type, parser, kind=question.kind, options=question.options).answer != ""
 
 

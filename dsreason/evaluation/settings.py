@@ -1,4 +1,4 @@
-"""The settings of the evaluation in a results folder (`run.json`), and the check that a continued evaluation has the same."""
+"""Evaluation settings recorded in a results folder (`run.json`), and the check that a continued evaluation uses the same."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from dsreason.job.record import read_git_state, read_versions
 COMPARED = ("evaluation", "generation", "vision")
 OPTIONS = ("engine_options", "scorer_options", "template_arguments")
 NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", *OPTIONS}
-"""Settings that are not compared because they do not affect an answer, and the options, which are compared only if they are set.
-Data sets are not compared, either, so more may be added: each stored answer is compared with its question."""
+"""Settings that are not compared because they do not affect answers, and the options, which are compared only if they are set.
+Data sets are not compared, either, so that more can be added; instead, each stored answer is compared with its question."""
 SOURCES = "vision of "
-"""Prefix of the key that holds a source's vision settings. Such keys are compared only if both evaluations have the data set."""
+"""Prefix of keys that hold a source's vision settings. Such a key is compared only if both evaluations have the data set."""
 THRESHOLD, FORMER_THRESHOLD = "evaluation.scorer_threshold", 0.5
-"""Key of the threshold, and its fixed value in older versions, which did not have the key."""
+"""Key of the scorer threshold, and its fixed value in older versions, which lacked the key."""
 MODEL = ("max_length", "engine", "trust_remote_code", "attention")
 
 
 def get_run_folder(config: EvalConfig, model_name: str) -> Path:
-    """Return the folder of an evaluation's results, `<results_dir>/<model>/<answer_type>`."""
+    """Return an evaluation's results folder, `<results_dir>/<model>/<answer_type>`."""
     return Path(config.results_dir).expanduser() / make_safe_name(model_name) / config.evaluation.answer_type
 
 
 def collect_settings(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     """Collect the settings that affect the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
-    has_fingerprint = "fingerprint" in model  # identifies the model independently of its path
+    has_fingerprint = "fingerprint" in model  # a fingerprint identifies the model independently of its path
     settings: dict[str, Any] = {
         f"model.{key}": value for key, value in model.items() if key != "path" or not has_fingerprint
     }
@@ -64,19 +64,19 @@ def collect_settings(config: EvalConfig, model: dict[str, str]) -> dict[str, Any
 
 
 def locate_scorer(scorer: str) -> Path:
-    """Return the path of the file in a scorer such as `judge.py:helpful`; for other scorers, the path does not exist."""
+    """Return the path of the file that a scorer such as `judge.py:helpful` names; for other scorers, the path does not exist."""
     return Path(scorer.partition(":")[0]).expanduser()
 
 
 def open_run_folder(
     folder: Path, config: EvalConfig, model: dict[str, str], vision: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Check that results in the folder have the same settings, and write `run.json`.
+    """Check that existing results in the folder were made with the same settings, and write `run.json`.
 
-    With `evaluation.overwrite`, the old results of this evaluation's data sets do not count and are deleted, but only if
-    the settings agree with any results of other data sets. Questions without an answer do not count as results.
+    With `evaluation.overwrite`, the old results for this evaluation's data sets are not checked but deleted, provided that the
+    settings agree with those of any results for other data sets. Questions without an answer do not count as results.
 
-    `vision` is the record of where the vision settings come from.
+    `vision` records where the vision settings come from.
 
     Raises:
         ConfigError: settings differ; the message lists them with both values.
@@ -107,19 +107,23 @@ def delete(folder: Path) -> None:
 
 
 def has_answers(file: Path) -> bool:
-    """Return whether the file has any answer; questions that failed, for example due to a wrong URL, will be asked again."""
+    """Return whether the file has any answers. Questions that failed, for example because of a wrong URL, are asked again."""
     return any(result.error is None for result in read_file(file))
 
 
 def check_same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the settings merged with the recorded settings of other data sets; raise ConfigError if they differ."""
+    """Compare the settings with those in `record`, and raise ConfigError if they differ.
+
+    Returns:
+        The settings, together with the recorded settings for other data sets.
+    """
     before = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(before, dict):
         raise ConfigError(f"{folder / RUN_FILE}: contains no settings; set another results_dir")
     if before.get("evaluation.scorer") is not None and THRESHOLD not in before:
         before = before | {THRESHOLD: FORMER_THRESHOLD}
     compared = {key for key in before.keys() | settings.keys() if not key.startswith(SOURCES)}
-    if settings["evaluation.parser"] == "compat":  # with compat, the scorer does not affect correctness
+    if settings["evaluation.parser"] == "compat":  # with `compat`, the scorer does not affect correctness
         before, settings = before | {THRESHOLD: None}, settings | {THRESHOLD: None}
     differing = [
         f"{key} was {before.get(key)!r}, but is now {settings.get(key)!r}"

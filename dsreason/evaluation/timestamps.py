@@ -18,11 +18,10 @@ FONT_SIZE = 20
 
 
 class TimestampEncoder(PromptEncoder):
-    """An encoder that adds the time of each video frame in a black border below the frame.
+    """An encoder that writes the time of each video frame in a black border below the frame.
 
-    The size of the frame itself does not change. The border is one `factor` high (28 pixels for Qwen2.5-VL, 32 for
-    Qwen3-VL), so the height remains a multiple of `factor`, the text is not resized, and each frame has one more row of
-    tokens.
+    The size of the frame itself does not change. The border's height is `factor` (28 pixels for Qwen2.5-VL, 32 for Qwen3-VL),
+    so the total height remains a multiple of `factor`, the text is not resized, and each frame has one more row of tokens.
     """
 
     def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
@@ -51,7 +50,7 @@ class TimestampEncoder(PromptEncoder):
 
 
 def compute_frame_times(metadata: Mapping[str, Any]) -> list[float]:
-    """Compute the time of each sampled frame in seconds from the start of the file, even if `video_start` is set."""
+    """Compute each sampled frame's time in seconds from the start of the file, even if `video_start` is set."""
     return [index / metadata["fps"] for index in metadata["frames_indices"]]
 
 
@@ -60,8 +59,8 @@ def stamp(
 ) -> NDArray[np.uint8]:
     """Write each frame's time, such as "12.50s", in white on a black border below it.
 
-    The model merges `sections` consecutive frames, so their labels would overlap. Each of these frames therefore has its own
-    section of the width, from left to right.
+    The model merges `sections` consecutive frames, so their labels would overlap. Therefore, each of these frames has its label
+    in a separate section of the width, from left to right.
 
     Args:
         frames: `[N, H, W, 3]` uint8.
@@ -81,7 +80,7 @@ def stamp(
 
 
 def _draw_label(text: str, width: int, height: int) -> NDArray[np.uint8]:
-    """Draw white text, centered on a black image `[height, width, 3]`, as large as possible up to `FONT_SIZE`."""
+    """Draw white text centered on a black image, `[height, width, 3]`, in the largest font that fits, up to `FONT_SIZE`."""
     font = ImageFont.load_default(FONT_SIZE)
     if (length := font.getlength(text)) > width:
         font = ImageFont.load_default(FONT_SIZE * width / length)

@@ -23,9 +23,9 @@ class VisionChoice:
 
     settings: VisionConfig
     user: VisionConfig
-    """Settings that the user has set."""
+    """Settings that the user sets."""
     trained: TrainedVision | None
-    """Settings of the model's training; None if they are unknown."""
+    """Settings that the model was trained with; None if they are unknown."""
     origin: str
     """Path of the model, for messages."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class VisionChoice:
         return f"vision settings: {'; '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the choice as JSON values, which are recorded with the results."""
+        """Return the choice as JSON values, to be recorded with the results."""
         return {
             "used": self.settings.model_dump(exclude_none=True),
             "set": self.user.model_dump(exclude_none=True),
@@ -76,13 +76,13 @@ def choose_vision(
     defaults: VisionConfig,
     template_arguments: dict[str, Any] | None = None,
 ) -> VisionChoice:
-    """Fill the user's settings with those of training or, if these are unknown, with `defaults`."""
+    """Complete the user's settings with those used in training or, if these are unknown, with `defaults`."""
     base = defaults if trained is None else trained.to_config()
     return VisionChoice(user.fill(base), user, trained, origin, template_arguments or {})
 
 
 def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
-    """Choose the vision settings for all data sets; this downloads the model if it is not on this machine.
+    """Choose the vision settings for all data sets. This downloads the model if it is not on this machine.
 
     Raises:
         DsReasonError: the model or the server does not exist.
@@ -104,7 +104,7 @@ def choose_evaluation_vision(config: EvalConfig) -> VisionChoice:
 
 
 def find_checkpoint_vision(checkpoint: Path) -> TrainedVision | None:
-    """Return the settings in a checkpoint or, for older ones, in the record of its run; None if they are unknown."""
+    """Return the training's vision settings from a checkpoint or, if it is older, from its run's record; None if unknown."""
     trained = read_checkpoint(checkpoint).state.vision
     return read_run_vision(checkpoint.absolute().parent.parent) if trained is None else trained
 

@@ -1,4 +1,4 @@
-"""Storage URLs (`s3://bucket/prefix`, `hub:user/name`) and functions that parse them, without any network access."""
+"""Storage URLs (`s3://bucket/prefix`, `hub:user/name`), and functions that parse them without network access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN = re.compile(r"hf_\w+")
 
 @dataclass(frozen=True)
 class S3Address:
-    """URL of an S3 object, of a folder (the objects whose key starts with `key` and a slash), or of a bucket (`key` is empty)."""
+    """URL of an S3 object, of a folder (all objects whose keys start with `key` and a slash), or of a bucket (`key` is empty)."""
 
     bucket: str
     key: str = ""
@@ -40,7 +40,7 @@ class S3Address:
 
 @dataclass(frozen=True)
 class HubAddress:
-    """A model repository on the Hugging Face Hub, or a folder in one; `revision` is a branch (None: main)."""
+    """A model repository on the Hugging Face Hub, or a folder in one. `revision` is a branch; None means main."""
 
     repo: str
     folder: str = ""
@@ -52,7 +52,7 @@ class HubAddress:
 
     @property
     def on_branch(self) -> HubAddress:
-        """This URL with an explicit branch, so that two URLs of the same target compare equal."""
+        """This URL with an explicit branch, so that two URLs for the same target compare equal."""
         return replace(self, revision=self.revision or "main")
 
     def __truediv__(self, name: str) -> HubAddress:
@@ -84,7 +84,7 @@ def parse_s3(text: str) -> S3Address:
 
 
 UploadAddress = S3Address | HubAddress
-"""The URL of an upload target."""
+"""URL of an upload target."""
 
 
 def parse_target(text: str) -> UploadAddress:
@@ -103,7 +103,7 @@ def parse_target(text: str) -> UploadAddress:
 
 
 def _check_path(path: str, text: str) -> str:
-    """Return the path unchanged; raise ValueError if it is not safe to join to a local folder."""
+    """Return the path unchanged; raise ValueError if it is not safe to append to a local folder."""
     if path and (path != str(PurePosixPath(path)) or ".." in path.split("/")):
         raise ValueError(f"{text}: the path must not contain '.', '..' or an empty component; remove it")
     return path

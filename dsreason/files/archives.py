@@ -1,4 +1,4 @@
-"""Reading of compressed files, and extraction of media from archives and tables to the cache, once per file."""
+"""Reading of compressed files, and one-time extraction of media from archives and tables to the cache."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
-"""Suffixes of compressed files that contain one file."""
+"""Suffixes of compressed files that contain a single file."""
 MAX_UNPACKED_BYTES = 2 * 1024**4
 """Maximum unpacked size of an archive, in bytes; larger archives are rejected."""
 MAX_RATIO, SMALL_BYTES = 100, 256 * 1024**2
-"""Maximum ratio of unpacked to packed size, and the unpacked size, in bytes, up to which any ratio is accepted."""
+"""Maximum ratio of unpacked to packed size, and the unpacked size in bytes up to which any ratio is accepted."""
 PACKED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 """First bytes of a compressed file → function that opens the file."""
 PACKED_OTHERWISE = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"Rar!\x1a\x07", b"7z\xbc\xaf\x27\x1c")
 BLOCK_BYTES = 4096
-"""Bytes added to the size of each member, because even an empty file uses disk space."""
+"""Bytes added to each member's size, because even an empty file takes up disk space."""
 MAX_NAME_BYTES = 16 * 1024
 NAME_TYPES = (
     tarfile.XHDTYPE,
@@ -45,7 +45,7 @@ NAME_TYPES = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-"""Types of tar members that contain a long name for the next member; names longer than `MAX_NAME_BYTES` are rejected."""
+"""Types of tar members that hold a long name for the next member; names longer than `MAX_NAME_BYTES` are rejected."""
 UNPACK_ERRORS = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -59,24 +59,24 @@ UNPACK_ERRORS = (
     LookupError,
     MemoryError,
 )
-"""Errors that the readers in the standard library raise for damaged files."""
+"""Errors that the standard library's readers raise for damaged files."""
 
 
 def get_media_cache() -> Path:
-    """Return `$COSMOS_CACHE` if it is set, regardless of `$DSREASON_CACHE`; otherwise, return the folder of `get_cache_dir`."""
+    """Return `$COSMOS_CACHE` if it is set, regardless of `$DSREASON_CACHE`; otherwise, return `get_cache_dir()`."""
     folder = os.environ.get("COSMOS_CACHE")
     return Path(folder).expanduser() if folder else get_cache_dir()
 
 
 def write_embedded(content: bytes, suffix: str = "") -> Path:
-    """Write the content to a file in the cache, named after its hash, and return the path.
+    """Write the content to a file in the media cache, named after its hash, and return the path.
 
-    Several processes may call this function at the same time. `suffix` comes from the data, and is dropped
-    unless it is a plain file extension.
+    Several processes may call this function at the same time. `suffix` comes from the data and is dropped unless it is a
+    plain file extension.
 
     Raises:
         DataError: the content is not of type `bytes`.
-        StorageError: the cache is not writable; the data are not at fault.
+        StorageError: the cache is not writable, which is not a fault in the data.
     """
     if not isinstance(content, bytes):
         raise DataError(f"the content of a media file must be bytes; got {type(content).__name__}")
@@ -86,7 +86,7 @@ def write_embedded(content: bytes, suffix: str = "") -> Path:
 def write_cached(content: bytes, suffix: str) -> Path:
     """Write the content to a file in the media cache, named after its hash and `suffix`, and return the path.
 
-    Several processes may call this function at the same time. A file with other content is damaged and is replaced.
+    Several processes may call this function at the same time. An existing file with different content is damaged and is replaced.
 
     Raises:
         StorageError: the cache is not writable.
@@ -104,14 +104,14 @@ def write_cached(content: bytes, suffix: str) -> Path:
 
 
 def unpack(archive: Path) -> Path:
-    """Unpack an archive once into `$COSMOS_CACHE` or the cache folder, and return the folder of its members.
+    """Unpack an archive into the media cache, unless that has been done before, and return the folder with its members.
 
     Several processes may call this function at the same time. An archive is unpacked again if its size or modification time
     has changed, or if an unpacked member has been damaged.
 
     Raises:
         DataError: the archive is damaged, or a member would be written outside the folder.
-        StorageError: the cache is not writable; the data are not at fault.
+        StorageError: the cache is not writable, which is not a fault in the data.
     """
     status = archive.stat()
     key = hashlib.sha256(f"{archive.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -129,7 +129,7 @@ def extract(archive: Path, folder: Path) -> None:
     """Unpack a tar (plain, gz, bz2 or xz) or zip archive into `folder`, which is deleted on failure.
 
     Raises:
-        DataError: the archive is damaged, encrypted or a decompression bomb, or a member is a link or a device or would be
+        DataError: the archive is damaged, encrypted or a decompression bomb, or a member is a link, is a device, or would be
             written outside `folder`.
         StorageError: the disk is full or read-only.
     """
@@ -160,7 +160,7 @@ def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
             with convert_unpack_errors(archive, member.name):
                 check_member(member.name, is_link=member.issym() or member.islnk())
                 tar.extract(member, folder, filter="data")
-        while padding := tar.fileobj.read(BLOCK_BYTES):  # read to the end of the file, so that its checksum is verified
+        while padding := tar.fileobj.read(BLOCK_BYTES):  # reading to the end verifies the file's checksum
             budget.spend(len(padding))
 
 
@@ -174,7 +174,7 @@ class TarMember(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             if any(buf):
                 raise tarfile.ReadError(f"damaged header ({error})") from error
-            raise  # a header of zeros marks the end of the archive
+            raise  # an all-zero header marks the end of the archive
         # Long names are limited because tarfile reads the entire name into memory.
         if member.size < 0 or (member.type in NAME_TYPES and member.size > MAX_NAME_BYTES):
             raise tarfile.ReadError(f"damaged header (size {member.size})")
@@ -182,10 +182,10 @@ class TarMember(tarfile.TarInfo):
 
 
 def check_member(name: str, *, is_link: bool) -> None:
-    """Raise TarError for a member that is a symbolic link or would be written outside the folder.
+    """Raise TarError if a member is a link or would be written outside the folder.
 
-    Symbolic links are rejected whatever their target, because a chain of links can bypass tarfile's check (CVE-2025-4517,
-    fixed in Python 3.11.13 and 3.12.11).
+    Links are rejected regardless of their target, because a chain of links can bypass tarfile's check (CVE-2025-4517, fixed in
+    Python 3.11.13 and 3.12.11).
     """
     if os.path.isabs(name) or os.path.normpath(name).split("/")[0] == "..":
         raise tarfile.TarError("it would be extracted outside the destination")
@@ -195,7 +195,7 @@ def check_member(name: str, *, is_link: bool) -> None:
 
 @contextmanager
 def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file that may be compressed (gz, bz2 or xz).
+    """Open a file, which may be compressed (gz, bz2 or xz), to read its uncompressed content.
 
     Raises:
         DataError: the file is damaged, or its compression format is not supported.
@@ -213,11 +213,11 @@ def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
 
 
 def unpack_file(file: Path) -> Path:
-    """Unpack a compressed file (gz, bz2 or xz) once into the media cache, and return the path of the unpacked file.
+    """Unpack a compressed file (gz, bz2 or xz) into the media cache, unless that has been done before; return the unpacked file.
 
     Raises:
         DataError: the file is damaged, or unpacks to more bytes than `Budget` allows.
-        StorageError: the cache is not writable; the data are not at fault.
+        StorageError: the cache is not writable, which is not a fault in the data.
     """
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -241,7 +241,7 @@ def unpack_file(file: Path) -> Path:
 
 
 class Budget:
-    """A limit on the number of bytes to which an archive or a compressed file may expand."""
+    """A limit on the number of bytes to which an archive or compressed file may expand."""
 
     def __init__(self, archive: Path) -> None:
         self.archive = archive
@@ -258,7 +258,7 @@ class Budget:
 
 @contextmanager
 def convert_unpack_errors(archive: Path, member: str | None = None) -> Iterator[None]:
-    """Convert errors in the block to a DataError that names archive and member, or a StorageError if the disk is at fault."""
+    """Convert errors in the block to a DataError that names archive and member, or to a StorageError if the disk is at fault."""
     try:
         yield
     except UNPACK_ERRORS as error:

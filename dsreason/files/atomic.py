@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders get their final name only when complete, so a killed process leaves nothing half-written."""
+"""Atomic writes: files and folders get their final name only once they are complete, so none is ever left half-written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_draft(file: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path that replaces `file` at the end of the block, or is deleted if the block fails.
 
     Args:
-        durable: sync the content to disk before renaming, so that a power failure leaves either the old or the new file.
+        durable: sync the content to disk before renaming, so that after a power failure, either the old or the new file exists.
     """
     draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.partial")
     try:
@@ -34,13 +34,13 @@ def open_draft(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file completely, or leave the old one unchanged. Text is encoded as UTF-8."""
+    """Write a file completely, or leave the old file unchanged. Text is encoded as UTF-8."""
     with open_draft(file, durable=durable) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def flush(path: Path) -> None:
-    """Sync the content of a file, or the entries of a folder, to disk."""
+    """Sync a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,9 +49,9 @@ def flush(path: Path) -> None:
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
-    """Return `folder`; if it does not exist, create it with `build`, which fills a temporary folder that is then renamed.
+    """Return `folder`. If it does not exist, create it: `build` fills a temporary folder, which is then renamed.
 
-    One process builds the folder while others wait.
+    One process builds the folder while the others wait.
     """
     if not folder.is_dir():
         with hold_lock(folder):
@@ -61,9 +61,9 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
 
 
 def build_or_replace(folder: Path, build: Callable[[Path], object]) -> None:
-    """Fill a temporary folder with `build`, and give it the name `folder`; an old folder is deleted only then.
+    """Fill a temporary folder with `build` and rename it to `folder`. Only then is an old folder deleted.
 
-    A `build` that fails leaves its temporary folder behind for the next one to continue. The caller holds the lock.
+    If `build` fails, the temporary folder stays, so that the next call can continue. The caller must hold the lock.
     """
     partial, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "old"))
     build(partial)
@@ -76,7 +76,7 @@ def build_or_replace(folder: Path, build: Callable[[Path], object]) -> None:
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes from building this folder. All folders in a cache share 256 lock files.
+    """Keep other processes from building this folder during the block. All folders in a cache share 256 lock files.
 
     Raises:
         Stopped: this process was asked to stop while it waited.

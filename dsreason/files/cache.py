@@ -1,7 +1,7 @@
 """The cache folder for files that can be recreated: tiny models, the built-in task and unpacked archives.
 
-Copies and unpacked files are compared with a record of their sizes, times and hashes when they are used, because a truncated copy
-would otherwise be used forever.
+Whenever copies or unpacked files are used, they are compared with a record of their sizes, times and hashes. Otherwise, a
+truncated copy would be used forever.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dsreason.files.disk import compute_sha256, read_small, to_os_error
 log = logging.getLogger(__name__)
 
 RECORDS = ".records"
-"""Name of the folder with the records, which is next to the copies."""
+"""Name of the folder with the records; it is next to the copies."""
 MOST_RECORD_BYTES = 2**30
 PARALLEL = 8
-"""Number of files that are read at the same time."""
+"""Number of files to read at the same time."""
 ROOT = Path("/")
 
 
 class FileRecord(NamedTuple):
-    """Size, times and hash of a file when it was written. Any later write changes the times, but so does copying the cache."""
+    """A file's size, times and hash when it was written. Any later write changes the times, but so does copying the cache."""
 
     size: int
     mtime_ns: int
@@ -40,7 +40,7 @@ class FileRecord(NamedTuple):
     sha256: str
 
     def matches(self, status: os.stat_result) -> bool:
-        """Return whether a file still has this size and these times, so that its content need not be read."""
+        """Return whether a file still has this size and these times, in which case its content need not be read."""
         return (status.st_size, status.st_mtime_ns, status.st_ctime_ns) == self[:3]
 
 
@@ -57,7 +57,7 @@ def get_cache_dir() -> Path:
 
 @contextmanager
 def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
-    """Convert OS errors in the block to StorageErrors, because the data are not at fault if the cache is not writable.
+    """Convert OS errors in the block to a StorageError, because an unwritable cache is not a fault in the data.
 
     `variable` is the environment variable that sets the cache folder.
     """
@@ -72,10 +72,10 @@ def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
 
 
 def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
-    """Return `folder` like `build_once`, but build it again, with a warning, if one of its files has been damaged.
+    """Return `folder` like `build_once`, but build it again, with a warning, if any of its files has been damaged.
 
-    The files are compared with a record that was written when the folder was built, see `find_damage`. A folder without a
-    record, which an older version made, gets one. A damaged folder is replaced only by a complete new one.
+    The files are compared with a record that was written when the folder was built; see `find_damage`. A folder that an older
+    version built without a record gets one. A damaged folder is replaced only once the new one is complete.
     """
     record = folder.parent / RECORDS / f"{folder.name}.json"
 
@@ -87,7 +87,7 @@ def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
         adopt_copy(record, folder)
     elif folder.is_dir() and find_damage(record, folder):
         with hold_lock(folder):
-            # another process may have built it while this one waited
+            # another process may have rebuilt the folder while this process waited for the lock
             if folder.is_dir() and (damage := find_damage(record, folder)):
                 log.warning("%s: %s; rebuilding this copy", folder, damage)
                 build_or_replace(folder, build_and_record)
@@ -95,7 +95,7 @@ def build_copy(folder: Path, build: Callable[[Path], object]) -> Path:
 
 
 def adopt_copy(record: Path, folder: Path) -> None:
-    """Write the record of a copy that an older version made, if the cache is writable."""
+    """Write a record for a copy that an older version made, if the cache is writable."""
     if not os.access(folder.parent, os.W_OK):
         warn_unrecorded(folder.parent)
         return
@@ -111,13 +111,13 @@ def warn_unrecorded(cache_folder: Path) -> None:
 
 
 def record_folder(folder: Path) -> dict[str, FileRecord]:
-    """Read all regular files in a folder and return their records by relative path. Links are skipped."""
+    """Read all regular files in a folder, and return their records by relative path. Links are skipped."""
     files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
     return record_files((str(file.relative_to(folder)) for file in files if stat.S_ISREG(file.lstat().st_mode)), folder)
 
 
 def record_files(names: Iterable[str], folder: Path = ROOT) -> dict[str, FileRecord]:
-    """Read the files, several at once, and return their records by name; `names` are relative to `folder`."""
+    """Read several files at a time, and return their records by name; `names` are relative to `folder`."""
     listed = [*names]
     if len(listed) < 2:
         return {name: record_file(folder / name) for name in listed}
@@ -131,7 +131,7 @@ def record_file(file: Path) -> FileRecord:
 
 
 def read_record(record: Path) -> dict[str, FileRecord] | None:
-    """Return the records in a file; None if it is missing or damaged."""
+    """Read the records from a file; return None if it is missing or damaged."""
     from pydantic import TypeAdapter  # imported on demand, because reward workers import this module
 
     try:
@@ -146,9 +146,9 @@ def write_record(record: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def find_damage(record: Path, folder: Path = ROOT) -> str | None:
-    """Describe the first file that differs from its record; None if there is none. Files without a record are ignored.
+    """Describe the first file that differs from its record; return None if all match. Files without a record are ignored.
 
-    Sizes and times are compared; the content is read only if just the times differ.
+    Sizes and times are compared first. The content is read only if the times differ but the size does not.
     """
     recorded = read_record(record)
     if recorded is None:
@@ -167,6 +167,6 @@ def find_damage(record: Path, folder: Path = ROOT) -> str | None:
     if changed := next((name for name in touched if current[name].sha256 != recorded[name].sha256), None):
         return f"the content of {changed} has changed"
     if touched:
-        with suppress(OSError):  # the cache may be read-only; then each process reads the content
+        with suppress(OSError):  # if the cache is read-only, each process reads the content
             write_record(record, recorded | current)
     return None

@@ -1,4 +1,4 @@
-"""Time limits for calls to libraries that limit only the time between two bytes, not the total time of a request."""
+"""Time limits for calls to libraries that limit only the time between two bytes, not the total duration of a request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PACE_BYTES, PACE_S = 60_000, 60.0
-"""Minimum speed of a download: `PACE_BYTES` bytes in `PACE_S` seconds; a slower one counts as broken."""
+"""Minimum speed of a download: `PACE_BYTES` bytes in `PACE_S` seconds. A slower download counts as broken."""
 
 
 def run_with_limit(limit: float, call: Callable[[], T]) -> T:
-    """Call the function and return its result; raise TimeoutError after `limit` seconds.
+    """Run `call` and return its result; raise TimeoutError after `limit` seconds.
 
-    A library call cannot be interrupted; after a timeout, it continues in a daemon thread that does not delay process exit.
+    A library call cannot be interrupted. After a timeout, it continues in a daemon thread, which does not delay process exit.
     """
     future: Future[T] = Future()
 
@@ -37,7 +37,7 @@ def run_with_limit(limit: float, call: Callable[[], T]) -> T:
 
 
 class Pace:
-    """A check of the speed of a download whose size is unknown, so that no total time limit can be set."""
+    """A speed check for a download of unknown size, for which no total time limit can be set."""
 
     def __init__(self) -> None:
         self.began, self.bytes = time.monotonic(), 0

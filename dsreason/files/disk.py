@@ -1,4 +1,4 @@
-"""Helpers for files and folders on the local disk: hashes, reading of small files, and checks."""
+"""Helpers for files and folders on the local disk: hashes, bounded reads, and checks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MOST_BYTES = 64 * 1024**2
 MOST_REPORT_BYTES = 2**32
 """Maximum size, in bytes, of a report that is read again, such as `metrics.jsonl`."""
 HUB_CACHE = re.compile(r"(models|datasets|spaces)--.+")
-"""Pattern of the names of the folders in the Hub's cache, such as `models--Qwen--Qwen2.5-VL-3B-Instruct`."""
+"""Pattern for folder names in the Hub's cache, such as `models--Qwen--Qwen2.5-VL-3B-Instruct`."""
 END_BYTES = 64 * 1024
 BLOCK_BYTES = 1024 * 1024
 
 
 def to_os_error(error: Exception) -> OSError | None:
-    """Convert an error to an OSError; parse the message of a Rust library (`I/O error: No space left on device (os error 28)`).
+    """Convert an error to an OSError, even if a Rust library reports it (`I/O error: No space left on device (os error 28)`).
 
     Returns:
         The OSError; None if the error did not come from the operating system.
@@ -47,15 +47,15 @@ def to_os_error(error: Exception) -> OSError | None:
 
 
 def compute_sha256(file: Path) -> str:
-    """Compute the SHA-256 hash of a file, as hexadecimal digits."""
+    """Compute a file's SHA-256 hash, as hexadecimal digits."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def hash_end(file: Path) -> str:
-    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits. The time does not depend on the file's size.
+    """Compute the SHA-256 hash of a file's last 64 KiB, as hexadecimal digits, in a time that does not depend on its size.
 
-    torch writes zip archives. They end with a checksum of each member, so any change to the content changes the end.
+    torch writes zip archives, which end with a checksum for each member, so any change to the content also changes the end.
     """
     with file.open("rb") as content:
         content.seek(max(0, content.seek(0, os.SEEK_END) - END_BYTES))
@@ -63,10 +63,10 @@ def hash_end(file: Path) -> str:
 
 
 def read_small(file: Path, max_bytes: int | None = None) -> bytes:
-    """Read a small file of at most `max_bytes` bytes (None: `MOST_BYTES`), without blocking if the path is not a regular file.
+    """Read a file of at most `max_bytes` bytes (None: `MOST_BYTES`). Do not block if it is not a regular file, such as a FIFO.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or is too large; `strerror` has the reason.
+        OSError: the file cannot be read, is not a regular file, or is too large; `strerror` gives the reason.
     """
     max_bytes = MOST_BYTES if max_bytes is None else max_bytes
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -87,7 +87,7 @@ def check_regular(opened: int | Path, file: Path) -> None:
 
 
 def set_aside(path: Path, reason: str) -> None:
-    """Rename an unusable file or folder at the path of a report, and log a warning with the reason."""
+    """Rename an unusable file or folder that is in the way of a report, and log a warning with the reason."""
     names = (path.with_name(f"{path.name}.{number}.unusable") for number in itertools.count(1))
     place = next(name for name in names if not os.path.lexists(name))
     path.rename(place)
@@ -95,7 +95,7 @@ def set_aside(path: Path, reason: str) -> None:
 
 
 def write_report(file: Path, content: str | bytes) -> None:
-    """Write a file like `write_file`, but rename a folder at its path, because a report must not end a run."""
+    """Write a file like `write_file`, but rename a folder that is in its place, because a report must not end a run."""
     if file.is_dir() and not file.is_symlink():
         set_aside(file, "is a folder")
     write_file(file, content)
@@ -108,9 +108,9 @@ def check_links(folder: Path) -> None:
 
 
 def check_link(path: Path, folder: Path) -> None:
-    """Raise CheckpointError if `path` in `folder` leads outside it, through a link or through a linked parent folder.
+    """Raise CheckpointError if `path`, which is in `folder`, leads outside it through a link or a linked parent folder.
 
-    In the cache of the Hugging Face Hub, links from `models--<name>/snapshots/<commit>/` to `models--<name>/blobs/` are allowed.
+    In the Hugging Face Hub's cache, links from `models--<name>/snapshots/<commit>/` to `models--<name>/blobs/` are allowed.
     """
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if not (target.is_relative_to(root) or target.parent in list_blob_folders(root)):
@@ -120,7 +120,7 @@ def check_link(path: Path, folder: Path) -> None:
 
 
 def list_blob_folders(folder: Path) -> list[Path]:
-    """Return the `blobs` folder of the Hub's cache if `folder` is in one of its snapshots; it may be a link to another disk."""
+    """Return the `blobs` folder of the Hub's cache, resolved if it is a link, if `folder` is in a snapshot; otherwise, []."""
     caches = [
         place.parent.parent
         for place in (folder, *folder.parents)
@@ -130,7 +130,7 @@ def list_blob_folders(folder: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, a file or a link if it exists; the target of a link is not deleted."""
+    """Delete a folder, file or link if it exists; the target of a link is not deleted."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -138,7 +138,7 @@ def remove(path: Path) -> None:
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """Create a folder; raise a ConfigError that names the option if this is impossible."""
+    """Create a folder; raise a ConfigError that names the option if the folder cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -148,9 +148,9 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raise a ConfigError that names the option if no file can be created in the folder.
+    """Raise a ConfigError that names the option if files cannot be created in the folder.
 
-    The test creates and deletes a temporary file in the folder, or in its nearest existing parent.
+    The check creates and deletes a temporary file in the folder or, if it does not exist, in its nearest existing parent.
     """
     existing = folder
     try:
@@ -171,9 +171,9 @@ def find_existing(path: Path) -> Path:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file written by dsreason; return an empty one if that fails.
+    """Read the JSON object in a file written by dsreason; return {} if that fails.
 
-    The content of such files can be recomputed, so a damaged one is not an error.
+    The content of such files can be recomputed, so a damaged file is not an error.
     """
     try:
         document = json.loads(read_small(file))
@@ -183,9 +183,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_valid_lines(file: Path, schema: TypeAdapter[Any]) -> tuple[list[dict[str, Any]], str]:
-    """Read the objects in a JSON Lines file that match `schema`, and describe the faults of the other lines ("" without faults).
+    """Read the objects in a JSON Lines file that match `schema`; return them with a description of the faulty lines ("" if none).
 
-    `splitlines` would also split at characters such as U+2028, which JSON does not escape.
+    Lines are split only at line feeds. `splitlines` would also split at characters such as U+2028, which JSON does not escape.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.

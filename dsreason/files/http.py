@@ -1,9 +1,9 @@
-"""HTTP requests with a total time limit and a bounded response size, which do not follow redirects.
+"""HTTP requests with a total time limit and a bounded response size, without redirects.
 
-httpx2 limits only the time between two bytes, so a server that sends one byte per second never times out, and httpx2
-decompresses responses of any size. In this module, one time limit covers everything from the name lookup to the last byte of
-the body, and compressed responses are decompressed piece by piece up to a maximum size. Redirects are not followed, because
-they would send the request and its token to a URL that nobody has configured.
+httpx2 limits only the time between two bytes, so a server that sends one byte per second never times out. It also decompresses
+responses of any size. In this module, a single time limit covers everything from the name lookup to the last byte of the body,
+and compressed responses are decompressed piece by piece, up to a maximum size. Redirects are not followed, because they would
+send the request and its token to a URL that nobody has configured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PACKED = ("gzip", "x-gzip", "deflate")
-"""Compressed encodings that are accepted in responses, although requests do not ask for compression."""
+"""Compressed encodings that are accepted in responses, even though requests do not ask for compression."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 REDIRECTED = "redirects are not followed, because they would forward the request; set the final URL"
 
@@ -52,17 +52,17 @@ class HttpResponse:
 
     @property
     def retry_after(self) -> float:
-        """The number of seconds that the server asks the client to wait; 0 if it does not ask for a wait."""
+        """Number of seconds that the server asks the client to wait; 0 if it does not."""
         retry_after = self.headers.get("Retry-After", "")
         try:
             seconds = float(retry_after) if retry_after.isascii() else 0.0
-        except ValueError:  # the header contains a date
+        except ValueError:  # the header contains a date instead
             return 0.0
         return seconds if 0 < seconds < float("inf") else 0.0
 
 
 class NoAnswer(Exception):
-    """An error for a missing, broken or late response; the same request may succeed later."""
+    """Error for a missing, broken or late response; the same request may succeed later."""
 
     def __init__(self, text: str, *, late: bool = False) -> None:
         super().__init__(text)
@@ -71,7 +71,7 @@ class NoAnswer(Exception):
 
 
 class BadAnswer(Exception):
-    """An error for a response that is too long, is damaged or has an unknown encoding."""
+    """Error for a response that is too long, is damaged, or has an unknown encoding."""
 
 
 async def send_request(
@@ -89,22 +89,22 @@ async def send_request(
     Args:
         limit: seconds within which the entire response must arrive.
         max_bytes: maximum size of the decompressed content, in bytes.
-        connect_to: IP address of the URL's host. None: the host is looked up.
+        connect_to: IP address to use for the URL's host; if None, the host is looked up.
 
     Raises:
         NoAnswer: no complete response arrived in time.
-        BadAnswer: the response is too long, is damaged or has an unknown encoding.
+        BadAnswer: the response is too long, is damaged, or has an unknown encoding.
         ConfigError: the proxies or certificates set in the environment cannot be used.
     """
     import httpx2  # slow import: 0.2 s
 
-    quiet_libraries()  # httpx2 logs complete URLs, which may contain secrets
+    quiet_libraries()  # httpx2 logs full URLs, which may contain secrets
     sent, extensions = {"Accept-Encoding": "identity", **headers}, {}
     try:
         target = httpx2.URL(url)
         if connect_to is not None:
             sent["Host"] = target.netloc.decode("ascii")
-            extensions["sni_hostname"] = target.raw_host.decode("ascii")  # the certificate must be that of the host
+            extensions["sni_hostname"] = target.raw_host.decode("ascii")  # the certificate must match the URL's host
             target = target.copy_with(host=connect_to)
         async with (
             asyncio.timeout(limit),
@@ -124,7 +124,7 @@ async def send_request(
 def ask(
     method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
 ) -> HttpResponse:
-    """Send a request and wait for the response; the arguments and errors are the same as for `send_request`."""
+    """Send a request and wait for the response; arguments and errors are those of `send_request`."""
     return wait_for(send_request(method, url, limit=limit, max_bytes=max_bytes, content=content, headers=headers))
 
 
@@ -144,11 +144,10 @@ def wait_for(request: Coroutine[Any, Any, T]) -> T:
 
 @lru_cache(maxsize=1)
 def get_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return the event loop of a process, starting it if needed.
+    """Return a process's event loop, starting it if needed.
 
-    A forked process needs its own loop, because the thread of its parent's loop does not survive the fork.
-
-    The loop is never closed, because closing it would wait for name lookups, which cannot be interrupted.
+    A forked process needs its own loop, because the thread that runs its parent's loop does not survive the fork. The loop is
+    never closed, because closing it would wait for name lookups, which cannot be interrupted.
     """
     new_loop = asyncio.new_event_loop()
     threading.Thread(target=new_loop.run_forever, name="requests", daemon=True).start()
@@ -156,7 +155,7 @@ def get_loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 def find_cause(error: BaseException) -> str:
-    """Return the root cause, such as `[Errno 111] Connection refused`, of an error such as "All connection attempts failed"."""
+    """Find an error's root cause: `[Errno 111] Connection refused` instead of "All connection attempts failed"."""
     inner: BaseException | None = error
     while inner is not None:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
@@ -167,7 +166,7 @@ def find_cause(error: BaseException) -> str:
 
 
 def open_client() -> httpx2.AsyncClient:
-    """Open a client that does not follow redirects and sets no time limit."""
+    """Open a client that does not follow redirects and has no time limit of its own."""
     import httpx2
 
     try:
@@ -198,7 +197,7 @@ async def read(response: httpx2.Response, max_bytes: int) -> bytes:
 
 
 def make_unpacker(encoding: str) -> Callable[[bytes, int], bytes]:
-    """Return the decompression function of an encoding: (compressed bytes, maximum length of the result) → bytes."""
+    """Return a function that decompresses an encoding: (compressed bytes, maximum length of the result) → bytes."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return lambda part, max_bytes: part[:max_bytes]

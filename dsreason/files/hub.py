@@ -1,4 +1,4 @@
-"""Downloads with huggingface_hub, checks of its cache (which it does not do itself), and its errors with advice for the user."""
+"""Downloads with huggingface_hub, integrity checks on its cache (which it lacks), and its errors with advice for the user."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from dsreason.secrets import hide_secrets
 log = logging.getLogger(__name__)
 
 HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError)
-"""Errors that huggingface_hub raises; HTTPError comes from httpx or httpx2, depending on the version of huggingface_hub. A
-response from a server that is not a Hub raises KeyError, TypeError or RecursionError (a RuntimeError)."""
+"""Errors that huggingface_hub raises. HTTPError comes from httpx or httpx2, depending on the version of huggingface_hub. If the
+server is not a Hub, its responses cause KeyError, TypeError or RecursionError (a RuntimeError)."""
 ADVICE = {
     401: "the token in HF_TOKEN is missing, invalid or expired; create one with write permission in your account settings",
     403: "the token in HF_TOKEN has no write access; grant it write permission, and grant your account access",
@@ -52,10 +52,12 @@ def get_hub_url() -> str:
 def convert_hub_error(error: Exception, where: str, *, page: str = "", revision: str | None = None) -> StorageError:
     """Convert one of `HUB_ERRORS` to a StorageError.
 
-    The original message may contain signed URLs; raise the result `from None` if others can see the traceback.
+    The original message may contain signed URLs, so raise the result `from None` if others can see the traceback.
 
     Args:
-        page: URL of the repository's page on the Hub if the request was a read; empty for a write.
+        where: what the message is about, such as the repository; it comes first.
+        page: for a read request, the URL of the repository's page on the Hub; empty for a write request.
+        revision: revision that was requested, for the message.
     """
     if isinstance(error, OfflineModeIsEnabled):
         return StorageError(f"{where}: HF_HUB_OFFLINE is set, so the Hub is not contacted; unset it")
@@ -99,7 +101,7 @@ def get_first_line(text: str) -> str:
 
 @contextmanager
 def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Convert errors of huggingface_hub about a data set to a DataError with advice."""
+    """Convert huggingface_hub's errors about a data set to a DataError with advice."""
     try:
         yield
     except HUB_ERRORS as error:
@@ -109,9 +111,9 @@ def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def fetch_snapshot(repo: str, **options: Any) -> Path:
-    """Call `snapshot_download`; if cached files have been damaged since they were downloaded, download them again.
+    """Call `snapshot_download` and return the folder. Files that have been damaged in the cache are downloaded again.
 
-    A damaged file stays until the new one is complete.
+    A damaged file stays until its replacement is complete.
 
     Raises:
         StorageError: a file is still damaged after the second download, or could not be downloaded.
@@ -134,13 +136,14 @@ def fetch_snapshot(repo: str, **options: Any) -> Path:
 
 
 def find_damaged_files(snapshot: Path, earlier: Mapping[Path, FileRecord] | None = None) -> dict[Path, FileRecord]:
-    """Return the files of a snapshot whose content does not fit the name of their blob, which is a hash, with their records.
+    """Return a snapshot's damaged files, with their records. A file is damaged if its content does not match its blob's name,
+    which is a hash.
 
     A file is read only if its size or times have changed since it was last read.
 
     Args:
-        earlier: files that have been downloaded again since they were returned. If the content of one is the same as before, and
-            its name may be a hash of another kind, it is not damaged.
+        earlier: files that an earlier call returned and that have been downloaded again. Such a file is not damaged if its
+            content has not changed and its blob's name may be a different kind of hash.
     """
     key = hashlib.sha256(str(snapshot.absolute()).encode()).hexdigest()[:24]
     record = get_cache_dir() / "hub" / f"{key}.json"
@@ -165,23 +168,23 @@ def find_damaged_files(snapshot: Path, earlier: Mapping[Path, FileRecord] | None
 
 
 def locate_blob(link: Path) -> str:
-    """Return the path of the blob of a file; a blob may itself be a link, to a store that repositories share."""
+    """Return the path of a file's blob, without resolving it: it may be a link to a store that several repositories share."""
     return os.path.normpath(os.path.join(os.path.realpath(link.parent), os.readlink(link)))
 
 
 def fits_name(blob: Path, sha256: str) -> bool:
-    """Return whether a blob's name is its hash: SHA-256 for large files, and Git's SHA-1 or plain SHA-1 for others."""
+    """Return whether a blob's name is its hash: SHA-256 for large files, and Git's SHA-1 or plain SHA-1 for other files."""
     if re.fullmatch("[0-9a-f]{64}", blob.name):
         return blob.name == sha256
     if not SHA1.fullmatch(blob.name):
-        return True  # a server other than the Hub may use any ETag
+        return True  # servers other than the Hub may use any ETag
     content = blob.read_bytes()
     prefixes = (b"blob %d\0" % len(content), b"")
     return blob.name in [hashlib.sha1(prefix + content, usedforsecurity=False).hexdigest() for prefix in prefixes]
 
 
 def is_same_download(blob: Path, record: FileRecord, earlier: FileRecord | None) -> bool:
-    """Return whether two downloads of a file have the same content, and its name may be a hash that `fits_name` does not know."""
-    if earlier is None or record == earlier:  # the same file
+    """Return whether two downloads of a file have the same content, and the blob's name may be a hash unknown to `fits_name`."""
+    if earlier is None or record == earlier:  # there was no second download
         return False
     return record.sha256 == earlier.sha256 and SHA1.fullmatch(blob.name) is not None

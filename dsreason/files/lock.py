@@ -1,8 +1,8 @@
 """A lock file that lets only one job use an output folder. It names its holder, the process that touches it every few seconds.
 
-A lock that was taken on this machine is stale if its process no longer exists. The processes of another machine, or of
-another container on this one, are not visible, so their lock is stale if it has not been touched for a while. File-system
-locks would not be reliable: some file systems do not support them, and NFS may keep the lock of a host that has crashed.
+A lock taken on this machine is stale if its holder no longer exists. Processes on another machine, or in another container on
+this machine, are not visible; their lock is stale if it has not been touched for a while. File-system locks would not be
+reliable: some file systems do not support them, and NFS may keep the lock of a host that has crashed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 180.0
-"""Seconds after which a lock held by another machine counts as stale if it has not been touched. The limit is generous, because
-native code may block the thread that touches the lock."""
+"""Seconds without a touch after which a lock held by another machine counts as stale. The limit is generous, because native
+code may block the thread that touches the lock."""
 
 WRITE_S = 0.2
 """Seconds to wait for the content of an empty lock file."""
@@ -43,10 +43,10 @@ class Holder:
 
     host: str
     machine: str
-    """Scope in which the process id is valid: one boot of one machine, and one container on it."""
+    """Scope in which the process id is valid: a boot of the machine, and a container on it."""
     pid: int
     started: str
-    """Start time of the process in clock ticks since boot, which distinguishes it from a later process with the same id."""
+    """The process's start time in clock ticks since boot, which distinguishes it from a later process with the same id."""
     since: str
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Holder:
 
 
 class LockWriteError(ConfigError):
-    """A lock file that cannot be created. `no_folder` is True if its folder does not exist, or no longer."""
+    """Error for a lock file that cannot be created. `no_folder` is True if its folder does not exist (any more)."""
 
     def __init__(self, text: str, *, no_folder: bool = False) -> None:
         super().__init__(text)
@@ -62,11 +62,11 @@ class LockWriteError(ConfigError):
 
 
 class FolderLock(AbstractContextManager["FolderLock"]):
-    """A lock that keeps other jobs from using a folder, from the call of `take` to the end of the block.
+    """A lock that keeps other jobs from using a folder, from the call to `take` until the end of the block.
 
     Args:
-        on_lost: callback for an error to report if another job takes over the folder because this job has not touched its
-            lock for STALE_AFTER_S seconds; called in a separate thread.
+        on_lost: callback that gets an error if another job takes over the folder because this job has not touched its lock
+            for STALE_AFTER_S seconds; called in a separate thread.
     """
 
     def __init__(self, on_lost: Callable[[ConfigError], object]) -> None:
@@ -76,7 +76,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         self.over = threading.Event()
 
     def take(self, folder: Path) -> None:
-        """Create the lock, after removing a stale one.
+        """Create the lock, after removing a stale lock.
 
         Raises:
             ConfigError: another job uses the folder; the message names its host and process.
@@ -109,7 +109,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes that call this from using the folder during the block; create the folder if it is missing.
+    """Lock the folder during the block, so that no other process can do the same; create the folder if it is missing.
 
     Raises:
         ConfigError: another process uses the folder.
@@ -121,7 +121,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Raise ConfigError if a job on this machine uses the folder. Locks of other machines are checked only by `take`."""
+    """Raise ConfigError if a job on this machine uses the folder. Locks held by other machines are checked only by `take`."""
     content = read(folder / LOCK_FILE)
     holder = parse(content)
     if holder is not None and holder.machine == read_machine_id() and read_start_time(holder.pid) == holder.started:
@@ -135,15 +135,15 @@ def make_in_use_error(folder: Path, content: str) -> ConfigError:
 
 
 def is_alive(file: Path, content: str) -> bool:
-    """Return whether the holder of a lock is alive; this takes up to STALE_AFTER_S seconds if it runs on another machine.
+    """Return whether a lock's holder is alive. If the holder is on another machine, this takes up to STALE_AFTER_S seconds.
 
-    False if the lock no longer exists, or has another content.
+    The result is False if the lock no longer exists or its content is no longer `content`.
     """
     holder = parse(content)
     if holder is not None and holder.machine == read_machine_id():
         return read_start_time(holder.pid) == holder.started
     if not content:
-        pause(WRITE_S)  # the holder may be writing it at this moment
+        pause(WRITE_S)  # the holder may be about to write the content
         if read(file):
             return False
     if (touched := get_last_touch(file)) is None:
@@ -173,7 +173,7 @@ def create(file: Path, content: str) -> bool:
         return False
     except OSError as error:
         with suppress(OSError):
-            file.unlink()  # otherwise, a full disk would leave an empty file
+            file.unlink()  # otherwise, a full disk would leave an empty file behind
         raise LockWriteError(
             f"{file}: cannot be written ({error.strerror}); free disk space, or choose another folder",
             no_folder=isinstance(error, FileNotFoundError),
@@ -182,7 +182,7 @@ def create(file: Path, content: str) -> bool:
 
 
 def remove_stale(file: Path, content: str) -> None:
-    """Remove a stale lock unless another job has replaced it in the meantime; only one job at a time can do so."""
+    """Remove a stale lock, unless another job has replaced it in the meantime. Only one job at a time can do this."""
     with suppress(FileNotFoundError), file.open("r+") as stale:
         with suppress(OSError):  # the file system may not support locks
             fcntl.flock(stale, fcntl.LOCK_EX)
@@ -191,10 +191,10 @@ def remove_stale(file: Path, content: str) -> None:
 
 
 def read(file: Path) -> str:
-    """Return the content of a lock file; "" if it is missing or still being written.
+    """Return a lock file's content; "" if the file is missing or still being written.
 
     Raises:
-        ConfigError: the path is not a lock file, but a folder, a FIFO or a file that is not text.
+        ConfigError: the path is not a lock file but, for example, a folder, a FIFO or a binary file.
     """
     try:
         return read_small(file).decode()
@@ -243,7 +243,7 @@ def read_machine_id() -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
+    """Return a process's start time in clock ticks since boot; None if the process does not exist or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""A safe reader for numpy's `.npy` format: it accepts only plain numbers, never unpickles, and limits its memory use."""
+"""A safe reader for numpy's `.npy` format: it accepts only plain numbers, never unpickles, and limits memory use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks that a local data set uses only its own files: the README and index files may name only files in its folder.
+"""Checks that a data set uses only its own files: a local data set's README and index files may name only files in its folder.
 
-A path is checked without resolving links, like the paths of media: a link may point anywhere, because somebody created it on
+Like media paths, these paths are checked without resolving links: a link may point anywhere, because somebody created it on
 purpose. A data set on the Hub may name URLs, but no files on this machine.
 """
 
@@ -22,12 +22,12 @@ from dsreason.secrets import mask_credentials
 
 README = "README.md"
 STANDALONE = ".huggingface.yaml"
-"""Name of a file that may contain the YAML header instead of the README; if both do, the README takes precedence."""
+"""Name of a file that may contain the YAML header in place of the README; if both do, the README takes precedence."""
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""Names of the index files that `save_to_disk` writes: `STATE` lists the files of a table, `SPLITS` the splits' folders."""
+"""Names of the index files that `save_to_disk` writes: `STATE` lists a table's files, and `SPLITS` the folders of the splits."""
 
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:|.*(://|::)", re.DOTALL)
-"""Pattern of URLs: `http://…`, `data:…`, and URL chains of the library `fsspec`, such as `zip://rows.jsonl::http://…`."""
+"""Pattern for URLs: `http://…`, `data:…`, and URL chains for the `fsspec` library, such as `zip://rows.jsonl::http://…`."""
 
 
 def is_inside(path: str | Path, folder: str | Path) -> bool:
@@ -36,7 +36,7 @@ def is_inside(path: str | Path, folder: str | Path) -> bool:
 
 
 def check_configs(folder: Path) -> None:
-    """Raise DataError if a `configs` entry of the folder's README names files outside the folder."""
+    """Raise DataError if a `configs` entry in the folder's README names files outside the folder."""
     for name in (README, STANDALONE):
         if (file := folder / name).is_file():
             for key, text in _iter_named_files(file):
@@ -51,7 +51,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
         except RemoteEntryNotFoundError:
             continue
         except (HfHubHTTPError, OSError, ValueError):
-            return  # `datasets` will get the same error and report it
+            return  # `datasets` will meet the same error and report it
         for key, text in _iter_named_files(file):
             if _is_local(text):
                 raise DataError(
@@ -77,7 +77,7 @@ def check_saved(folder: Path) -> None:
 
 
 def _iter_named_files(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) for each file that the header of a README or a standalone file names, parsed as `datasets` does."""
+    """Yield (key, text) for each file named in the YAML header of a README or standalone file, parsed as `datasets` does."""
     try:
         header = (
             DatasetCard.load(file).data.to_dict() if file.name == README else yaml.safe_load(file.read_text()) or {}
@@ -92,9 +92,9 @@ def _iter_named_files(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _is_local(text: str) -> bool:
-    """Return whether an entry of a README on the Hub refers to a local file.
+    """Return whether an entry in a README on the Hub refers to a local file.
 
-    This is true for an absolute path, a path that leaves the repository, a `file:` URL, and a URL chain with a plain path.
+    This is true of an absolute path, a path that leaves the repository, a `file:` URL, and a URL chain that ends in a plain path.
     """
     first, *chained = text.split("::")
     repository = Path("/repository")
@@ -123,7 +123,7 @@ def _iter_texts(value: Any) -> Iterator[str]:
         if isinstance(item, str):
             yield item
         elif isinstance(item, list | dict) and id(item) not in visited:
-            visited.add(id(item))  # YAML aliases can expand a short text to a billion items or a recursive list
+            visited.add(id(item))  # YAML aliases can turn a short text into a billion items or a recursive list
             waiting += reversed(list(item.values() if isinstance(item, dict) else item))
 
 
@@ -139,7 +139,7 @@ def _check(file: Path, key: str, path: str, base: Path, folder: Path) -> None:
 
 
 def is_saved(folder: Path) -> bool:
-    """Return whether the folder was written by `save_to_disk` of `datasets`."""
+    """Return whether the folder was written by `save_to_disk` from `datasets`."""
     return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 

@@ -1,7 +1,7 @@
-"""A reader for plain data, such as text embeddings and indexes, in untrusted pickle files; it never runs code in the files.
+"""A reader for plain data, such as text embeddings and indexes, in untrusted pickle files; it never runs code from the files.
 
 It follows "Restricting globals" in Python's documentation. The replacements for numpy's classes accept only plain numeric
-types, because numpy's own `dtype` would allow a pickle to have arbitrary memory addresses interpreted as objects.
+types. With numpy's own `dtype`, a pickle could have arbitrary memory addresses interpreted as objects.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dsreason.files.atomic import open_draft, write_file
 
 MAX_BYTES = 2 * 2**30
 FREE_SIZE, MAX_RATIO = 2**20, 64
-"""Limits on the number of characters and bytes that a pickle may expand to: a fixed allowance, and a multiple of its size.
-The limits are needed because a pickle can repeat a list or an array at a cost of two bytes per repetition."""
+"""Limit on the number of characters and bytes to which a pickle may expand: a fixed allowance plus a multiple of its size.
+A limit is needed because a pickle can repeat a list or an array at a cost of two bytes per repetition."""
 ADVICE = "regenerate it from lists, dicts, strings, numbers and numpy arrays of numbers only"
 
 
 class Dtype:
-    """A replacement for `numpy.dtype` that stores only the type code, and the byte order from the pickled state."""
+    """A replacement for `numpy.dtype` that stores only the type code and, from the pickled state, the byte order."""
 
     def __init__(self, code: str, *flags: Any) -> None:
         self.code, self.order = code, "="
@@ -54,8 +54,8 @@ class Array:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler that resolves only the names used by numpy arrays. Each lookup returns a new object, so that one pickle
-    cannot modify what the next one gets."""
+    """An unpickler that resolves only the names used by numpy arrays. Each lookup returns a new object, so that a pickle
+    cannot modify what the next pickle gets."""
 
     def find_class(self, module: str, name: str) -> Any:
         known_classes = {
@@ -77,9 +77,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def convert_pickle(file: Path, folder: Path) -> list[Path]:
-    """Convert a pickle to `<stem>.json` and one `.npy` file per array; return all paths.
+    """Convert a pickle to `<stem>.json` and one `.npy` file per array; return the paths of these files.
 
-    In the JSON, `{"npy": "<stem>-0.npy"}` stands for an array.
+    In the JSON, an array is represented as `{"npy": "<stem>-0.npy"}`.
 
     Raises:
         DataError: the pickle is damaged, or contains anything other than plain data; nothing is written.
@@ -104,7 +104,8 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         return {"npy": arrays[-1][0].name}
 
     try:
-        for opcode, argument, _ in pickletools.genops(pickled):  # genops raises if a length exceeds the file
+        # `genops` raises an error if a length goes beyond the end of the file.
+        for opcode, argument, _ in pickletools.genops(pickled):
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(pickled):
                 raise ValueError(f"numbers its objects up to {argument}, but has only {len(pickled)} bytes")
         plain = PlainUnpickler(io.BytesIO(pickled)).load()

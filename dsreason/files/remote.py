@@ -1,8 +1,8 @@
-"""Local copies of S3 objects. Each object is fetched into the cache once, atomically, however many processes need it.
+"""Local copies of S3 objects. Each object is fetched into the cache once, atomically, no matter how many processes need it.
 
 The path of a copy contains the bucket and a hash of the key, ETag, size and time, so an object that was replaced is fetched
-again. An interrupted fetch resumes where it stopped, even in a later run. Each process checks only once whether an object has
-changed or its copy has been damaged.
+again. An interrupted fetch resumes where it stopped, even in a later run. Each process checks only once per object whether the
+object has changed or its copy has been damaged.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dsreason.secrets import mask_credentials
 log = logging.getLogger(__name__)
 
 PARALLEL = 8
-"""Number of files of a folder that are fetched concurrently."""
+"""Number of files in a folder to fetch concurrently."""
 REMEMBERED = 200_000
 """Number of objects for which a process remembers the path of the local copy."""
 SHOWN_BYTES = 100_000_000
-"""Minimum size, in bytes, of a fetch that is logged."""
+"""Size in bytes from which the fetch of an object is logged."""
 
 
 def read_address(text: str) -> S3Address:
@@ -41,7 +41,7 @@ def read_address(text: str) -> S3Address:
 
 
 def check_location(key: str, text: str) -> None:
-    """Raise DataError for URLs that are not S3 URIs; they would be used as paths, and passwords in them would be displayed."""
+    """Raise DataError for a URL that is not an S3 URI. It would be used as a path, and a password in it would be displayed."""
     if is_s3(text):
         read_address(text)
     elif "://" in text:
@@ -59,7 +59,7 @@ def join_address(folder: S3Address, relative: str) -> S3Address:
 
 
 def fetch_file(text: str) -> Path:
-    """Return the path of the local copy of an object, fetching it if necessary.
+    """Return the path of an object's local copy, fetching the object if necessary.
 
     Raises:
         DataError: the URL is invalid, or the object does not exist.
@@ -92,9 +92,9 @@ def _fetch_copy(text: str) -> Path:
 
 
 def fetch_folder(text: str, is_wanted: Callable[[str], bool]) -> Path:
-    """Return a local copy of a folder that contains the objects for whose relative paths `is_wanted` returns true.
+    """Return a local copy of a folder, with only the objects for whose relative path `is_wanted` returns True.
 
-    The errors are the same as for `fetch_file`.
+    The errors are those of `fetch_file`.
     """
     address = read_address(text)
     objects = list_objects(address)
@@ -117,7 +117,7 @@ def fetch_folder(text: str, is_wanted: Callable[[str], bool]) -> Path:
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
-    """Raise StorageError if the objects that are not cached yet do not fit on the disk that holds the cache."""
+    """Raise StorageError if the objects that are not yet cached do not fit on the cache's disk."""
     missing = sum(source.size for source in sources if not _get_cache_folder(source.address, source.version).is_dir())
     folder = get_cache_dir()
     with convert_cache_errors(folder, "DSREASON_CACHE"):
@@ -143,9 +143,9 @@ def _get_cache_folder(address: S3Address, version: str) -> Path:
 
 
 def _fetch(source: S3Object, file: Path) -> None:
-    """Fetch the missing part of the file. A partial file from an earlier process has the same version.
+    """Fetch the missing part of the file. A partial file from an earlier process is of the same version.
 
-    The result is then compared with the object's ETag if that is an MD5 hash, and fetched again if they differ.
+    A file completed in this way is compared with the object's ETag, if that is an MD5 hash, and fetched again if they differ.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     start = file.stat().st_size if file.exists() else 0
@@ -166,7 +166,7 @@ def _fetch(source: S3Object, file: Path) -> None:
 
 
 def has_other_md5(source: S3Object, file: Path) -> bool:
-    """Return whether the object's ETag is an MD5 hash that differs from the file's; ETags of multipart uploads are not hashes."""
+    """Return whether the object's ETag is an MD5 hash that differs from the file's. ETags of multipart uploads are not MD5."""
     etag = source.etag.strip('"')
     if not re.fullmatch("[0-9a-f]{32}", etag):
         return False

@@ -1,4 +1,4 @@
-"""Retries of actions that fail for transient reasons."""
+"""Retries for actions that fail for transient reasons."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 6
-"""Number of attempts per request; together with the waits between them, they take about half a minute."""
+"""Number of attempts per request; the waits between them add up to about half a minute."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 
 
 def run_with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
-    """Call `action` and return its result, retrying it on a transient StorageError.
+    """Call `action` and return its result. After a transient StorageError, wait and call it again.
 
-    The waits double, and each is multiplied by a random factor from 0.5 to 1, so that many ranks do not retry at once.
+    The wait doubles each time. It is multiplied by a random factor from 0.5 to 1, so that many ranks do not retry at once.
 
     Args:
-        attempts: maximum number of calls; None: ATTEMPTS.
+        attempts: maximum number of calls; None means ATTEMPTS.
     """
     attempts = attempts or ATTEMPTS
     for attempt in range(1, attempts):

@@ -1,4 +1,4 @@
-"""Access to S3 through boto3, configured from the environment, with retries of transient errors and clear error messages.
+"""Access to S3 through boto3, configured from the environment, with retries after transient errors and clear error messages.
 
 `run_with_retries` replaces boto3's own retries, which are silent and do not cover damage that only an ETag reveals.
 """
@@ -26,15 +26,15 @@ CONNECT_LIMIT_S = 10
 READ_LIMIT_S = 60
 """Seconds to wait for the next byte from the server."""
 REQUEST_LIMIT_S = 120.0
-"""Time limit of an entire request in seconds, even if bytes keep arriving."""
+"""Time limit for an entire request in seconds, even if bytes keep arriving."""
 COMPLETION_LIMIT_S = 600.0
-"""Time limit of `complete_multipart_upload` in seconds; the server first joins the parts of a large file, and then responds."""
+"""Time limit for `complete_multipart_upload` in seconds. The server joins the parts of a large file before it responds."""
 SLOWEST = 10_000
-"""Minimum speed in bytes per second; the time limit is extended by the time that the content takes at this speed."""
+"""Minimum speed in bytes per second. Time limits are extended by the time that the content takes at this speed."""
 READ_BYTES = 32 * 1024**2
-"""Number of bytes per read request, and thus the maximum number to fetch again if a connection breaks."""
+"""Number of bytes per read request, and thus the most that is fetched again if a connection breaks."""
 MOST_PAGES = 10_000
-"""Maximum number of pages in a listing of objects; each has up to a thousand objects."""
+"""Maximum number of pages in a listing of objects; each page has up to a thousand objects."""
 TRANSIENT_CODES = (
     "RequestTimeout",
     "SlowDown",
@@ -59,13 +59,13 @@ COSMOS = "PROD_S3_CHECKPOINT_"
 """Prefix of cosmos-rl's environment variables ACCESS_KEY_ID, SECRET_ACCESS_KEY, ENDPOINT_URL and REGION_NAME."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", f"{COSMOS}ENDPOINT_URL")
 REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION", f"{COSMOS}REGION_NAME")
-"""Environment variables for the region; the first one that is set is used. `ENDPOINTS` works in the same way."""
+"""Environment variables for the region; the first that is set is used. `ENDPOINTS` works in the same way."""
 
 
 def connect() -> Any:
     """Return this process's boto3 client for the current environment.
 
-    cosmos-rl's variables are used if AWS's variables contain no keys; AWS_ENDPOINT_URL and AWS_REGION still take precedence.
+    cosmos-rl's variables are used if AWS's variables provide no keys; AWS_ENDPOINT_URL and AWS_REGION still take precedence.
     """
     variables = {name: value for name, value in os.environ.items() if value}  # an empty variable counts as unset
     if variables.keys() & {"AWS_ACCESS_KEY_ID", "AWS_PROFILE"}:
@@ -90,9 +90,9 @@ def connect() -> Any:
 def _create_client(
     process: int, endpoint: str, region: str | None, read_limit: float, key: str | None, secret: str | None
 ) -> Any:
-    """Create a client for a process, because a forked process must not use its parent's connections.
+    """Create a client for one process, because a forked process must not use its parent's connections.
 
-    Without a key, boto3 searches its default sources for one.
+    If `key` is None, boto3 searches its default sources for credentials.
     """
     import boto3  # slow import: 0.25 s
     from botocore.config import Config
@@ -100,7 +100,7 @@ def _create_client(
     quiet_libraries()
     settings: dict[str, Any] = {}
     if endpoint and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
-        # Many S3-compatible servers reject AWS's default checksum headers; uploads are verified by ETag instead.
+        # Many S3-compatible servers reject AWS's default checksum headers, so uploads are verified by ETag instead.
         settings["request_checksum_calculation"] = "when_required"
     one_attempt = {"total_max_attempts": 1, "mode": "standard"}
     config = Config(retries=one_attempt, connect_timeout=CONNECT_LIMIT_S, read_timeout=read_limit, **settings)
@@ -120,7 +120,8 @@ def request(
 
     Args:
         check: function that raises StorageError if the response shows that the content was damaged.
-        parameters: parameters of the call, except the bucket.
+        attempts: maximum number of calls; see `run_with_retries`.
+        parameters: the call's parameters, except the bucket.
 
     Raises:
         StorageError: the call failed; the message contains the URL and the server's response.
@@ -146,7 +147,7 @@ def find_object(address: S3Address) -> S3Object:
 
 
 def list_objects(address: S3Address) -> dict[str, S3Object]:
-    """Return all objects below the URL, by relative path, except folder markers (keys that end with a slash)."""
+    """Return all objects below the URL by relative path, except folder markers (keys that end with a slash)."""
     prefix = f"{address.key}/".lstrip("/")
     objects: dict[str, S3Object] = {}
     following: dict[str, Any] = {}
@@ -165,7 +166,7 @@ def list_objects(address: S3Address) -> dict[str, S3Object]:
 
 
 def read_into(source: S3Object, file: Path) -> None:
-    """Append the missing part of the object to `file`; if a connection breaks, at most READ_BYTES are fetched again.
+    """Append the missing part of the object to `file`. If a connection breaks, at most READ_BYTES are fetched again.
 
     Raises:
         StorageError: the object cannot be read, or has changed since it was listed as `source`.
@@ -211,7 +212,7 @@ def _parse_object(address: S3Address, size: int | None, facts: Answer) -> S3Obje
 
 @contextmanager
 def convert_s3_errors(address: S3Address) -> Iterator[None]:
-    """Convert boto3's errors to StorageErrors. The originals are not chained, because their messages may contain secrets."""
+    """Convert boto3's errors to a StorageError. The original is not chained, because its message may contain secrets."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
@@ -228,7 +229,7 @@ def convert_s3_errors(address: S3Address) -> Iterator[None]:
 
 
 def build_refusal(address: S3Address, response: Answer) -> StorageError:
-    """Build the error for a response with an error status."""
+    """Build a StorageError for a response with an error status."""
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
     answer = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
@@ -252,7 +253,7 @@ def get_advice(status: int, code: str, address: S3Address) -> str:
 
 
 def build_unreachable_error(address: S3Address, error: Exception) -> StorageError:
-    """Build the error for a request that got no response."""
+    """Build a StorageError for a request that got no response."""
     from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):

@@ -1,4 +1,4 @@
-"""Names of files and folders that belong to an optimizer step: checkpoints, exports and files of answers."""
+"""Names of files and folders that belong to an optimizer step: checkpoints, exports and answer files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PREFIX = "step_"
 
 
 def format_step(step: int) -> str:
-    """Format the name of a step: 12 → `step_12`."""
+    """Format the name for a step: 12 → `step_12`."""
     return f"{PREFIX}{step}"
 
 
@@ -18,5 +18,5 @@ def is_step_name(name: str) -> bool:
 
 
 def parse_step(path: Path) -> int:
-    """Parse the step from a path: `.../step_12` → 12, `.../step_12.jsonl` → 12."""
+    """Parse the step number in a path: `.../step_12` → 12, `.../step_12.jsonl` → 12."""
     return int(path.name.partition(".")[0].removeprefix(PREFIX))

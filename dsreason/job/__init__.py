@@ -1,1 +1,1 @@
-"""Start, monitoring and clean shutdown of the processes of a job."""
+"""Startup, monitoring and clean shutdown of a job's processes."""

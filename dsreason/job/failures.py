@@ -1,6 +1,6 @@
-"""Failures of ranks: each rank reports its own failure, and the launcher determines which failure caused the others.
+"""Rank failures: each rank reports its own failure, and the launcher determines which failure caused the others.
 
-This module does not import torch, because the parent uses it before `prepare_environment` has run.
+This module does not import torch, because the parent process uses it before `prepare_environment` has run.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=BaseException)
 
 ERROR_DIR = "DSREASON_ERROR_DIR"
-"""Environment variable that only dsreason's launcher sets: the folder in which ranks write their errors for the parent."""
+"""Environment variable that only dsreason's launcher sets: the folder in which ranks report their errors to the launcher."""
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable that torchrun sets: the file with a rank's error, which torchrun prints at the end of its report."""
+"""Environment variable that torchrun sets: the file for a rank's error, which torchrun prints at the end of its report."""
 
 CRASH_LOG = "dsreason.crash"
-"""Name of the logger for tracebacks. It writes only to the rank's log file, because other code decides what to print."""
+"""Name of the logger for tracebacks. It writes only to the rank's log file; other code decides what to print."""
 
 TIME_LIMIT_EXIT_CODE = 124
-"""Exit code of ranks that the watchdog ended, and of the command that started them."""
+"""Exit code of ranks that were ended by the watchdog, and of the command that started them."""
 PEER_EXIT_CODE = 123
 """Exit code of ranks that ended because another rank failed."""
 FINAL_EXIT_CODES = (ConfigError.exit_code, NothingLearned.exit_code, Stopped.exit_code)
-"""Exit codes after which ranks are not restarted."""
+"""Exit codes after which the ranks are not restarted."""
 AGENT_PATIENCE = 30
 """Seconds that torch's agent waits after SIGTERM before it kills a rank that is still running."""
 ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
 """Number of bytes to read from the end of a log to find its last line."""
 SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
-"""Mount point of the shared memory, and the size in bytes below which it counts as small. Docker's default is 64 MiB."""
+"""Mount point of shared memory, and the size in bytes below which it counts as small. Docker's default is 64 MiB."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a rank ended, from its own report or from its exit code."""
+    """The reason why a rank ended, taken from its own report or from its exit code."""
 
     rank: int
     text: str
@@ -69,9 +69,9 @@ class Failure:
     signal: int = 0
     """Number of the signal that killed the rank; 0 if it was not killed by a signal."""
     silent: bool = False
-    """Whether the rank ended without a report; `text` then describes what other processes observed."""
+    """Whether the rank ended without reporting why; `text` then describes what other processes observed."""
     restarts: bool = True
-    """Whether a restart may help; False if the user has to change something or has stopped the job."""
+    """Whether a restart may help; False if the user has to change something, or stopped the job."""
 
 
 class RankError(DsReasonError):
@@ -85,7 +85,7 @@ class RankError(DsReasonError):
 
 
 def build_peer_error(failure: Failure) -> RankError:
-    """Return the error with which this rank ends because another rank failed."""
+    """Build the error with which this rank ends because another rank failed."""
     return RankError(failure if failure.user_fixable else replace(failure, exit_code=PEER_EXIT_CODE))
 
 
@@ -98,7 +98,7 @@ def read_rank() -> int:
 
 
 def convert_disk_error(error: E) -> E | SaveError:
-    """Convert the error of a full or read-only disk, which is never a bug, to a SaveError; return other errors unchanged."""
+    """Convert an error caused by a full or read-only disk, which is never a bug, to a SaveError; return others unchanged."""
     cause = to_os_error(error) if isinstance(error, Exception) else None
     if cause is None or cause.errno not in DISK_ERRORS:
         return error
@@ -122,7 +122,7 @@ def convert_disk_error(error: E) -> E | SaveError:
 
 
 def describe_small_shared_memory() -> str:
-    """Describe the size of /dev/shm, through which processes exchange data, if it is small; return "" otherwise."""
+    """Describe the size of /dev/shm, through which processes exchange data, if it is small; otherwise, return ""."""
     with suppress(OSError):
         usage = shutil.disk_usage(SHARED_MEMORY)
         if usage.total < SMALL_SHARED_MEMORY:
@@ -131,7 +131,7 @@ def describe_small_shared_memory() -> str:
 
 
 def describe_dead_worker() -> str:
-    """Return a message with possible reasons for the death of a data worker."""
+    """Return a message that names possible reasons for the death of a data worker."""
     limits = f"; {describe_small_shared_memory()}" if describe_small_shared_memory() else ""
     if (max_bytes := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
         limits += f"; files, and the data that a worker passes on, are limited to {max_bytes} bytes (ulimit -f)"
@@ -144,8 +144,8 @@ def describe_dead_worker() -> str:
 def convert_dead_worker_error(error: E) -> E | DsReasonError:
     """Convert torch's error about a dead data worker to an error that names the cause; return other errors unchanged.
 
-    torch raises the error from a signal handler, so it may interrupt the trainer anywhere. A worker that ended itself because
-    of a bad file has recorded the reason.
+    torch raises the error in a signal handler, so it may interrupt the trainer anywhere. A worker that ended itself because of
+    a bad file has left a record of the reason.
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in text:
@@ -165,7 +165,7 @@ def convert_limit_error(error: E) -> E | ConfigError:
 
 
 def to_readable_error(error: E) -> E | DsReasonError:
-    """Convert errors caused by resource limits or dead data workers to errors with a message for the user."""
+    """Convert an error caused by disk problems, resource limits or a dead data worker to one with a message for the user."""
     return convert_dead_worker_error(convert_limit_error(convert_disk_error(error)))
 
 
@@ -187,11 +187,11 @@ def format_crash(error: BaseException) -> str:
 
 
 def record_failure(failure: Failure) -> None:
-    """Write the reason why this rank ends to the file that its launcher reads. Only the first report of a rank is kept.
+    """Write the reason why this rank ends to the file that its launcher reads. Only a rank's first report is kept.
 
-    dsreason's launcher reads the file of every rank, so each rank reports only its own failure. torchrun considers the report
-    with the earliest timestamp (in whole seconds) the cause. A killed rank leaves no report, so a peer that reports its death
-    sets the time of its report back by one second.
+    dsreason's launcher reads every rank's file, so each rank reports only its own failure. torchrun takes the report with the
+    earliest timestamp (in whole seconds) for the cause. A killed rank leaves no report, so a peer that reports its death sets
+    the timestamp back by one second.
     """
     if ERROR_DIR in os.environ:
         if failure.rank == read_rank():
@@ -210,7 +210,7 @@ def write_once(file: Path, text: str) -> None:
 
 
 def record_activity(activity: str) -> None:
-    """Record what this rank is doing, for the parent to print if the rank is killed. This is cheap enough for every phase."""
+    """Record what this rank is doing, so that the launcher can print it if the rank is killed. Cheap enough for every phase."""
     if ERROR_DIR in os.environ:
         file = open_activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{read_rank()}")
         file[:] = activity.encode().ljust(ACTIVITY_BYTES)
@@ -224,7 +224,7 @@ def open_activity_file(file: Path) -> mmap:
 
 
 def read_last_line(log: Path) -> str:
-    """Return the last non-empty line of a log with secrets removed; "" if the log is empty or missing."""
+    """Return the last non-empty line of a log, with secrets removed; "" if the log is empty or missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LINE_BYTES))
@@ -238,7 +238,7 @@ def read_last_line(log: Path) -> str:
 
 
 def get_exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
-    """Return the exit codes of the failed ranks by rank; a rank that the agent had to kill counts as ended by SIGTERM."""
+    """Return the failed ranks' exit codes, keyed by rank. A rank that the agent had to kill counts as ended by SIGTERM."""
     first = min(failure.timestamp for failure in failures.values())
     return {
         rank: failure.exitcode if failure.timestamp < first + AGENT_PATIENCE else -signal.SIGTERM
@@ -250,13 +250,13 @@ def find_first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]
     """Return the failure that caused the others.
 
     Args:
-        reports: reports that ranks wrote before they ended; some may come from ranks whose failure the agent has not noticed yet.
-        exit_codes: exit codes of the failed ranks; a negative code is the negated number of the signal that killed the rank.
-            After the first failure, the agent ends the other ranks with SIGTERM.
+        reports: what ranks reported before they ended; the agent may not have noticed yet that some of these ranks failed.
+        exit_codes: exit codes of the failed ranks, keyed by rank; -N means that the rank was killed by signal N. After the
+            first failure, the agent ends the other ranks with SIGTERM.
     """
     reported_ranks = {failure.rank for failure in reports}
     has_saved = any(report.exit_code == Stopped.exit_code for report in reports)
-    if has_saved:  # ranks killed by SIGUSR1 had already removed their handler
+    if has_saved:  # a rank killed by SIGUSR1 had already removed its handler
         exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
     silent = [_build_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in reported_ranks]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
@@ -269,7 +269,7 @@ def find_first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]
         texts = [f"rank {rank} did not report what it was doing; its log may show it\n" for rank in unheard]
         texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
         return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
-    # The peers of a killed rank fail too, with less informative messages (a lost connection, an unreachable host).
+    # A killed rank's peers fail too, with less informative messages (a lost connection, an unreachable host).
     by_signal = [failure for failure in killed if failure.signal]
     candidates = by_signal or user_fixable or killed or reports or silent
     return min(candidates, key=lambda failure: (failure.time, failure.rank))
@@ -286,7 +286,7 @@ def _build_silent_failure(rank: int, exit_code: int) -> Failure:
 
 
 def add_last_log_line(failure: Failure, error_dir: Path, log: Path) -> Failure:
-    """Add the last activity and the last log line of a rank that ended without a report."""
+    """Add the rank's last activity and last log line to its failure if the rank ended without a report."""
     if not failure.silent:
         return failure
     activity, line = error_dir / f"activity_{failure.rank}", read_last_line(log)

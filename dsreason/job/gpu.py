@@ -1,4 +1,4 @@
-"""Functions that check whether torch can use the GPUs, choose this process's GPU, and explain GPU errors at startup.
+"""GPU setup: check whether torch can use the GPUs, choose this process's GPU, and explain GPU errors at startup.
 
 Importing this module does not import torch, because commands read their configuration first.
 """
@@ -45,14 +45,14 @@ CAUSES = {
     r"CUDA unknown error": "the NVIDIA driver does not respond; restart this host (or its container)",
     r"ncclUnhandledCudaError": "a CUDA call failed inside NCCL; set NCCL_DEBUG=INFO to see which",
 }
-"""Explanations of CUDA and NCCL errors at startup: regular expression for the error message → explanation."""
+"""Explanations for CUDA and NCCL errors at startup: regular expression for the error message → explanation."""
 
 
 @cache
 def find_cuda_fault() -> str | None:
-    """Return the reason why torch cannot use this machine's GPUs; None if it can, or if GPUs are absent or torch is a CPU build.
+    """Return why torch cannot use this machine's GPUs; None if it can, if there are no GPUs, or if torch is a CPU build.
 
-    torch issues its warning only once per process, so call this before any other code that queries the GPUs.
+    torch issues its warning only once per process, so call this before any other code queries the GPUs.
     """
     import torch
 
@@ -92,10 +92,10 @@ def check_gpus() -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Make this rank's GPU the current device and return it; return the CPU if no GPU exists or DS_ACCELERATOR selects it.
+    """Make this rank's GPU the current device and return it; return the CPU if there is no GPU or DS_ACCELERATOR selects the CPU.
 
     Raises:
-        DsReasonError: GPUs exist, but this rank cannot use its GPU.
+        DsReasonError: there are GPUs, but this rank cannot use its GPU.
     """
     import torch
 
@@ -105,15 +105,15 @@ def choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     with translate_gpu_errors():
         torch.cuda.set_device(device)
-    # On Hopper and newer GPUs torch prefers cuDNN's attention, but its gradients can be NaN if a mask is used, and it compiles
-    # new kernels for every sequence length.
+    # On Hopper and newer GPUs, torch prefers cuDNN's attention, but its gradients can be NaN if there is a mask, and it
+    # compiles new kernels for every sequence length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 @contextmanager
 def translate_gpu_errors() -> Iterator[None]:
-    """Convert CUDA and NCCL errors with a known cause to DsReasonErrors that name the cause."""
+    """Convert CUDA and NCCL errors with a known cause to a DsReasonError that names the cause."""
     try:
         yield
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def translate_gpu_errors() -> Iterator[None]:
 
 
 def describe_gpu_error(error: str) -> str | None:
-    """Return an explanation of a CUDA or NCCL error, with advice; None if `CAUSES` does not contain the error."""
+    """Return an explanation for a CUDA or NCCL error, with advice; None if no pattern in `CAUSES` matches the error."""
     import torch
 
     text = next((text for pattern, text in CAUSES.items() if re.search(pattern, error)), None)

@@ -1,4 +1,4 @@
-"""Rendezvous of a job's ranks, which connect to a common store, share variables, and compare code and configuration."""
+"""Rendezvous of a job's ranks: they connect to a store, share environment variables, and compare code and configuration."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from dsreason.screen import print_message
 from dsreason.secrets import VARIABLES, hide_in_json, is_secret_variable
 
 JOIN_TIMEOUT = timedelta(minutes=3)
-"""Time limit for all ranks to reach the store, and again for connecting to each other; later collectives may take longer."""
+"""Time limit for all ranks to reach the store, and then again to connect to each other. Later collectives may take longer."""
 GRACE = timedelta(seconds=10)
-"""Additional time after a time limit in which torch can still report the cause itself."""
+"""Extra time after a time limit, in which torch can still report the cause itself."""
 
 SHARED = re.compile(
     "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
     "|TRANSFORMERS_OFFLINE|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|PYTORCH_(CUDA_)?ALLOC_CONF"
     "|(HTTP|HTTPS|NO)_PROXY|(http|https|no)_proxy"
 )
-"""Pattern of the variables that a host takes from the first host if they are not set locally."""
+"""Pattern for the variables that a host takes from the first host if they are not set locally."""
 OWN = {"VLLM_HOST_IP", "VLLM_PORT"}
-"""Variables that match `SHARED` but are specific to a host."""
+"""Variables that match `SHARED` but are specific to each host."""
 CREDENTIALS = (
     {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"},
     {"PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"},
 )
-"""Groups of variables that belong together: a host that sets one variable of a group takes none from another host."""
+"""Groups of variables that belong together: a host that sets one variable in a group takes none of them from another host."""
 SHARE_CREDENTIALS = "DSREASON_SHARE_CREDENTIALS"
-"""Environment variable of the first host that, if it is 1, allows sending credentials to the other hosts, unencrypted."""
+"""Environment variable on the first host; 1 allows it to send credentials to the other hosts, unencrypted."""
 
 SHOWN = 5
-"""Maximum number of differences between hosts that an error lists."""
+"""Maximum number of differences between hosts to list in an error."""
 
 _store: dist.Store | None = None
 
@@ -69,7 +69,7 @@ def join() -> dist.Store:
                 store = network.open_store(JOIN_TIMEOUT)
         except (OSError, dist.DistError) as error:
             raise build_rendezvous_error(str(error)) from error
-        # torchrun keeps its store across restarts; without the prefix, torch would read the previous attempt's addresses.
+        # torchrun keeps its store across restarts. Without the prefix, torch would read the addresses of the previous attempt.
         _store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         rank = os.environ["RANK"]
         if launch.RESTARTS not in os.environ and _store.add(f"joined/{rank}", 1) > 1:  # torchrun assigns ranks itself
@@ -102,7 +102,7 @@ def build_rendezvous_error(cause: str) -> DsReasonError:
 
 @contextmanager
 def end_after(time: timedelta, error: DsReasonError) -> Iterator[None]:
-    """Report the error and end the process if the block takes longer than `time`; an exception cannot interrupt native code."""
+    """Report `error` and end the process if the block takes longer than `time`. (An exception cannot interrupt native code.)"""
     timer = threading.Timer(time.total_seconds(), launch.report_and_exit, [error])
     timer.daemon = True
     timer.start()
@@ -118,7 +118,7 @@ def release_store() -> None:
 
 
 def exchange(name: str, value: Any) -> list[Any]:
-    """Exchange small JSON values through the store, and return the values of all ranks by rank. Use each name only once."""
+    """Exchange small JSON values through the store, and return all ranks' values, in rank order. Use each name only once."""
     store, keys = join(), [f"{name}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
     store.set(keys[int(os.environ["RANK"])], json.dumps(value))
     try:
@@ -128,7 +128,7 @@ def exchange(name: str, value: Any) -> list[Any]:
         raise DsReasonError(
             f"{describe_rank()}: lost the connection to {get_master_address()} ({error}); check the output of rank 0"
         ) from error
-    except RuntimeError as error:  # a store in a file raises RuntimeError itself, not a subclass
+    except RuntimeError as error:  # a file store raises plain RuntimeError, not a subclass
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
             f"{describe_rank()}: rank {missing} did not connect to {get_master_address()} within "
@@ -141,7 +141,7 @@ def exchange(name: str, value: Any) -> list[Any]:
 def limit_connecting_time() -> Iterator[None]:
     """Limit the time for the first connections between ranks: after JOIN_TIMEOUT, report what to check and end the process.
 
-    Otherwise, the native code would wait for the time limit of a collective.
+    Otherwise, the native code would wait until a collective times out.
     """
     if os.environ["WORLD_SIZE"] == "1":
         yield
@@ -151,7 +151,7 @@ def limit_connecting_time() -> Iterator[None]:
             yield
     except torch.AcceleratorError:
         raise
-    except RuntimeError as error:  # gloo and NCCL raise this class
+    except RuntimeError as error:  # raised by gloo and NCCL
         raise build_connection_error(str(error)) from error
 
 
@@ -175,7 +175,7 @@ def format_join_timeout() -> str:
 
 
 def describe_rank() -> str:
-    """Describe this rank as `rank 3 on node-1 (10.0.0.2)`, where the IP address is the one used to reach the first host."""
+    """Describe this rank as `rank 3 on node-1 (10.0.0.2)`, with the IP address that it uses to reach the first host."""
     address = network.find_local_address(os.environ["MASTER_ADDR"])
     host = socket.gethostname() + (f" ({address})" if address else "")
     return f"rank {os.environ['RANK']} on {host}"
@@ -192,12 +192,12 @@ def can_resolve(name: str) -> bool:
 
 
 def share_environment() -> None:
-    """Copy variables that only the first host has to the other hosts, and print their names, but not their values. Collective.
+    """Copy environment variables from the first host to hosts that lack them, and print their names, not values. Collective.
 
-    Credentials are copied only if the first host allows it; otherwise, rank 0 prints a warning with those that a host lacks.
+    Credentials are copied only if the first host allows it; otherwise, rank 0 prints a warning that lists what each host lacks.
 
     Under `deepspeed`, the variables come from the shell in which `deepspeed` was called, because pdsh starts the ranks without
-    them, even on the host of that shell. Ranks on that host read them from a process, not from the store.
+    them, even on that shell's host. Ranks on that host read them from the environment of a process, not from the store.
     """
     rank, host = int(os.environ["RANK"]), socket.gethostname()
     caller = read_caller_environment()
@@ -258,7 +258,7 @@ def select_shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_missing_variables(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
-    """Return which of the first host's variables, `names`, a host with `environment` takes from it."""
+    """Return which of `names`, the first host's variables, a host with the given `environment` takes from it."""
     own_credentials = set().union(*(group for group in CREDENTIALS if group & environment.keys()))
     return set(names) - environment.keys() - own_credentials
 
@@ -280,12 +280,12 @@ def check_hosts_match(config: JobConfig, options: Mapping[str, str | None]) -> N
     device = launch.get_device_kind(launch.count_gpus())
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(os.environ["WORLD_SIZE"]))
     settings = flatten_keys({**dump_config(config), "deepspeed": deepspeed})
-    # Masked, because the facts travel through the store.
+    # Secrets are masked, because the facts travel through the store.
     compare(hide_in_json({**read_versions(), "device": device, **hash_code(config), **options, **settings}))
 
 
 def compare(facts: Mapping[str, Any]) -> None:
-    """Raise ConfigError on every rank if the facts of any host differ from those of the first host. Collective."""
+    """Raise ConfigError on every rank if any host's facts differ from those of the first host. Collective."""
     entry = (f"{socket.gethostname()} (rank {os.environ['RANK']})", facts) if os.environ["LOCAL_RANK"] == "0" else None
     differing = find_differences([host_facts for host_facts in exchange("facts", entry) if host_facts])
     if not differing:
@@ -300,8 +300,8 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 
 def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Describe each fact that differs between hosts: its value on the first host, the first other value, and how many other
-    hosts differ."""
+    """Describe each fact that differs between hosts: its value on the first host, its value on the first host that differs,
+    and how many more hosts differ."""
     (first, facts), *other_hosts = hosts
     texts = []
     for name in dict.fromkeys(name for _, host_facts in hosts for name in host_facts):
@@ -317,7 +317,8 @@ def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str
 
 
 def hash_code(config: JobConfig) -> dict[str, str]:
-    """Return hashes of this package and of Python files named in the configuration (`my_adapter.py`, `mine.rewards:short`)."""
+    """Hash this package and the Python files named in the configuration (`my_adapter.py`, `mine.rewards:short`); return the
+    hashes by name."""
     root, total = Path(dsreason.__file__).parents[1], hashlib.sha256()
     for package in ("dsreason", "data_adapters"):
         for file in sorted((root / package).rglob("*.py")):
@@ -328,7 +329,7 @@ def hash_code(config: JobConfig) -> dict[str, str]:
 
 
 def find_named_files(document: Any) -> list[Path]:
-    """Return the existing Python files named by keys or values of a JSON document, as a path or as `package.module:attr`."""
+    """Return the existing Python files that keys or values in a JSON document name, as a path or as `package.module:attr`."""
     targets = set(re.findall(r'"([\w./~-]{1,200})[":]', json.dumps(document, ensure_ascii=False)))
     names = [target if target.endswith(".py") else f"{target.replace('.', '/')}.py" for target in sorted(targets)]
     return [file for file in (Path(name).expanduser() for name in names) if file.is_file()]

@@ -1,7 +1,7 @@
-"""The launcher that starts ranks for a command called without torchrun or `deepspeed`, and the startup code of every rank.
+"""The launcher, which starts ranks if a command is called without torchrun or `deepspeed`, and the startup code for every rank.
 
-torch's elastic agent starts and monitors the processes. This module prints an error that the user can fix only once, and exits
-with its exit code; for any other error, it prints the traceback of the rank that failed first. It also ensures that no rank
+torch's elastic agent starts and monitors the processes. If the user can fix an error, this module prints it only once and exits
+with its exit code; for any other error, it prints the traceback from the rank that failed first. It also ensures that no rank
 outlives the launcher. It does not import torch before `prepare_environment` has run.
 """
 
@@ -67,7 +67,7 @@ NUMBERS = (
 """Integer-valued environment variables that launchers set."""
 PR_SET_PDEATHSIG = 1
 NEVER = 10**8
-"""Interval in seconds that is never reached, for periodic events that must not happen."""
+"""Interval in seconds that never elapses, for periodic events that must not happen."""
 
 
 def is_rank() -> bool:
@@ -79,7 +79,7 @@ def is_rank() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process reports to the user; only rank 0 and processes outside a job do so."""
+    """Return whether this process is rank 0 or not part of a job; only such processes report to the user."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 
@@ -102,7 +102,7 @@ def prepare_environment() -> None:
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + path
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning about a lost peer has 30 lines of native frames
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise tokenizers warns in every forked data worker
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise, tokenizers warns in every forked data worker
     if "DS_ACCELERATOR" not in os.environ and find_cuda_fault() is None and count_gpus() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -123,8 +123,8 @@ def is_number(text: str) -> bool:
 def enter_rank() -> None:
     """Set up a rank: tie it to its launcher, redirect the output of ranks above 0 to log files, and prepare the environment."""
     kill_children_on_exit()
-    # Each rank has its own session and would otherwise outlive its launcher. A rank has no launcher if the user set the
-    # variables in a shell, which may end before the rank does.
+    # Each rank has its own session and would otherwise outlive its launcher. If the user set the variables in a shell, there
+    # is no launcher, and the shell may end before the rank does.
     if any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE)):
         die_with_parent()
         if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
@@ -140,10 +140,10 @@ def enter_rank() -> None:
 
 
 def kill_children_on_exit() -> None:
-    """Make the kernel kill forked child processes when this process ends.
+    """Make the kernel kill this process's forked children when it ends.
 
     Otherwise, torch's data workers would outlive a killed rank and keep its connections open, so its peers would not notice
-    its death.
+    that it has died.
     """
     os.register_at_fork(after_in_child=die_with_parent)
 
@@ -156,7 +156,7 @@ def die_with_parent() -> None:
 
 
 def send_output_to_file(file: Path) -> None:
-    """Append stdout and stderr of this process, including the output of native code, to `file`."""
+    """Append this process's stdout and stderr, including output from native code, to `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -165,17 +165,17 @@ def send_output_to_file(file: Path) -> None:
 
 
 def report(error: Exception) -> int:
-    """Report the error that ends this process and return the exit code. An error that several ranks raise is printed only once.
+    """Report the error that ends this process, and return the exit code. An error that several ranks raise is printed only once.
 
-    For a bug, the parent prints the traceback of the rank that failed first.
+    For a bug, the launcher prints the traceback from the rank that failed first.
     """
     error = to_readable_error(error)
     failure = build_failure(error)
     if is_rank():
         record_failure(failure)
         if not failure.restarts and is_started_by_torchrun():
-            # torchrun restarts the ranks even after an error that the user has to fix; this file stops the next attempt.
-            with suppress(OSError):  # a full disk may be the error
+            # torchrun restarts the ranks even after an error that the user has to fix. This file stops the next attempt.
+            with suppress(OSError):  # the error to report may be a full disk
                 write_file(get_shared_path("final"), json.dumps(asdict(failure)))
     if isinstance(error, DsReasonError):
         if should_print_error(str(error)):
@@ -190,16 +190,17 @@ def report(error: Exception) -> int:
 
 
 def report_and_exit(error: Exception) -> None:
-    """Report an error and end the process immediately, because closing resources might wait for other ranks."""
+    """Report an error and end the process immediately, because closing its resources might wait for other ranks."""
     os._exit(report(error))
 
 
 def should_print_error(text: str) -> bool:
-    """Return whether this rank writes an error to stderr.
+    """Return whether this rank should write an error to stderr.
 
-    dsreason's launcher prints the error itself. Rank 0 shares its terminal and therefore stays silent, whereas the stderr of
-    ranks above 0 is their log file. torchrun shows the output of all ranks, so under other launchers only the first rank of
-    each host writes an error. Errors are compared by their last line, because ranks may print different text before it.
+    dsreason's launcher prints the error itself. Rank 0 shares the launcher's terminal and therefore stays silent; ranks above 0
+    write to their log file instead of a terminal. Other launchers, such as torchrun, show the output of all ranks, so only the
+    first rank on each host that meets an error writes it. Errors are compared by their last line, because the text before it
+    may differ between ranks.
     """
     if is_started_by_us():
         return not is_first_rank()
@@ -215,7 +216,7 @@ def should_print_error(text: str) -> bool:
 
 
 def get_attempt() -> int:
-    """Return how often torchrun has restarted the ranks."""
+    """Return how many times torchrun has restarted the ranks."""
     return int(os.environ.get(RESTARTS, 0))
 
 
@@ -229,7 +230,7 @@ def exit_if_failed_before() -> None:
 
 
 def share_value(word: str, value: str) -> str:
-    """Return the value that the first caller passed for `word`; all ranks of this host get it, also after restarts."""
+    """Return the value that the first rank on this host passed for `word`. All its ranks get that value, even after restarts."""
     file = get_shared_path(word)
     own_file = file.with_suffix(f".{os.getpid()}")
     own_file.write_text(value)
@@ -240,9 +241,9 @@ def share_value(word: str, value: str) -> str:
 
 
 def get_shared_path(word: str) -> Path:
-    """Return the path of a file shared by all ranks of this host, including ranks that the same launcher starts later.
+    """Return the path of a file shared by all ranks on this host, including ranks that the same launcher starts later.
 
-    Its name begins with the process id and the start time of their parent. Other users cannot write to its folder.
+    The file name begins with the process id and start time of the ranks' parent. Other users cannot write to the folder.
     """
     parent = os.getppid()
     return get_user_folder() / (build_prefix(parent) + hashlib.sha256(word.encode()).hexdigest()[:32])
@@ -252,7 +253,7 @@ def get_shared_path(word: str) -> Path:
 
 
 def count_gpus() -> int:
-    """Return the number of visible GPUs without allocating memory on them."""
+    """Return the number of visible GPUs, without allocating memory on them."""
     with make_imports_fast():
         import torch
 
@@ -279,8 +280,8 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
     Rank 0 writes to this terminal; every other rank N writes to `log_dir/rank_N.log`.
 
     Args:
-        arguments: function that returns the arguments for an attempt, by its number; all attempts after 0 should resume the run.
-        max_restarts: maximum number of restarts of all ranks after failures that a restart may fix.
+        arguments: function that maps an attempt's number, from 0, to its arguments; every attempt after 0 should resume the run.
+        max_restarts: maximum number of times that all ranks are restarted after a failure that a restart may fix.
 
     Raises:
         RankError: the rank that failed first raised a `DsReasonError`.
@@ -318,10 +319,8 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint=str(Path(error_dir) / "rendezvous"),
-            rdzv_configs={
-                "store_type": "file",
-                "keep_alive_interval": NEVER,
-            },  # each heartbeat would make the file longer
+            # Every heartbeat would make the store's file longer.
+            rdzv_configs={"store_type": "file", "keep_alive_interval": NEVER},
             local_addr="127.0.0.1",  # the host's name may not resolve
             max_restarts=0,  # start_ranks restarts ranks itself, because it knows when a restart may help
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
@@ -344,7 +343,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
 
 
 def _convert_stopped_failure(failure: Failure, received: Sequence[str]) -> Failure:
-    """Convert a failure that the received signals caused to a "stopped" outcome; return any other failure unchanged."""
+    """If the received signals caused a failure, convert it to a "stopped" outcome; otherwise, return it unchanged."""
     name = received[0]
     if failure.exit_code == Stopped.exit_code:
         return replace(failure, text=failure.text.replace("SIGUSR1", name))
@@ -366,7 +365,7 @@ def _build_rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[s
         ERROR_DIR: error_dir,
         LOG_DIR: str(log_dir.absolute()),
         LAUNCHER_PID: str(os.getpid()),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the ranks meet at a file (`network.open_store`), not at a port of the agent
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # ranks meet at a file (`network.open_store`), not at a port of the agent
     }
 
 

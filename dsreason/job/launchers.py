@@ -1,4 +1,4 @@
-"""Monitoring of the processes that started a rank: the rank ends when one of them is gone."""
+"""Monitoring of the processes that started a rank. If one of them is gone, the rank is killed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dsreason.job.failures import CRASH_LOG
 
 PDSH = ("pdsh", "pdsh.bin")  # Debian wraps pdsh.bin in a script
 TICK = 1.0
-"""Seconds between two checks."""
+"""Seconds between two checks of the launchers."""
 JOB = ("--world_info=", "--master_addr=", "--master_port=")
-"""Arguments that identify a job of `deepspeed`; the command line of every process between its runner and a rank contains them."""
+"""Arguments that identify a `deepspeed` job. They are in the command line of every process between the runner and a rank."""
 
 
 def end_with_launchers() -> None:
-    """Start a thread that kills this process when any of its launchers, not only its parent, is gone.
+    """Start a thread that kills this process as soon as any of its launchers is gone, not only its parent.
 
-    The kernel reports only the end of the parent. Between `deepspeed` and its ranks are another process and, with several
-    hosts, pdsh and ssh, all of which keep running when `deepspeed` ends.
+    The kernel reports only the end of the parent. Between `deepspeed` and its ranks, there are another process and, on several
+    hosts, pdsh and ssh; all of these keep running when `deepspeed` ends.
     """
     threading.Thread(target=_watch, args=[find_launchers()], name="launchers", daemon=True).start()
 
@@ -33,8 +33,8 @@ def end_with_launchers() -> None:
 def find_launchers() -> list[psutil.Process]:
     """Return the processes that started this rank: its parent and, under `deepspeed`, further ancestors.
 
-    The ancestors go up to the runner, or to sshd if the runner is on another host. On the runner's host, the result also
-    includes pdsh, which starts the ranks of the other hosts.
+    The ancestors reach up to the runner, or to sshd if the runner is on another host. On the runner's host, the result also
+    includes pdsh, which starts the ranks on the other hosts, and its parent.
     """
     launchers = []
     with suppress(psutil.Error):
@@ -54,7 +54,7 @@ def find_launchers() -> list[psutil.Process]:
 
 def _is_part_of_job(process: psutil.Process, job: Sequence[str]) -> bool:
     with suppress(psutil.Error):  # the process may have ended in the meantime
-        words = process.cmdline()  # a shell or ssh may have all arguments in a single word
+        words = process.cmdline()  # a shell or ssh may pass all arguments in a single word
         return all(any(text in word for word in words) for text in job)
     return False
 
@@ -67,7 +67,7 @@ def _watch(processes: Sequence[psutil.Process]) -> None:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Return whether the process is still running, as opposed to a zombie or another process that has reused its id."""
+    """Return whether the process is still running: neither gone, nor a zombie, nor replaced by a process with the same id."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
 """Temporary files whose names identify their owner, so that a later start can delete the files of killed processes.
 
-A name begins with `dsreason-<user>-<scope>-<pid>-<start time>-`. The scope is a hash of the boot and container in which the
-process id is valid; files of other scopes are left alone, because their processes are not visible.
+A name begins with `dsreason-<user>-<scope>-<pid>-<start time>-`. The scope is a hash that identifies the boot and the container
+in which the process id is valid. Files from other scopes are left alone, because their processes are not visible.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dsreason.job.failures import ERROR_DIR
 
 SHARED_MEMORY = Path("/dev/shm")
 MAX_PATH, SOCKET_NAME = 107, 40
-"""Maximum length of a socket's path, and of the names of vLLM's and multiprocessing's sockets."""
+"""Maximum length of a socket's path, and maximum length of the names that vLLM and multiprocessing give to their sockets."""
 UNKNOWN_START = "0"
-"""Start time in the name of a file whose owner is not visible, such as the parent of a process started by `docker exec`."""
+"""Start time in the names of files whose owner is not visible, such as the parent of a process started by `docker exec`."""
 KEEP_UNKNOWN_S = 24 * 3600
-"""Age in seconds from which files of such owners are deleted."""
+"""Age in seconds from which files with an invisible owner are deleted."""
 OWNER = re.compile(r"dsreason-([0-9]+)-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.*", re.DOTALL)
 
 
 def build_prefix(pid: int | None = None) -> str:
-    """Return the prefix of the names of a process's temporary files (None: of this process)."""
+    """Return the prefix for the names of a process's temporary files; None stands for this process."""
     pid = os.getpid() if pid is None else pid
     return f"dsreason-{os.getuid()}-{get_scope()}-{pid}-{read_start_time(pid) or UNKNOWN_START}-"
 
@@ -52,9 +52,9 @@ def make_temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def get_socket_folder() -> str | None:
-    """Return the folder for libraries' sockets: the launcher's, or one that this process deletes when it ends.
+    """Return the folder for sockets that libraries create: the launcher's, or a new one, deleted when this process ends.
 
-    Return None if the path is too long for sockets; libraries then use the temporary folder itself.
+    Return None if its path is too long for sockets; libraries then use the temporary folder itself.
     """
     folder = os.environ.get(ERROR_DIR)
     if folder is None:
@@ -64,16 +64,16 @@ def get_socket_folder() -> str | None:
 
 
 def keep_sockets_together() -> None:
-    """Let multiprocessing create its sockets in `get_socket_folder`, because the names of its own folders show no owner."""
+    """Make multiprocessing create its sockets in `get_socket_folder()`, because the names of its own folders show no owner."""
     if folder := get_socket_folder():
         multiprocessing.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]
 
 
 def get_user_folder() -> Path:
-    """Return the folder for files shared between this user's processes; create it if it is missing.
+    """Return the folder for files that this user's processes share; create it if it is missing.
 
     Raises:
-        ConfigError: others can write to the folder.
+        ConfigError: other users have access to the folder.
     """
     folder = locate_user_folder()
     with suppress(FileExistsError):
@@ -87,7 +87,7 @@ def locate_user_folder() -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Raise ConfigError unless the folder belongs to this user and is closed to others."""
+    """Raise ConfigError unless the folder belongs to this user and is closed to all others."""
     if (status := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise ConfigError(
             f"{folder}: must be a folder that you own and only you can access; remove it, or set TMPDIR to a folder that you own"
@@ -95,12 +95,12 @@ def check_private(folder: Path) -> None:
 
 
 def remove_leftovers() -> None:
-    """Delete this user's temporary files and shared memory whose process no longer exists. Links are not followed.
+    """Delete temporary files and shared memory of this user's processes that no longer exist. Links are not followed.
 
-    Files of owners that are not visible are kept for a day.
+    Files with an invisible owner are kept for a day.
     """
     for folder in (Path(tempfile.gettempdir()), SHARED_MEMORY, locate_user_folder()):
-        with suppress(OSError, ConfigError):  # the folder does not exist, or belongs to somebody else
+        with suppress(OSError, ConfigError):  # the folder may be missing or belong to somebody else
             if folder == locate_user_folder():
                 check_private(folder)
             remove_leftovers_in(folder)

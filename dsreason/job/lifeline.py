@@ -1,13 +1,13 @@
 """The lifeline: a TCP connection from every rank to rank 0, through which the ranks detect that a process has died.
 
 The kernel closes the connections of a process that dies, and TCP keepalive detects within half a minute that a host is gone.
-Neither depends on a thread of the rank, whereas heartbeats would: native code may hold the interpreter lock for minutes, and
-missing heartbeats would then cause false alarms. A rank uses the connection to report its activity, its failure and stop
-signals, and to say goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks, as it does
-with stop signals. If rank 0 dies, each rank detects that itself.
+Heartbeats would be less reliable, because they need a thread in the rank: native code may hold the interpreter lock for
+minutes, and missing heartbeats would then cause false alarms. A rank uses the connection to report its activity, its failure
+and stop signals, and to say goodbye before it ends normally. Rank 0 determines the first failure and sends it to all ranks; it
+also passes on stop signals. If rank 0 dies, each rank detects that itself.
 
-On a single host, the launcher detects deaths until the watchdog opens the lifeline. On several hosts, the ranks open it as
-soon as they have joined the job.
+On a single host, the launcher detects the death of a rank until the watchdog opens the lifeline. On several hosts, the ranks
+open the lifeline as soon as they have joined the job.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dsreason.stopping import request_stop
 log = logging.getLogger(__name__)
 
 ADDRESS = "dsreason_lifeline/address"
-"""Key of rank 0's address in the job's store."""
+"""Key for rank 0's address in the job's store."""
 IDLE, INTERVAL, PROBES = 10, 5, 4
 """Seconds without traffic before the kernel probes the peer, seconds between two probes, and number of probes."""
 CONNECT_TIME = 20.0
@@ -54,7 +54,7 @@ Message = dict[str, Any]
 
 @dataclass(eq=False)
 class Peer:
-    """The connection to another rank, and that rank's reports. `rank` is -1 until the rank has sent the job's token."""
+    """A connection to another rank, and what that rank has reported. `rank` is -1 until the rank has sent the job's token."""
 
     connection: socket.socket
     rank: int = -1
@@ -62,7 +62,7 @@ class Peer:
     log: str = ""
     activity: str = AT_START
     has_ended: bool = False
-    """Whether the rank has announced its end with a goodbye or a failure, so that a closed connection is expected."""
+    """Whether the rank has announced its end with a goodbye or a failure; a closed connection is then expected."""
     received: bytes = b""
 
     def messages(self) -> list[Message] | None:
@@ -82,14 +82,14 @@ class Peer:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def describe_failure(self, failure: Failure) -> Failure:
-        """Return a failure of this rank with the message that other ranks report for it."""
+        """Return `failure`, which is this peer's, with the message that other ranks report for it."""
         if failure.user_fixable:
             return failure
         log_note = f"; its log: {self.log}" if self.log else ":"
         return replace(failure, text=f"rank {self.rank} on {self.host} failed{log_note}\n\n{failure.text}")
 
     def build_death_failure(self) -> Failure:
-        """Build the failure of a rank whose connection was closed without a report."""
+        """Build the failure to assume if this peer's connection was closed without a report."""
         text = f"rank {self.rank} on {self.host} died {self.activity} (it was killed, or its host is down)"
         if line := read_last_line(Path(self.log)):
             text += f"; its last log line: {line}"
@@ -99,16 +99,16 @@ class Peer:
 
 
 class Lifeline:
-    """A rank's connection to rank 0. Rank 0 connects to itself. A job with only one rank has no connection."""
+    """A rank's connection to rank 0. Rank 0 connects to itself. In a job with only one rank, there is no connection."""
 
     on_failure: Callable[[Failure], None]
-    """Callback that a thread calls once with the first failure of the job, which may be that of this rank."""
+    """Callback that a thread calls once, with the job's first failure, which may be this rank's own."""
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
         self.rank, self.size = rank, size
         self._store = store
         self._zero: Peer | None = None
-        """The connection to rank 0; None if this rank has none."""
+        """The connection to rank 0; None if there is none."""
         self._is_open = False
         self._first: Failure | None = None
         self._decided = threading.Event()
@@ -116,7 +116,7 @@ class Lifeline:
     def open(self, on_failure: Callable[[Failure], None]) -> None:
         """Register `on_failure`, and connect unless the lifeline is already open. Collective.
 
-        Rank 0 logs a warning with the ranks that cannot connect; their death is not detected by the lifeline.
+        Rank 0 logs a warning that lists the ranks that cannot connect. If such a rank dies, the lifeline does not detect it.
         """
         self.on_failure = on_failure
         if self.size == 1 or self._is_open:
@@ -160,7 +160,7 @@ class Lifeline:
         self._send({"goodbye": True})
 
     def fail(self, failure: Failure) -> Failure:
-        """Report the failure that ends this rank, and return the first failure of the job, which may be its cause."""
+        """Report the failure that ends this rank, and return the job's first failure, which may have caused it."""
         if self._zero is None or self._zero.has_ended:
             return failure
         self._send({"failure": asdict(failure)})
@@ -202,15 +202,15 @@ _started: Lifeline | None = None
 def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
     """Join the job and keep a lifeline open inside the block. Do nothing if the job has only one host.
 
-    Enter the block before any code reads variables that may be copied from the first host. Until a watchdog takes over the
-    lifeline, a rank that learns of a failure ends immediately.
+    Enter the block before any code reads environment variables that may be copied from the first host. Until a watchdog takes
+    over the lifeline, a rank that learns of another rank's failure ends immediately.
 
     Args:
-        activity: activity that other ranks report if this rank dies.
+        activity: what this rank is doing; other ranks report it if this rank dies.
 
     Raises:
         DsReasonError: the ranks did not all connect in time.
-        RankError: another rank's failure, if it caused the error of this rank.
+        RankError: another rank's failure caused this rank's error.
     """
     global _started
     if not network.has_several_hosts():
@@ -242,7 +242,7 @@ def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
 
 
 def get_lifeline(rank: int, size: int, store: dist.Store) -> Lifeline:
-    """Return the lifeline that `join_with_lifeline` has opened; otherwise return a new one that is not open yet."""
+    """Return the lifeline that `join_with_lifeline` has opened, or else a new one that is not open yet."""
     return _started or Lifeline(rank, size, store)
 
 
@@ -265,7 +265,7 @@ def start_server(store: dist.Store, size: int) -> None:
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Make the kernel close the connection if the other host has not responded for half a minute."""
+    """Make the kernel close the connection once the other host has not responded for half a minute."""
     tcp, milliseconds = socket.IPPROTO_TCP, 1000 * (IDLE + INTERVAL * PROBES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, IDLE)
@@ -278,7 +278,7 @@ def enable_keepalive(connection: socket.socket) -> None:
 class LifelineServer:
     """Rank 0's server for all lifelines; `run` returns once rank 0 leaves.
 
-    The class does not inherit from `Thread`, whose attribute `_handle` (since Python 3.13) would shadow the method.
+    The class does not inherit from `Thread`, whose `_handle` attribute (since Python 3.13) would shadow the method `_handle`.
     """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
@@ -295,7 +295,7 @@ class LifelineServer:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_over:
                 received = [(peer, self._receive(peer)) for peer in self._wait_for_peers(selector)]
-                # Handle closed connections first, so that a killed rank comes before the ranks that failed because of it.
+                # Handle closed connections first, so that a killed rank is recorded before the ranks that failed because of it.
                 for peer, messages in sorted(received, key=lambda item: item[1] is not None):
                     if messages is None:
                         self._drop(selector, peer)
@@ -306,7 +306,7 @@ class LifelineServer:
         self._close()
 
     def _wait_for_peers(self, selector: selectors.BaseSelector) -> list[Peer]:
-        """Wait until peers have sent data or the time to decide has come, and return the peers that have sent data."""
+        """Wait until peers have sent data or it is time to decide. Return the peers that have sent data."""
         seconds = None if self._decide_at is None else max(0.0, self._decide_at - time.monotonic())
         ready = [key.data for key, _ in selector.select(seconds)]
         if None in ready:
@@ -317,7 +317,7 @@ class LifelineServer:
         return [peer for peer in ready if peer is not None]
 
     def _receive(self, peer: Peer) -> list[Message] | None:
-        """Return the messages of a peer; None if its connection has been closed or it does not belong to this job."""
+        """Return a peer's new messages; None if its connection has been closed or it does not belong to this job."""
         is_known = peer in self._peers
         try:
             messages = peer.messages()
@@ -359,10 +359,10 @@ class LifelineServer:
             self._decide_at = time.monotonic() + SETTLING
 
     def _decide(self) -> None:
-        """Send the failure that caused the others to all ranks.
+        """Determine which failure caused the others, and send it to all ranks.
 
         A death without a report has priority, because a rank that reports its failure waits for the decision before it ends.
-        Errors that the user can fix come second, and then the failure that arrived first.
+        Next come errors that the user can fix, and then the failure that arrived first.
         """
         dead = [failure for failure in self._failures if failure.silent]
         user_fixable = [failure for failure in self._failures if failure.user_fixable]

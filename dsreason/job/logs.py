@@ -1,4 +1,4 @@
-"""Logging of a rank: logs/rank_N.log gets all messages, and the screen only those that the user needs to see."""
+"""A rank's logging: all messages go to logs/rank_N.log, but only those that the user needs to see go to the screen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARIES = ("DeepSpeed", "transformers", "huggingface_hub", "datasets", "vllm",
 
 
 class RankFormatter(HidingFormatter):
-    """A formatter of lines such as `2026-01-31 12:00:00 rank 1 step 7 INFO dsreason.train.sft.loop: text`."""
+    """A formatter for lines such as `2026-01-31 12:00:00 rank 1 step 7 INFO dsreason.train.sft.loop: text`."""
 
     step: int | None = None
 
@@ -35,16 +35,17 @@ class RankFormatter(HidingFormatter):
 
 
 class ScreenHandler(logging.Handler):
-    """A handler that looks up `sys.stderr` for every line, because the progress bar replaces it to print lines above the bar."""
+    """A handler that looks up `sys.stderr` for every line, because the progress bar replaces it to print lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write(self.format(record), file=sys.stderr)
 
 
 def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
-    """Return whether to show a record on the screen: rank 0 shows dsreason's INFO and all warnings, other ranks only errors.
+    """Return whether to show a record on the screen.
 
-    Python warnings and the tracebacks of crashes go only to the log file.
+    Rank 0 shows dsreason's messages from INFO and those of libraries from WARNING; other ranks show only errors. Python warnings
+    and crash tracebacks go only to the log file.
     """
     if record.name in (CRASH_LOG, "py.warnings"):
         return False
@@ -53,7 +54,7 @@ def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
 
 
 def build_once_filter() -> Callable[[logging.LogRecord], bool]:
-    """Build a filter that passes each message only once, because some libraries repeat the same warning at every step."""
+    """Build a filter that lets each message pass only once, because some libraries repeat the same warning at every step."""
     logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -65,14 +66,15 @@ def build_once_filter() -> Callable[[logging.LogRecord], bool]:
 
 
 def set_step(step: int | None) -> None:
-    """Set the step number that subsequent log lines contain; with None, they contain no step."""
+    """Set the step number to show in subsequent log lines; None omits it."""
     RankFormatter.step = step
 
 
 def setup_logs(output_dir: Path, rank: int) -> Path:
-    """Set up the screen and log file of a rank; append messages and crashes to `output_dir/logs/rank_N.log`, and return its path.
+    """Set up a rank's logging to the screen and to `output_dir/logs/rank_N.log`, and return the path of that file.
 
-    Call it after importing torch, transformers and deepspeed, which install their own screen handlers at import.
+    Messages and crashes are appended to the file. Call this after importing torch, transformers and deepspeed, which install
+    their own screen handlers at import.
     """
     path = output_dir / "logs" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +93,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
         handler.setFormatter(RankFormatter(rank))
         root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for name in LIBRARIES:  # leave formatting and filtering of the libraries' messages to the root handlers
+    for name in LIBRARIES:  # let the root handlers format and filter the libraries' messages
         library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True
@@ -108,7 +110,7 @@ def get_log_file() -> str:
 
 
 def log_crashes(handler: logging.FileHandler) -> None:
-    """Log uncaught exceptions in threads, and write the stacks to the log file on a fatal signal."""
+    """Log uncaught exceptions in threads, and write all stacks to the log file on a fatal signal."""
 
     def log_thread_exception(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread else "?"

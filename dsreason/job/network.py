@@ -1,8 +1,8 @@
-"""Addresses of a job: the location of its store, and the interfaces on which its ranks listen.
+"""A job's network addresses: the location of its store, and the interfaces on which its ranks listen.
 
-On one machine, a job listens only on the loopback interface, and its store needs no port at all if dsreason started the ranks.
-This matters because anyone who can write to the store can make a rank run code: the store tells the ranks where to connect, and
-they exchange pickled objects over these connections.
+On a single machine, a job listens only on the loopback interface, and its store needs no port at all if dsreason started the
+ranks. This matters because anyone who can write to the store can make a rank run code: the store tells the ranks where to
+connect, and they exchange pickled objects over these connections.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def has_several_hosts() -> bool:
 
 
 def count_local_ranks() -> int:
-    """Return the number of ranks on this host; 1 outside a job. torchrun sets LOCAL_WORLD_SIZE, `deepspeed` LOCAL_SIZE."""
+    """Return the number of ranks on this host; 1 outside a job. torchrun sets LOCAL_WORLD_SIZE, and `deepspeed` LOCAL_SIZE."""
     sizes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
     return int(next(filter(None, sizes), "1"))
 
@@ -46,10 +46,10 @@ def is_on_one_machine() -> bool:
 
 
 def open_store(timeout: timedelta) -> dist.Store:
-    """Open the job's store for as few others as possible: this process, this user, this machine, or the given interface.
+    """Open the job's store as privately as possible: for this process, this user or this machine only, or on one interface.
 
     Args:
-        timeout: time limit for connecting and, until it is changed, for every operation.
+        timeout: time limit for connecting and, until it is changed, for every operation on the store.
     """
     store: dist.Store
     if os.environ["WORLD_SIZE"] == "1":
@@ -67,7 +67,7 @@ def open_store(timeout: timedelta) -> dist.Store:
 def _open_tcp_store(timeout: timedelta) -> dist.TCPStore:
     """Open the store that rank 0 serves at MASTER_ADDR:MASTER_PORT, or at the loopback address if all ranks are on this machine.
 
-    torch itself would listen on all interfaces.
+    By default, torch would listen on all interfaces.
     """
     is_server, port = os.environ["RANK"] == "0", int(os.environ["MASTER_PORT"])
     address = LOOPBACK if is_on_one_machine() else os.environ["MASTER_ADDR"]
@@ -85,7 +85,7 @@ def _open_tcp_store(timeout: timedelta) -> dist.TCPStore:
 def listen(address: str, port: int = 0, *, backlog: int = 2048) -> socket.socket:
     """Listen on `address` if it is an IP address of this host, and on all interfaces otherwise.
 
-    Other hosts may resolve a name to a different address of this host, so a name must be reachable on all interfaces.
+    If `address` is a name, other hosts may resolve it to a different address of this host, so all interfaces are needed.
     """
     is_own = find_interface(address) is not None
     dual = not is_own and socket.has_dualstack_ipv6()
@@ -94,8 +94,8 @@ def listen(address: str, port: int = 0, *, backlog: int = 2048) -> socket.socket
 
 
 def find_local_address(peer: str) -> str | None:
-    """Return the local IP address used to reach `peer`; None for the loopback or an unreachable peer. Nothing is sent."""
-    with suppress(OSError, UnicodeError):  # the name is unknown or invalid, or the host is unreachable
+    """Return the local IP address used to reach `peer`; None if it is the loopback or `peer` is unreachable. Nothing is sent."""
+    with suppress(OSError, UnicodeError):  # the name may be unknown or invalid, or the host unreachable
         family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
@@ -114,7 +114,7 @@ def find_interface(address: str) -> str | None:
 def use_loopback() -> None:
     """Make gloo, NCCL and vLLM listen only on the loopback interface; all ranks must be on this machine.
 
-    This replaces the user's values, which are meant for several machines.
+    This overrides the user's settings, which are meant for several machines.
     """
     if interface := find_interface(LOOPBACK):
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface, VLLM_HOST_IP=LOOPBACK)
@@ -123,7 +123,7 @@ def use_loopback() -> None:
 def use_interface(addresses: Sequence[str | None]) -> None:
     """Make gloo use the network interface that leads to the other hosts.
 
-    By default, gloo uses the address to which this host's name resolves; often, that is 127.0.1.1, which no other host can reach.
+    By default, gloo uses the address to which this host's name resolves, which is often 127.0.1.1 and unreachable for others.
     """
     peer = next((address for address in addresses if address and find_interface(address) is None), None)
     interface = find_interface(find_local_address(peer) or "") if peer else None

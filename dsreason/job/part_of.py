@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class PartOf(NamedTuple):
-    """One of several equal parts: `PartOf(1, 4)` is the second of four parts of a row's tokens, or of four groups of ranks."""
+    """One of several equal parts: `PartOf(1, 4)` is the second of four, such as a quarter of a row's tokens or of the ranks."""
 
     number: int
     total: int

@@ -1,4 +1,4 @@
-"""The ranks of a job: identity and device of this process, and collectives for small Python objects."""
+"""The ranks of a job: this process's identity and device, and collectives for small Python objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsreason.job.part_of import PartOf
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 WAITING_TIMEOUT = timedelta(hours=24)
-"""Time limit of collectives in which ranks wait while one rank downloads, converts or exports data for all."""
+"""Time limit for collectives in which ranks wait while one rank downloads, converts or exports data for all of them."""
 
 T = TypeVar("T")
 
@@ -32,18 +32,18 @@ _waiting_group: dist.ProcessGroup | None = None
 
 @dataclass(frozen=True)
 class World:
-    """The position of this process in the job: `World(rank=3, local_rank=1, size=4, device=torch.device("cuda:1"))`."""
+    """This process's position in the job: `World(rank=3, local_rank=1, size=4, device=torch.device("cuda:1"))`."""
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
     folder_ranks: tuple[int, ...] = ()
-    """Ranks that share this rank's output folder if hosts have separate folders; empty if all ranks share one folder."""
+    """If hosts have separate output folders, the ranks that share this rank's folder; empty if all ranks share one folder."""
     ranks_per_row: int = 1
     """Number of consecutive ranks that compute each row together."""
     group: Any = None
-    """Process group of the ranks that compute rows together with this rank; None if each rank has its own rows."""
+    """Process group of this rank and the ranks that compute rows together with it; None if each rank has its own rows."""
 
     @property
     def row_part(self) -> PartOf:
@@ -51,7 +51,7 @@ class World:
         return PartOf(self.rank % self.ranks_per_row, self.ranks_per_row)
 
     def select_group_values(self, values: Sequence[T]) -> list[T]:
-        """Return one value per row group from `values`, which has one value per rank, equal within each group."""
+        """Return one value per row group, given one value per rank; the values within each group must be equal."""
         return list(values[:: self.ranks_per_row])
 
     @property
@@ -70,12 +70,12 @@ class World:
 
 
 def init_world() -> World:
-    """Join the job that the environment describes, or start a job with a single process if no launcher was used.
+    """Join the job that the environment variables describe, or start a single-process job if no launcher was used.
 
     This works under dsreason's own launcher, torchrun and `deepspeed`.
 
     Raises:
-        ConfigError: the environment describes a job incompletely, or the GPUs cannot be used.
+        ConfigError: the environment variables are incomplete, or the GPUs cannot be used.
     """
     global _waiting_group
     _set_single_process_variables()
@@ -88,7 +88,7 @@ def init_world() -> World:
         import deepspeed  # noqa: F401 (not earlier: importing it chooses the accelerator from DS_ACCELERATOR)
 
         store = hosts.join()
-        hosts.exchange("ready to connect", None)  # wait here for ranks with slower imports
+        hosts.exchange("ready to connect", None)  # wait for ranks whose imports take longer
         store.set_timeout(COLLECTIVE_TIMEOUT)
         with hosts.limit_connecting_time(), translate_gpu_errors():
             _init_deepspeed(device, store)
@@ -119,7 +119,7 @@ def find_free_port() -> int:
 
 
 def build_row_groups(world: World, ranks_per_row: int) -> World:
-    """Return `world` with groups of `ranks_per_row` ranks on the same host that compute each row together. Collective.
+    """Group ranks on the same host so that `ranks_per_row` of them compute each row together; return the new `World`. Collective.
 
     Raises:
         ConfigError: `ranks_per_row` does not divide the number of ranks on a host; raised on every rank.
@@ -139,7 +139,7 @@ def build_row_groups(world: World, ranks_per_row: int) -> World:
 
 
 def gather_in_group(value: T, world: World) -> list[T]:
-    """Return the values of the ranks in this rank's row group, by rank. The objects must not contain large tensors."""
+    """Gather values from the ranks in this rank's row group, in rank order. The objects must not contain large tensors."""
     if world.group is None:
         return [value]
     values: list[Any] = [None] * world.ranks_per_row
@@ -148,10 +148,10 @@ def gather_in_group(value: T, world: World) -> list[T]:
 
 
 def set_threads(local_size: int) -> None:
-    """Divide the cores of this host among its ranks, unless OMP_NUM_THREADS is set.
+    """Divide this host's cores among its ranks, unless OMP_NUM_THREADS is set.
 
-    Under torchrun, OMP_NUM_THREADS is ignored: torchrun sets it to 1 when it starts several ranks, so its value says nothing
-    about what the user wants.
+    Under torchrun, OMP_NUM_THREADS is ignored, because torchrun sets it to 1 when it starts several ranks, regardless of what
+    the user wants.
     """
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not is_started_by_us()
     if "OMP_NUM_THREADS" in os.environ and not under_torchrun:
@@ -165,9 +165,9 @@ def _init_deepspeed(device: torch.device, store: dist.Store) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if backend == "gloo":
-        # Otherwise, DeepSpeed would compile its shared-memory all-reduce, and crash if ninja or a compiler is missing.
+        # Otherwise, DeepSpeed would compile its shared-memory all-reduce and crash if ninja or a compiler is missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Same as DeepSpeed's call, but with the job's store. The device is bound only if the job has several ranks.
+    # This is what DeepSpeed would call, but with the job's store. The device is bound only if the job has several ranks.
     dist.init_process_group(
         backend,
         store=store,
@@ -189,14 +189,14 @@ def shutdown() -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch (on all devices), differently on each rank."""
+    """Seed Python, NumPy and torch (on all devices), with a different seed on each rank."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
 
 
 def connect_to_store() -> dist.Store:
-    """Open a separate connection to the job's store; the default connection is blocked while a thread waits for a key."""
+    """Open a separate connection to the job's store, because the default one is blocked while a thread waits for a key."""
     store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     return store
 
@@ -207,7 +207,7 @@ def wait_for_ranks() -> None:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Gather small Python objects from all ranks, and return them by rank on every rank."""
+    """Gather small Python objects from all ranks, and return them on every rank, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=_waiting_group)
     return values
@@ -246,9 +246,9 @@ def run_once_per_folder(world: World, call: Callable[[], object]) -> None:
 
 @contextmanager
 def share_errors() -> Iterator[None]:
-    """At the end of the block, raise on every rank the `DsReasonError` of the lowest rank that failed in it. Collective.
+    """If any rank raises a `DsReasonError` in the block, raise that of the lowest such rank on every rank. Collective.
 
-    Otherwise, the other ranks would wait forever in the next collective.
+    Otherwise, the remaining ranks would wait forever in the next collective.
     """
     error: DsReasonError | None = None
     try:
@@ -262,7 +262,7 @@ def share_errors() -> Iterator[None]:
 
 @contextmanager
 def run_first_rank_first(world: World) -> Iterator[None]:
-    """Run the block on the first rank of each host before the other ranks, which can then read the caches filled by that rank."""
+    """Run the block on the first rank of each host before the other ranks, which can then use the caches that it has filled."""
     if world.local_rank != 0:
         wait_for_ranks()
     yield

@@ -1,4 +1,4 @@
-"""Provenance of a run: the versions, git state and command line that are recorded with the configuration."""
+"""A run's provenance: the versions, git state and command line that are recorded with its configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_versions() -> dict[str, str]:
 
 
 def read_git_state() -> dict[str, Any] | None:
-    """Return the commit of the package's git checkout and whether it has changes; None if the package is not in a checkout."""
+    """Return the commit of the package's git checkout and whether there are changes; None if the package is not in a checkout."""
     root = Path(__file__).parents[2]
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

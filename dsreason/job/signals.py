@@ -1,4 +1,4 @@
-"""Handlers for the signals that stop a command; they end the command cleanly, or forward the signals to its ranks."""
+"""Handlers for signals that stop a command. They end the command cleanly, or forward the signals to its ranks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from dsreason.stopping import request_stop
 LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
 """Environment variable in which dsreason's launcher passes its process id to its ranks."""
 ECHO_TIME = 3.0
-"""Seconds during which a repeated signal counts as the same request: a rank may get one from Slurm and one from its launcher."""
+"""Seconds during which a further signal counts as the same request; a rank may get it from both Slurm and its launcher."""
 
 ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Stop signals, sent by: a Slurm warning, a scheduler that reclaims the machine, Ctrl-C, a closed terminal (in this order)."""
+"""Stop signals, in this order: a warning from Slurm, a scheduler that reclaims the machine, Ctrl-C, and a closed terminal."""
 
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """The exception that a stop signal raises. It derives from BaseException, so that `except Exception` does not catch it."""
+    """Exception raised by a stop signal. It derives from BaseException, so that `except Exception` does not catch it."""
 
 
 def select_not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Return the signals that this process does not ignore.
 
-    A process started by `nohup` ignores SIGHUP, and one started with `&` in a script ignores Ctrl-C; such a
-    process must continue.
+    A process started by `nohup` ignores SIGHUP, and a process started with `&` in a script ignores Ctrl-C; such processes must
+    keep running.
     """
     return [
         number for number in numbers if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
@@ -45,7 +45,7 @@ def select_not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals
 def should_end_at_once(number: int, first_time: float) -> bool:
     """Return whether a signal after the first stop request ends the command immediately.
 
-    SIGUSR1 never does, and signals within `ECHO_TIME` of the first one are considered echoes of it.
+    SIGUSR1 never does, and signals within `ECHO_TIME` of the first one are regarded as echoes of it.
 
     Args:
         first_time: monotonic time of the first request.
@@ -64,7 +64,7 @@ def end_at_signals() -> None:
         name = signal.Signals(number).name
         if not request_times:
             request_times.append(time.monotonic())
-            request_stop(name)  # for waits in threads, and because a library may replace `Interrupted`
+            request_stop(name)  # for waits in threads, and in case a library replaces `Interrupted`
             raise Interrupted(name)
         if should_end_at_once(number, request_times[0]):
             with suppress(OSError):
@@ -79,13 +79,13 @@ def end_at_signals() -> None:
         for number in numbers:
             signal.signal(number, handler)
 
-    os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # the parent process ends its workers itself
+    os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # the parent ends its forked workers itself
     atexit.register(set_all, signal.SIG_IGN)  # a signal during shutdown would change the exit code
 
 
 @contextmanager
 def add_stop_message(text: str) -> Iterator[None]:
-    """Append `text` to the message if a signal stops the block, except to that of a rank, which the rank has already reported."""
+    """If a signal stops the block, append `text` to the message, unless a rank has already reported its own message."""
     try:
         yield
     except Interrupted as stop:
@@ -98,11 +98,11 @@ def add_stop_message(text: str) -> Iterator[None]:
 
 @contextmanager
 def forward_signals() -> Iterator[list[str]]:
-    """Forward stop signals to the ranks of the command, and yield a list to which the names of received signals are added.
+    """Forward stop signals to the command's ranks, and yield a list to which the names of received signals are added.
 
-    The first signal is forwarded as SIGUSR1, after which the ranks save and end. A later one, unless it is SIGUSR1 again, is
-    forwarded as SIGTERM, which ends them immediately; torch's agent also sends SIGTERM to the peers of a failed rank. If no
-    rank has started yet, the first signal ends the command.
+    The first signal is forwarded as SIGUSR1, upon which the ranks save and end. A later signal, unless it is SIGUSR1 again, is
+    forwarded as SIGTERM, which ends the ranks immediately; torch's agent also sends SIGTERM to the peers of a failed rank. If
+    no rank has started yet, the first signal ends the command.
     """
     received: list[str] = []
     first_time = 0.0
@@ -129,7 +129,7 @@ def forward_signals() -> Iterator[list[str]]:
 
 
 def _is_started_rank(child: psutil.Process) -> bool:
-    """Return whether the child is a rank, which may have ended, as opposed to, say, multiprocessing's resource tracker."""
+    """Return whether the child is a rank, running or ended, rather than, say, multiprocessing's resource tracker."""
     with suppress(psutil.NoSuchProcess):
         return child.status() == psutil.STATUS_ZOMBIE or LAUNCHER_PID in child.environ()
     return False

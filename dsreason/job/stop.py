@@ -1,4 +1,4 @@
-"""Stop requests: signals upon which the job finishes or abandons its current step, saves a checkpoint and ends."""
+"""Stop requests: signals that make the job finish or abandon its current step, save a checkpoint and end."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ log = logging.getLogger(__name__)
 class StopRequest:
     """A context manager that records the first stop signal for the training loop; a later one takes effect immediately.
 
-    A step finishes, but waits for servers, reward workers and data workers end at once; see `dsreason.stopping`. Python runs
-    signal handlers only in the main thread, which cannot run while it waits in a collective for a rank that waits for a server.
-    A thread therefore reads the signals from Python's wakeup socket, and the lifeline passes them on to all ranks.
+    The current step is finished, but waiting for servers, reward workers or data workers ends at once; see `dsreason.stopping`.
+    Python runs signal handlers only in the main thread, and not while that thread is blocked in a collective because another
+    rank waits for a server. A separate thread therefore reads the signals from Python's wakeup socket, and the lifeline passes
+    them on to all ranks.
 
-    Ranks of dsreason's launcher handle only SIGUSR1, because the launcher forwards the first signal as SIGUSR1, and a SIGTERM
-    may mean that a peer has failed.
+    Ranks started by dsreason's launcher handle only SIGUSR1, because the launcher forwards the first signal as SIGUSR1, and a
+    SIGTERM may mean that a peer has failed.
     """
 
     def __init__(self) -> None:
         self.first_time = 0.0
-        """Monotonic time of the first signal to this rank, in seconds."""
+        """Monotonic time, in seconds, of the first signal to this rank; 0 if there was none."""
         self.before: dict[int, Any] = {}
         self._lifeline: Lifeline | None = None
         self._wakeup, self._signals = socket.socketpair()
 
     @property
     def name(self) -> str:
-        """The name of the first stop signal that this rank has received or another rank has passed on; "" if there is none."""
+        """Name of the first stop signal that this rank has received, directly or from another rank; "" if there was none."""
         return get_stop_signal()
 
     def __enter__(self) -> Self:
@@ -60,7 +61,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def share(self, lifeline: Lifeline) -> None:
-        """Pass stop signals on to the other ranks."""
+        """Pass stop signals on to the other ranks through `lifeline`."""
         self._lifeline = lifeline
         if self.name:
             lifeline.report_stop(self.name)
@@ -83,7 +84,7 @@ class StopRequest:
                             self._lifeline.report_stop(self.name)
 
     def _close_in_child(self) -> None:
-        """Detach a forked process, so that signals to a data worker do not stop the job."""
+        """Detach a forked child, so that signals to a data worker do not stop the job."""
         if signal.set_wakeup_fd(-1) != self._wakeup.fileno():
             return
         self._wakeup.close()

@@ -1,4 +1,4 @@
-"""The watchdog, which ends the job if a rank dies, or if a phase takes too long; every rank then writes its stacks."""
+"""The watchdog, which ends the job if a rank dies or a phase takes too long; in the latter case, every rank writes its stacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dsreason.phases import record_phase
 TICK = 1.0
 """Seconds between two checks of the current phase and of requests from other ranks."""
 ANSWER_TIME = 10.0
-"""Seconds that a rank waits for the others to write their stacks before it ends; the launcher then kills the other ranks."""
+"""Seconds that a rank waits for the others to write their stacks before it ends, after which the launcher kills them."""
 GRACE = 5.0
 """Seconds beyond the time limit after which a rank is ended even if its watchdog thread cannot run."""
 CLOSING_TIME = 20.0
@@ -45,7 +45,7 @@ CLOSING_TIME = 20.0
 log = logging.getLogger(__name__)
 
 WATCHERS = ("watchdog", "lifeline", "lifeline-server", "launchers", "stop signals")
-"""Names of monitoring threads, whose stacks are omitted because a rank never hangs in them."""
+"""Names of the monitoring threads. Their stacks are omitted, because a rank never hangs in them."""
 
 ASKED = "dsreason_watchdog/asked"
 """Key in the job's store whose value is the rank that requests the stacks of all ranks."""
@@ -56,7 +56,7 @@ ANSWER = "dsreason_watchdog/answer"
 class Phase:
     name: PhaseName
     started: float
-    """Monotonic time at which the phase started, in seconds, moved forward by the duration of inner phases."""
+    """Monotonic time, in seconds, at which the phase started, plus the duration of inner phases that have ended."""
 
     @property
     def seconds(self) -> float:
@@ -64,12 +64,13 @@ class Phase:
 
 
 class Watchdog:
-    """A monitor of this rank's phases, which ends the process if a phase exceeds its time limit.
+    """A monitor for this rank's phases, which ends the process if a phase exceeds its time limit.
 
-    A thread checks the phase once per second. It also checks the job's store, in which a rank that has exceeded a time limit
-    requests the stacks of all ranks. If other code holds the interpreter lock, faulthandler's timer writes the stacks to the log
-    and ends the process. The lifeline reports ranks that die. Enter the watchdog after the run's other context managers: if a
-    rank fails and its cleanup then hangs, the watchdog still prints the error and ends the process.
+    A thread checks the current phase once per second. It also checks the job's store, where a rank that has exceeded a time
+    limit requests the stacks of all ranks. If other code holds the interpreter lock, so that the thread cannot run,
+    faulthandler's timer writes the stacks to the log and ends the process. The lifeline reports ranks that die. Enter the
+    watchdog after the run's other context managers, so that it still prints the error and ends the process if a rank fails and
+    its cleanup hangs.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        # A child forked while the timer runs would wait at exit for the timer's thread, which does not exist in the child.
+        # At exit, a child forked while the timer runs would wait for the timer's thread, which does not exist in the child.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         self.lifeline.open(self._end_with)
         self.lifeline.report_log(get_log_file())
@@ -111,10 +112,10 @@ class Watchdog:
     def close_in_time(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Limit the time for closing resources after an error, because that may wait for dead ranks. Push this on an `ExitStack`.
+        """Limit the time for closing resources after an error, because closing may wait for dead ranks. For an `ExitStack`.
 
         Raises:
-            RankError: another rank's failure, if it caused the error of this rank.
+            RankError: another rank's failure caused this rank's error.
         """
         if error is None or self._is_closing:
             return
@@ -138,7 +139,7 @@ class Watchdog:
             logging.getLogger(CRASH_LOG).critical("%s", error)
 
     def _end_soon(self, error: Exception) -> None:
-        """Report the error and end this rank unless it ends by itself within `CLOSING_TIME`."""
+        """Report the error and end this rank, unless it ends by itself within `CLOSING_TIME`."""
         self._over.set()
         self._end_in(CLOSING_TIME + GRACE)
         timer = threading.Timer(CLOSING_TIME, launch.report_and_exit, [error])
@@ -147,7 +148,7 @@ class Watchdog:
 
     @contextmanager
     def track_phase(self, name: PhaseName) -> Iterator[None]:
-        """Apply the time limit of phase `name` to the block. While an inner phase runs, the clock of the outer phase stops."""
+        """Apply the time limit for phase `name` to the block. While an inner phase runs, the outer phase's clock stops."""
         started = time.monotonic()
         self._phases.append(Phase(name, started))
         self._report_activity()
@@ -186,7 +187,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._outputs[0])
 
     def _find_requesting_rank(self) -> int | None:
-        """Return the rank that requests the stacks of all ranks; None if no rank does."""
+        """Return the rank that has requested the stacks of all ranks; None if no rank has."""
         if self._store_lost:
             return None
         try:
@@ -201,17 +202,17 @@ class Watchdog:
             return None
 
     def _end(self, situation: str) -> None:
-        """Write the stacks of this rank, request those of the other ranks, and end the process."""
+        """Write this rank's stacks, request those of the other ranks, and end the process."""
         self._end_in(3 * ANSWER_TIME)
         self._is_late = True
-        self.lifeline.send_goodbye()  # otherwise, the other ranks would take this for a death and not write their stacks
+        self.lifeline.send_goodbye()  # otherwise, the other ranks would think that this rank died and not write their stacks
         try:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
             *other_stacks, main = format_stacks(self.world.rank)
             main += f"rank {self.world.rank}{step}: {situation}\n"
             record_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time.time()))
             with suppress(dist.DistError):
-                self._store.compare_set(ASKED, "", str(self.world.rank))  # has no effect if another rank was first
+                self._store.compare_set(ASKED, "", str(self.world.rank))  # has no effect if another rank was faster
             self._write("".join([*other_stacks, main]))
             with suppress(dist.DistError):
                 self._wait_for_others()
@@ -238,7 +239,7 @@ class Watchdog:
 
 
 def get_output_descriptors() -> list[int]:
-    """Return the file descriptors of this rank's log, if any, and of stderr, unless the parent prints the log anyway."""
+    """Return the file descriptors of this rank's log, if any, and of stderr, unless the launcher prints the log anyway."""
     handlers = logging.getLogger().handlers
     logs = [h.stream.fileno() for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
     stderr = 2
@@ -246,7 +247,7 @@ def get_output_descriptors() -> list[int]:
 
 
 def format_stacks(rank: int) -> list[str]:
-    """Return the formatted stack of each thread except `WATCHERS`; the main thread comes last."""
+    """Return the formatted stack of each thread except those in `WATCHERS`; the main thread comes last."""
     main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
     frames = [(ident, frame) for ident, frame in sys._current_frames().items() if names.get(ident) not in WATCHERS]
     return [

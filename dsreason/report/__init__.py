@@ -1,1 +1,1 @@
-"""The page of a training run, `run.html`, and the comparison of several runs."""
+"""A training run's page, `run.html`, and the comparison of several runs."""

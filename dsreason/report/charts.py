@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 340, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 24
 """Margins around the plot area."""
 MOST_POINTS = 300
-"""Maximum number of points per line; a longer line shows means of consecutive steps."""
+"""Maximum number of points per line. A line with more points shows means over consecutive steps."""
 MOST_TICKS = 4
 
 Points = Sequence[tuple[float, float]]
@@ -20,7 +20,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart. Values of a validation are few, so they are also marked with dots."""
+    """A line in a chart. Validation values are few, so they are also marked with dots."""
 
     label: str
     points: Points
@@ -61,12 +61,12 @@ class DrawnChart:
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
     description: str
-    """The chart in words, for screen readers."""
+    """Description of the chart in words, for screen readers."""
     steps_per_point: int
 
 
 def draw_chart(chart: Chart) -> DrawnChart | None:
-    """Compute the coordinates of a chart; return None if none of its lines has a point."""
+    """Compute a chart's coordinates; return None if none of its lines has a point."""
     lines = [line for line in chart.lines if line.points]
     if not lines:
         return None
@@ -110,13 +110,13 @@ def describe_chart(title: str, lines: Sequence[Line]) -> str:
 
 
 def average_points(points: Points, size: int) -> Points:
-    """Replace each `size` consecutive points by their mean."""
+    """Replace every `size` consecutive points with their mean."""
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(step for step, _ in part) / len(part), sum(value for _, value in part) / len(part)) for part in parts]
 
 
 def widen(low: float, high: float) -> tuple[float, float]:
-    """Return the range of an axis: slightly more than `low` to `high`, and never empty."""
+    """Return the range for an axis: slightly wider than `low` to `high`, and never empty."""
     margin = 0.04 * (high - low) or 0.5 * abs(low) or 0.5
     return low - margin, high + margin
 

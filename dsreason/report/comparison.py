@@ -1,4 +1,4 @@
-"""The comparison of several runs: `comparison.html`, with their curves over each other and the keys that differ."""
+"""Comparison of several runs: `comparison.html`, with overlaid curves and the configuration keys that differ."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run with the name that the page uses for it: its folder's, with as many parent folders as are needed."""
+    """A run with its name on the page: the name of its folder, with as many parent folders as needed to be unique."""
 
     name: str
     run: RunFiles
 
 
 def write_comparison(runs: Sequence[RunFiles]) -> Path:
-    """Write `comparison.html` into the folder of the first run and return its path."""
+    """Write `comparison.html` to the first run's folder, and return its path."""
     file = runs[0].folder / FILE
     write_report(file, render_comparison(runs))
     return file
@@ -53,14 +53,14 @@ def name_runs(runs: Sequence[RunFiles]) -> list[ComparedRun]:
 
 
 def align_outcomes(compared: Sequence[ComparedRun]) -> dict[str, list[Outcome | None]]:
-    """Return each measure's outcome in each run; None if the run does not have the measure."""
+    """Return the outcomes of each measure, one per run, in order; None for runs that lack the measure."""
     outcomes = [{outcome.name: outcome for outcome in measure_outcomes(item.run)} for item in compared]
     names = dict.fromkeys(name for by_name in outcomes for name in by_name)
     return {name: [by_name.get(name) for by_name in outcomes] for name in names}
 
 
 def overlay_charts(compared: Sequence[ComparedRun]) -> dict[str, list[Chart]]:
-    """Combine the charts of all runs: one chart per line of a run's page, with one line per run."""
+    """Combine the charts of all runs: each line in a run's charts becomes a chart with one line per run."""
     sections: dict[str, dict[tuple[str, str, str], list[Line]]] = {}
     for item in compared:
         for section, charts in make_charts(item.run.metrics, item.run.algorithm).items():
@@ -75,7 +75,7 @@ def overlay_charts(compared: Sequence[ComparedRun]) -> dict[str, list[Chart]]:
 
 
 def find_differences(compared: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Return the keys whose values differ between the runs, with each run's value."""
+    """Return the configuration keys whose values differ between the runs, with each run's value."""
     configs = [flatten_keys(item.run.config) for item in compared]
     texts = [{key: format_setting(value) for key, value in config.items()} for config in configs]
     keys = dict.fromkeys(key for values in texts for key in values if key != "output_dir")

@@ -1,4 +1,4 @@
-"""The charts of a run's page, made from its metrics."""
+"""The charts on a run's page, made from the run's metrics."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ FIXED = {
         "share of padding": ("", {"training": "perf/padding"}),
     },
 }
-"""Section → title of a chart → its unit, and its metrics by label."""
+"""Section → chart title → (unit, metrics by label)."""
 
 
 def make_charts(metrics: Metrics, algorithm: str) -> dict[str, list[Chart]]:
-    """Make the charts of each section, without those that have no values.
+    """Make the charts for each section, omitting charts without values.
 
     Args:
-        algorithm: `sft`, `dpo` or `grpo`; GRPO's training loss is not comparable with the loss of held-out rows, so it has its
-            own chart.
+        algorithm: `sft`, `dpo` or `grpo`. GRPO's training loss is not comparable with the loss on held-out rows, so it gets a
+            separate chart.
     """
     names = list(dict.fromkeys(name for line in metrics for name, value in line.items() if is_number(value)))
     sections = {
@@ -59,7 +59,7 @@ def make_charts(metrics: Metrics, algorithm: str) -> dict[str, list[Chart]]:
         )
         sections["Health"].append(Chart("policy-gradient loss", "", make_lines(metrics, [("training", "train/loss")])))
     rewards = find_rewards(names)
-    for reward in rewards if len(rewards) > 1 else ():  # a single one equals the total, unless it has a weight
+    for reward in rewards if len(rewards) > 1 else ():  # a single reward equals the total, up to its weight
         labels = {"training": f"reward/{reward}/mean", "held-out": f"val/reward/{reward}/mean"}
         sections["Learning"].append(Chart(f"reward: {reward}", "", make_lines(metrics, labels.items())))
     parts = [(name.removeprefix("val/accuracy/"), name) for name in names if name.startswith("val/accuracy/")]
@@ -76,7 +76,7 @@ def make_charts(metrics: Metrics, algorithm: str) -> dict[str, list[Chart]]:
 
 
 def find_rewards(names: Iterable[str]) -> list[str]:
-    """Return the names of the reward functions, which have a metric `reward/<name>/mean`."""
+    """Return the names of the reward functions, which are those with a metric `reward/<name>/mean`."""
     functions = (name.removeprefix("val/").split("/")[1:-1] for name in names if is_reward_mean(name))
     return sorted({"/".join(parts) for parts in functions if parts})
 
@@ -98,7 +98,7 @@ def is_number(value: object) -> bool:
 
 
 def list_other_metrics(metrics: Metrics, charts: dict[str, list[Chart]]) -> dict[str, float]:
-    """Return the last values of the metrics that are in no chart."""
+    """Return the last value of each metric that is not in any chart."""
     last = {name: value for line in metrics for name, value in line.items() if is_number(value) and name != "step"}
     drawn = [line.points for section in charts.values() for chart in section for line in chart.lines]
     return {name: value for name, value in sorted(last.items()) if get_points(metrics, name) not in drawn}

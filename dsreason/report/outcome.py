@@ -1,4 +1,4 @@
-"""What a run has achieved: its measures at the start and at the end, with confidence intervals."""
+"""A run's outcome: its measures at the start and at the end, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Outcome:
 
     name: str
     source: str
-    """What was measured, such as `256 held-out rows`."""
+    """Rows or prompts on which the measure is based, such as `256 held-out rows`."""
     start: Measurement
     best: Measurement
     end: Measurement
@@ -42,7 +42,8 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """`better` or `worse` if the intervals of start and end do not overlap, or if there are none; else `unclear`."""
+        """`unclear` if the intervals at the start and the end overlap; otherwise `better` or `worse`, or `unchanged` if the
+        values are equal."""
         start, end = self.start, self.end
         if start.value == end.value:
             return "unchanged"
@@ -54,7 +55,7 @@ class Outcome:
 
 
 def measure_outcomes(run: RunFiles) -> list[Outcome]:
-    """Compare the first and the last measurement of each measure, held-out data first."""
+    """Return the first, best and last measurement of each measure; measures on held-out data come first."""
     outcomes = [
         outcome
         for name, higher in HIGHER_IS_BETTER.items()
@@ -105,7 +106,7 @@ def compute_reward_interval(answers: Sequence[Row]) -> Interval | None:
 
 
 def measure_rollouts(run: RunFiles) -> Outcome | None:
-    """Measure the total reward of the completions in the first and the last rollout; prompts are the clusters."""
+    """Measure the total reward of completions in the first and the last rollout, with intervals clustered by prompt."""
     steps = run.list_steps("rollouts")
     points = [(int(step) - 1, value) for step, value in get_points(run.metrics, "reward/mean")]
     if not steps or not points:

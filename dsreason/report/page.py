@@ -1,4 +1,4 @@
-"""The page of a training run: `run.html`, a self-contained file without external resources."""
+"""A training run's page: `run.html`, a self-contained file without external resources."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from dsreason.report.summary import list_next_commands
 
 FILE = "run.html"
 MAX_PICTURE_BYTES = 6_000_000
-"""Maximum total size of the pictures; further pictures are omitted, and the page says so."""
+"""Maximum total size of the pictures, in bytes; further pictures are omitted, and the page says so."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter of a list: tags → (label, number of cards)."""
+    """A filter for a list of cards. `tags` maps each tag to (label, number of cards)."""
 
     tags: Mapping[str, tuple[str, int]]
     steps: Sequence[int]
@@ -49,14 +49,14 @@ class Filter:
 
 @dataclass
 class Pictures:
-    """The pictures of the page, by media."""
+    """The pictures on the page, by media."""
 
     sheets: dict[tuple[str, ...], Sheet]
     num_omitted: int = 0
     num_bytes: int = 0
 
     def draw(self, media: Sequence[str]) -> None:
-        """Draw the pictures of a prompt, unless they are drawn already or the page would become too large."""
+        """Draw the pictures for a prompt, unless they have already been drawn or the page would become too large."""
         key = tuple(media)
         if not key or key in self.sheets:
             return
@@ -68,7 +68,7 @@ class Pictures:
 
 
 def write_run_page(run: RunFiles) -> Path:
-    """Write `run.html` into the folder of the run and return its path."""
+    """Write `run.html` to the run folder, and return its path."""
     file = run.folder / FILE
     write_report(file, render_run_page(run))
     return file
@@ -119,7 +119,7 @@ def count_answers(run: RunFiles) -> int:
 
 
 def collect_facts(run: RunFiles) -> dict[str, str]:
-    """Collect what was trained on what, as texts by label."""
+    """Collect facts about the training, such as model, data and number of steps: label → text."""
     config, record = run.config, run.record
     data = config.get("data", {})
     sources = [source for source in (data, *data.get("sources", [])) if source.get("path") or source.get("adapter")]
@@ -159,7 +159,7 @@ def format_setting(value: Any) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template of this package with the style and the script of all pages."""
+    """Render one of this package's templates, with the style and script that all pages share."""
     environment = Environment(
         loader=PackageLoader("dsreason.report"),
         undefined=StrictUndefined,
@@ -195,7 +195,7 @@ def format_interval(interval: Interval | None) -> str:
 
 
 def shorten(text: str) -> str:
-    """Cut a text that is too long for the page, and say how many characters are omitted."""
+    """Shorten a text that is too long for the page; its end then says how many characters are omitted."""
     omitted = len(text) - MOST_CHARACTERS
     return (
         text if omitted <= 0 else f"{text[:MOST_CHARACTERS]}\n… {omitted:,} more characters are in the files of the run"

@@ -1,4 +1,4 @@
-"""Reading of the files that a run has written. Damaged files are left out, and the page says so."""
+"""Reading of the files that a run has written. What is damaged is left out, and the page says so."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dsreason.files.step_names import is_step_name, parse_step
 from dsreason.monitor.sinks.json_lines import ENTRY
 
 LOG_TAIL_BYTES = 4_000_000
-"""Number of bytes at the end of the log that are searched for warnings."""
+"""Number of bytes to search for warnings at the end of the log."""
 LOG_LINE = re.compile(r"^\S+ \S+ rank \d+ (?:step (?P<step>\d+) )?(?P<level>[A-Z]+) (?P<logger>[\w.]+): (?P<text>.*)")
 Row = dict[str, Any]
 
 
 class CompletionRow(BaseModel):
-    """A line of `rollouts/step_N.jsonl`: a completion with its rewards; None if a function does not apply to the row."""
+    """A line in `rollouts/step_N.jsonl`: a completion with its rewards. A reward is None if it does not apply to the row."""
 
     id: str
     prompt: str
@@ -41,7 +41,7 @@ class CompletionRow(BaseModel):
 
 
 class AnswerRow(BaseModel):
-    """A line of `validation/step_N.jsonl`: a generated answer."""
+    """A line in `validation/step_N.jsonl`: a generated answer."""
 
     row: int
     id: str
@@ -59,7 +59,7 @@ COMPLETION_ROW, ANSWER_ROW = TypeAdapter(CompletionRow), TypeAdapter(AnswerRow)
 
 @dataclass(frozen=True)
 class LoggedWarning:
-    """A warning in the log of rank 0, and how often it occurs."""
+    """A warning in rank 0's log, with the number of times that it occurs."""
 
     text: str
     step: int | None
@@ -69,7 +69,7 @@ class LoggedWarning:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of a run. `notices` collects what could not be read."""
+    """The files of a run. `notices` collects messages about what could not be read."""
 
     folder: Path
     record: Row
@@ -85,7 +85,7 @@ class RunFiles:
 
     @property
     def algorithm(self) -> str:
-        """The name of the command: `grpo`, `dpo` or `sft`."""
+        """The run's algorithm, which is also the name of its command: `grpo`, `dpo` or `sft`."""
         return next((name for name in ("grpo", "dpo") if self.config.get(name)), "sft")
 
     @cached_property
@@ -94,7 +94,7 @@ class RunFiles:
         return self._read_rows(self.folder / "metrics.jsonl", ENTRY)
 
     def list_steps(self, kind: str) -> list[int]:
-        """Return the steps that have a file in the folder `kind` (`rollouts` or `validation`), in order."""
+        """Return the steps with a file in the folder `kind` (`rollouts` or `validation`), in order."""
         return sorted(parse_step(file) for file in (self.folder / kind).glob("*.jsonl") if is_step_name(file.stem))
 
     def read_rollouts(self, step: int) -> list[list[Row]]:
@@ -106,7 +106,7 @@ class RunFiles:
         return [group for group in groups if len({(row["id"], row["prompt"]) for row in group}) == 1]
 
     def read_answers(self, step: int) -> list[Row]:
-        """Read the answers to the held-out rows that were generated after `step`."""
+        """Read the answers that were generated after `step` for the held-out rows."""
         return self._read_rows(self.folder / "validation" / f"step_{step}.jsonl", ANSWER_ROW)
 
     def _read_rows(self, file: Path, schema: TypeAdapter[Any]) -> list[Row]:
@@ -125,7 +125,7 @@ class RunFiles:
             self.notices.append(text)
 
     def read_warnings(self) -> list[LoggedWarning]:
-        """Return dsreason's own warnings and errors in the log of rank 0, newest last, without those of libraries."""
+        """Return dsreason's own warnings and errors, not those of libraries, from rank 0's log in order of first occurrence."""
         file = self.folder / "logs" / "rank_0.log"
         try:
             with file.open("rb") as log:

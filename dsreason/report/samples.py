@@ -1,4 +1,4 @@
-"""Selection of the rollouts and answers that a run's page shows."""
+"""Selection of the rollouts and answers to show on a run's page."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dsreason.families import FAMILIES, list_control_tokens
 from dsreason.report.run_files import Row, RunFiles
 
 MOST_ROLLOUTS = 6
-"""Maximum number of rollouts (steps) on the page: the first, the last, and evenly spaced ones between them."""
+"""Maximum number of rollouts (steps) on the page: the first, the last, and evenly spaced rollouts in between."""
 GROUPS_PER_ROLLOUT = 8
 """Maximum number of prompts per rollout."""
 MOST_COMPLETIONS = 8
-"""Maximum number of completions per prompt: half of them the best and half the worst."""
+"""Maximum number of completions per prompt; half of them are the best, and half the worst."""
 MOST_ANSWERS = 40
 """Maximum number of held-out rows."""
 MOST_CHARACTERS = 6000
-"""Maximum number of characters of a text; the page says how many it omits."""
+"""Maximum number of characters to show of a text; the page says how many it omits."""
 
 TAGS = {
     "best": "best prompts of their step",
@@ -42,7 +42,7 @@ WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class TextPart:
-    """A part of a text. `kind` is `same`, `new` or `old` (only in the earlier text)."""
+    """A part of a compared text. `kind` is `same`, `new` (only in the later text) or `old` (only in the earlier text)."""
 
     kind: str
     text: str
@@ -50,7 +50,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ShownCompletion:
-    """A completion that is shown, and the number of completions of the prompt that equal it."""
+    """A completion to show, and the number of the prompt's completions that are equal to it, including itself."""
 
     row: Row
     count: int
@@ -58,7 +58,7 @@ class ShownCompletion:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """The completions of a prompt at a step; `tags` are keys of `TAGS`."""
+    """A prompt's completions at a step. `tags` are keys of `TAGS`."""
 
     step: int
     completions: Sequence[ShownCompletion]
@@ -66,9 +66,9 @@ class PromptGroup:
     num_omitted: int
     """Number of completions that are not shown."""
     earlier_step: int | None = None
-    """Earlier step with completions of the same prompt; None if the chosen rollouts have none."""
+    """Earliest step with completions of the same prompt; None if no earlier chosen rollout has any."""
     changes: Sequence[TextPart] = ()
-    """Differences between the best completion at `earlier_step` and the best one now."""
+    """Differences between the best completion at `earlier_step` and the best completion at `step`."""
 
     @property
     def first(self) -> Row:
@@ -77,7 +77,7 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class AnswerHistory:
-    """The answers to a held-out row at several validations, by step; `tags` are keys of `ANSWER_TAGS`."""
+    """The answers to a held-out row in several validations, by step. `tags` are keys of `ANSWER_TAGS`."""
 
     answers: dict[int, Row]
     tags: Sequence[str]
@@ -116,7 +116,7 @@ def get_key(group: Sequence[Row]) -> tuple[str, str]:
 
 
 def choose_telling(groups: Sequence[Sequence[Row]]) -> list[tuple[Sequence[Row], list[str]]]:
-    """Choose at most `GROUPS_PER_ROLLOUT` groups: of each kind in `TAGS` in turn, so that every kind is shown."""
+    """Choose at most `GROUPS_PER_ROLLOUT` groups, taking one with each tag in `TAGS` in turn, so that every tag is shown."""
     tags = [find_tags(group) for group in groups]
     means = [compute_mean_reward(group) for group in groups]
     ranked = sorted((i for i, mean in enumerate(means) if mean is not None), key=lambda i: means[i] or 0.0)
@@ -143,7 +143,7 @@ def find_tags(group: Sequence[Row]) -> list[str]:
 
 
 def do_rewards_disagree(group: Sequence[Row]) -> bool:
-    """Return whether one reward function prefers a completion to another, and a second one prefers the reverse."""
+    """Return whether, for any two completions, one reward function prefers the first and another function the second."""
     for scores, other_scores in combinations([row["rewards"] for row in group], 2):
         pairs = [(scores[name], other_scores[name]) for name in scores if name and name in other_scores]
         signs = {one > other for one, other in pairs if None not in (one, other) and one != other}
@@ -171,7 +171,7 @@ def build_group(
 
 
 def merge_equal(rows: Iterable[Row]) -> list[ShownCompletion]:
-    """Merge completions that differ in nothing that the page shows."""
+    """Merge completions that would look the same on the page."""
     merged: dict[str, ShownCompletion] = {}
     for row in rows:
         key = repr(
@@ -186,7 +186,7 @@ def sort_by_reward(group: Iterable[Row]) -> list[Row]:
 
 
 def choose_answers(run: RunFiles) -> list[AnswerHistory]:
-    """Choose the held-out rows to show: of each kind in `ANSWER_TAGS` in turn."""
+    """Choose the held-out rows to show, taking one with each tag in `ANSWER_TAGS` in turn."""
     steps = choose_evenly(run.list_steps("validation"), 3)
     by_step = {step: {answer["row"]: answer for answer in run.read_answers(step)} for step in steps}
     by_step = {step: answers for step, answers in by_step.items() if answers}
@@ -216,7 +216,7 @@ def build_history(answers: dict[int, Row]) -> AnswerHistory:
 
 
 def find_question(prompt: str) -> str:
-    """Return the text of the last turn of a rendered prompt that is not empty, without control tokens and without the role."""
+    """Return the text of the last non-empty turn in a rendered prompt, without control tokens and the role."""
     starts = {family.tokens.turn_start for family in FAMILIES.values()}
     turns = re.split("|".join(map(re.escape, starts)), prompt)
     for turn in reversed(turns):
@@ -229,7 +229,7 @@ def find_question(prompt: str) -> str:
 
 
 def compare_texts(old: str, new: str) -> list[TextPart]:
-    """Compare two texts word by word; equal texts give one segment of the kind `same`."""
+    """Compare two texts word by word; equal texts result in a single part of kind `same`."""
     old_words, new_words = WORDS.findall(old[:MOST_CHARACTERS]), WORDS.findall(new[:MOST_CHARACTERS])
     changes = []
     matcher = difflib.SequenceMatcher(None, old_words, new_words, autojunk=False)

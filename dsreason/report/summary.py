@@ -1,4 +1,4 @@
-"""The summary that a run prints at its end: results, warnings and the commands that usually follow."""
+"""The summary that a run prints at its end: results, warnings, and the commands that usually come next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_WARNINGS = 10
 
 
 def describe_run(run: RunFiles) -> list[str]:
-    """Return the lines that a finished run prints; only the newest warnings, and how many more are in the log."""
+    """Return the lines that a finished run prints. They include only the newest warnings, and how many more are in the log."""
     warnings = run.read_warnings()
     lines = [f"result: {describe_outcome(outcome)}" for outcome in measure_outcomes(run)]
     lines += [
@@ -37,7 +37,7 @@ def describe_measurement(measurement: Measurement) -> str:
 
 
 def list_next_commands(run: RunFiles) -> list[str]:
-    """Return the commands that usually follow: to evaluate and publish a finished run, or to continue an unfinished one."""
+    """Return the commands that usually come next: to evaluate and publish a finished run, or to continue an unfinished run."""
     folder = shlex.quote(str(run.folder))
     if (run.folder / "export" / "final").is_dir():
         return [

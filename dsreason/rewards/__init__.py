@@ -1,9 +1,9 @@
 """Reward functions, which score completions.
 
-A reward function is `fn(completion: str, sample: Sample) -> float | None | (float, dict)`, plain or async; the dict contains
-metrics, and None means that the function does not apply to the sample. For those of other tools, see `signatures`.
-The built-in functions below can be imported from here. They are pure, except `judge`, which queries another model.
-`scoring.Scorer` calls them, and functions of the user, in worker processes.
+A reward function is `fn(completion: str, sample: Sample) -> float | None | (float, dict)`, plain or async. The dict contains
+metrics, and None means that the function does not apply to the sample. See `signatures` for functions written for other tools.
+The built-in functions below can be imported from this package. They are pure, except `judge`, which queries another model.
+`scoring.Scorer` calls built-in and user-defined functions in worker processes.
 """
 
 from collections.abc import Callable

@@ -14,10 +14,10 @@ from dsreason.text import QuestionKind
 
 
 def single_choice(completion: str, sample: Sample) -> float:
-    """Return 1 if the answer equals the reference, ignoring case, else 0; identical to the reward of cosmos-rl.
+    """Return 1 if the answer equals the reference, ignoring case, else 0. The reward is the same as in cosmos-rl.
 
-    Answer and reference are the content of the first `<answer>…</answer>`, or all text if there is no such block. `(A)` does not
-    equal `A`. If the sample has options, the reference may also be `(A)`, "The answer is A", or the text of an option.
+    Answer and reference are taken from the first `<answer>…</answer>` block, or from the full text if there is no such block.
+    `(A)` does not equal `A`. If the sample has options, the reference may also be `(A)`, "The answer is A", or an option's text.
     """
     return float(
         extract_tagged_answer(completion).lower() in {reference.lower() for reference in _list_references(sample)}
@@ -25,11 +25,11 @@ def single_choice(completion: str, sample: Sample) -> float:
 
 
 def single_choice_lenient(completion: str, sample: Sample) -> float:
-    """Return 1 if the final answer names the reference's option in any common form, else 0, as in evaluation.
+    """Return 1 if the final answer names the reference option in any common form, else 0. Evaluation uses the same rule.
 
-    Accepted forms include `A`, `(A)`, `A) text`, `**A**`, `\\boxed{A}`, `the answer is A` and the text of an option; see
-    `dsreason.answers.choices`. If the sample has no options, any single letter counts. A reference that names no option is
-    compared as yes or no if it is one of these, and otherwise as text.
+    Accepted forms include `A`, `(A)`, `A) text`, `**A**`, `\\boxed{A}`, `the answer is A` and an option's text; see
+    `dsreason.answers.choices`. If the sample has no options, any single letter counts as an option. A reference that does not
+    name an option is compared as yes or no if it is either of these, and as text otherwise.
     """
     if sample.answer is None:
         return 0.0
@@ -42,10 +42,11 @@ def single_choice_lenient(completion: str, sample: Sample) -> float:
 
 
 def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> float:
-    """Return 1 for the correct answer, minus `step` per position of distance, at least 0; for answers that have an order.
+    """Return 1 minus `step` times the distance between answer and reference, at least 0; for answers that have an order.
 
-    The distance of whole numbers is their difference; the distance of letters is the difference of their positions among the
-    sample's options. Any other answer is right or wrong, ignoring case. Answers are extracted as in `single_choice`.
+    The distance between whole numbers is their difference. The distance between letters is the difference between their
+    positions among the sample's options. Any other answer is either right or wrong, ignoring case. Answers are extracted as
+    in `single_choice`.
     """
     answer, references = extract_tagged_answer(completion), _list_references(sample)
     letter_positions = {letter.upper(): position for position, letter in enumerate(sample.options or {})}
@@ -60,7 +61,7 @@ def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> flo
 
 
 def _list_references(sample: Sample) -> list[str]:
-    """Return the accepted spellings of the reference: as in the row, and the letter of the option that it names."""
+    """Return the accepted forms of the reference: as written in the row, and the letter of the option that it names."""
     if sample.answer is None:
         return []
     letter = find_option_letter(sample.answer, sample.options or {})

@@ -1,4 +1,4 @@
-"""A reward for answers that are JSON objects, with a separate comparison for each field."""
+"""A reward for answers that are JSON objects; each field is compared separately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Field:
-    """The comparison of one field. Example: `Field("numeric", weight=2.0, options={"relative": 0.1})`."""
+    """How one field is compared. Example: `Field("numeric", weight=2.0, options={"relative": 0.1})`."""
 
     compare: str
     weight: float = 1.0
@@ -48,20 +48,20 @@ def json_fields(
     no_others: bool = False,
     metrics: bool = False,
 ) -> RewardValue:
-    """Return the weighted mean of the scores of all compared fields of the answer's JSON object, 0 to 1.
+    """Return the weighted mean score, 0 to 1, over all compared fields in the answer's JSON object.
 
-    The object may be inside a code block or other text; the last object counts. A missing field scores 0, and so does an answer
-    without an object.
+    The object may be inside a code block or surrounded by text; the last object counts. A missing field scores 0, and so does
+    an answer without an object.
 
     Args:
-        fields: name → comparison, or name → `{compare, weight, …}` with the options of the comparison; `a.b` is the field `b`
+        fields: name → comparison, or name → `{compare, weight, …}` with the comparison's options; `a.b` is the field `b`
             inside `a`. Comparisons are `exact` (equal JSON; 1 equals 1.0), `text` (ignores case, white space and a final
-            full stop), `set` (F1 of the items of a list, as texts, in any order), and the rewards `numeric`,
-            `temporal_iou`, `box_iou`, `points` and `trajectory`. By default, all fields of the reference are compared:
-            numbers with `numeric`, texts with `text`, lists of texts with `set`, other values with `exact`.
+            full stop), `set` (F1 score over list items, compared as texts in any order), and the rewards `numeric`,
+            `temporal_iou`, `box_iou`, `points` and `trajectory`. By default, all fields in the reference are compared:
+            numbers with `numeric`, texts with `text`, lists of texts with `set`, and everything else with `exact`.
         threshold: return 1 if the mean is at least this value, else 0; 1.0 requires every field to be correct.
         no_others: return 0 if the answer has a field that the reference lacks.
-        metrics: also return `read` (whether the answer has an object) and the score of each field.
+        metrics: also return `read` (whether the answer contains an object) and each field's score.
     """
     right = read_reference(sample, find_last_object, "JSON object")
     answer = find_last_object(get_answer(completion))
@@ -92,7 +92,7 @@ def find_last_object(text: str) -> dict[str, Any] | None:
 
 
 def get_value(values: dict[str, Any], name: str) -> Any:
-    """Return the value of the field `name`; `a.b` is the field `b` inside `a`. Return MISSING if the field does not exist."""
+    """Return the field `name` (`a.b` is the field `b` inside `a`), or MISSING if it does not exist."""
     if name in values:
         return values[name]
     first, dot, remainder = name.partition(".")
@@ -101,16 +101,16 @@ def get_value(values: dict[str, Any], name: str) -> Any:
 
 
 def choose_comparison(value: Any) -> str:
-    """Return the default comparison for a value of the reference."""
+    """Return the default comparison for a value in the reference."""
     if isinstance(value, list):
         return "set" if value and all(isinstance(item, str) for item in value) else "exact"
     return "text" if isinstance(value, str) else "numeric" if to_finite_float(value) is not None else "exact"
 
 
 def compare(how: Field, right: Any, value: Any, sample: Sample, name: str) -> float:
-    """Return the score of a field's `value`, 0 to 1.
+    """Return a score, 0 to 1, for a field's `value` in the answer.
 
-    Raise DataError if the reference's value does not fit the comparison.
+    Raise DataError if the value in the reference does not suit the comparison.
     """
     if how.compare == "set" and not isinstance(right, list):
         raise build_data_error(sample, f"has a field {name} that is compared as a set, but is not a list")
@@ -130,7 +130,7 @@ def to_text(value: Any) -> str:
 
 
 def compute_item_f1(value: Any, right: list[Any]) -> float:
-    """Return the F1 score of the items of two lists, compared as texts in any order; 0 if `value` is not a list."""
+    """Return the F1 score over the items of two lists, compared as texts in any order; 0 if `value` is not a list."""
     if not isinstance(value, list):
         return 0.0
     answer_counts, reference_counts = (
@@ -141,7 +141,7 @@ def compute_item_f1(value: Any, right: list[Any]) -> float:
 
 
 def is_equal(first: Any, second: Any) -> bool:
-    """Return whether two JSON values are equal. Unlike in Python, True does not equal 1."""
+    """Return whether two JSON values are equal. Unlike in Python, `true` does not equal 1."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, dict) and isinstance(second, dict):
@@ -164,7 +164,7 @@ def parse_field(how: Mapping[str, Any]) -> Field:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the option `fields` of `json_fields` is invalid; the message names the field and the valid values."""
+    """Raise ConfigError if the `fields` option of `json_fields` is invalid; the message names the field and the valid values."""
     place = "reward option json_fields.fields"
     if not fields:
         raise ConfigError(f"{place} is empty; add a field, or remove it to compare all fields of the reference")

@@ -1,4 +1,4 @@
-"""Lookup of reward functions: built-in ones, and those in an installed package or in a file of the user."""
+"""Lookup of reward functions: built-in ones, and those in an installed package or in one of the user's files."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ ADVICE = (
     "Your own rewards: package.module:attr, or the path of a .py file, followed by :attr if it has several functions"
 )
 REMOTE = "remote:"
-"""Prefix of the name of a reward that a reward server provides; see `dsreason.rewards.remote`."""
+"""Name prefix of rewards that a reward server provides; see `dsreason.rewards.remote`."""
 
 
 def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
     """Return the reward function with this name: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
-    For a name without `:attr`, see `_find_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for
-    `format`). Functions of TRL, verl and ms-swift are wrapped; see `dsreason.rewards.signatures`.
+    For a name without `:attr`, see `_find_only_function`. `options` are passed to every call as keyword arguments
+    (`{"pattern": …}` for `format`). Functions written for TRL, verl or ms-swift are wrapped; see
+    `dsreason.rewards.signatures`.
 
     Raises:
-        ConfigError: the function does not exist, its file cannot be imported, it has none of the accepted signatures, or an
-            option of a built-in function has an invalid value.
+        ConfigError: the function does not exist, its file cannot be imported, its signature is not one of those accepted, or
+            an option of a built-in function has an invalid value.
     """
     function = find_function(name, BUILT_IN, ADVICE)
     if name not in BUILT_IN and (wrapped := adapt_function(function, options or {}, name)) is not None:
@@ -57,7 +58,7 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
 
 
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a reward cannot be used with these options; start no process and send no request."""
+    """Raise ConfigError if a reward cannot be used with these options. No process is started and no request is sent."""
     find_reward(name, options)
     if name == "judge":
         check_judge(options)
@@ -72,10 +73,10 @@ def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, 
 
 
 def list_accepted(name: str, sample: Sample) -> list[Sample]:
-    """Return the samples with which a reward is called; its score is the best of these calls.
+    """Return the samples with which a reward is called for `sample`; the best score over these calls counts.
 
-    A built-in reward that compares with `sample.answer` is called once for each accepted answer. All other rewards get the
-    sample as it is.
+    A built-in reward that compares with `sample.answer` is called once per accepted answer. All other rewards get the sample
+    unchanged.
     """
     if name not in BUILT_IN or name in WITHOUT_ANSWER or not sample.other_answers:
         return [sample]
@@ -83,13 +84,13 @@ def list_accepted(name: str, sample: Sample) -> list[Sample]:
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
-    """Return the function for a reward's name; raise ConfigError if it does not exist."""
+    """Return the function for a reward name; raise ConfigError if there is none."""
     code = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
     return _find_only_function(code, name) if isinstance(code, ModuleType) else code
 
 
 def make_reward_labels(names: Sequence[str]) -> list[str]:
-    """Return short names for metrics: `judge` for `rewards.py:judge`, `rewards` for `rewards.py`; full names if two are equal."""
+    """Return short names for metrics: `judge` for `rewards.py:judge`, `rewards` for `rewards.py`; full names if two collide."""
     short = [_make_short_label(name) for name in names]
     return [label if short.count(label) == 1 else name for label, name in zip(short, names, strict=True)]
 
@@ -102,9 +103,9 @@ def _make_short_label(name: str) -> str:
 def bind_options(
     function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any], advice: str = ""
 ) -> Callable[..., Any]:
-    """Bind options to a function. Raise ConfigError if it cannot be called with them and the (positional) `arguments`.
+    """Bind options to a function. Raise ConfigError if it cannot be called with them plus the (positional) `arguments`.
 
-    `advice` is the end of that error's message.
+    The error message ends with `advice`.
     """
     if not callable(function):
         raise ConfigError(f'reward "{name}" must be a function; got an object of type {type(function).__name__}')
@@ -113,15 +114,15 @@ def bind_options(
     except TypeError as error:
         call = ", ".join([*arguments, *(f"{key}=…" for key in options)])
         raise ConfigError(f'reward "{name}" cannot be called as fn({call}): {error}{advice}') from error
-    except ValueError:  # a builtin without a signature; an error would appear at the first call
+    except ValueError:  # a builtin without a signature; a mistake would only surface at the first call
         pass
     return functools.partial(function, **options) if options else function
 
 
 def _find_only_function(module: ModuleType, name: str) -> Any:
-    """Return the function `reward` or `compute_score`, or else the only public function that is defined in the module itself.
+    """Return the module's `reward` or `compute_score`, or else the only public function defined in the module itself.
 
-    In a module without public functions, classes whose instances can be called count as functions.
+    In a module without public functions, classes with callable instances count as functions.
     """
     members: dict[str, Any] = {
         key: value
@@ -133,7 +134,7 @@ def _find_only_function(module: ModuleType, name: str) -> Any:
         public_functions = {
             key: value for key, value in members.items() if inspect.isclass(value) and "__call__" in vars(value)
         }
-    for default in ("reward", "compute_score"):  # the second is verl's
+    for default in ("reward", "compute_score"):  # `compute_score` is verl's name
         if default in public_functions:
             return public_functions[default]
     if len(public_functions) != 1:

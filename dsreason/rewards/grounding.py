@@ -1,8 +1,9 @@
 """Rewards for localisation in space and time: one or more time spans, boxes or points.
 
-Several items are paired so that the sum of their qualities is maximal (an optimal assignment), and the reward is
-`2 · sum / (references + answers)`, the F1 score with qualities instead of hits, so that missing and superfluous items both reduce
-it. With one item on each side, the reward is the quality itself. An answer that cannot be parsed scores 0.
+If there are several, answers are paired with references so that the sum of the pairs' qualities is maximal (an optimal
+assignment). The reward is `2 · sum / (references + answers)`, an F1 score with qualities instead of hits, so both missing and
+superfluous answers reduce it. With one reference and one answer, the reward is the quality itself. An answer that cannot be
+parsed scores 0.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from dsreason.rewards.reading.times import Span, read_spans
 from dsreason.text import normalize
 
 Coordinates = Literal["pixels", "0-1000", "0-1"]
-"""Unit of image coordinates: pixels, or thousandths or fractions of the image's width and height."""
+"""Unit of image coordinates: pixels, or thousandths or fractions of the width and height of the image."""
 RANGES = {"0-1000": 1000.0, "0-1": 1.0}
 MOST_PAIRED = 1000
-"""Maximum number of items of an answer that are paired; any additional items only count as superfluous."""
+"""Maximum number of spans, boxes or points per answer that are paired; any more only count as superfluous."""
 SLACK = 1e-9
 
 Item = TypeVar("Item")
@@ -39,16 +40,16 @@ def temporal_iou(
     generalized: bool = False,
     metrics: bool = False,
 ) -> RewardValue:
-    """Return the overlap of time spans, 0 to 1: the length of the intersection divided by the length of the union.
+    """Return the overlap of time spans, 0 to 1: the length of their intersection divided by the length of their union.
 
     Spans are parsed in the forms that people and models write (`from 00:12 to 00:15`, `[12.0, 15.0]`, JSON, tags), in seconds;
     see `dsreason.rewards.reading.times`. A span that ends before it starts has no overlap. If the reference is `[]`, the
     answer must state that no span exists.
 
     Args:
-        threshold: return 1 if every reference is paired with a separate span of at least this overlap and no span is left over,
-            else 0.
-        generalized: for spans that do not overlap, score higher the closer they are (GIoU, mapped to 0 … 1).
+        threshold: return 1 if every reference is paired with a separate span that overlaps it by at least this much and no span
+            is left over, else 0.
+        generalized: give spans that do not overlap a higher score the closer they are (GIoU, mapped to 0 … 1).
         metrics: also return `read`, whether the answer could be parsed.
     """
     right = read_reference(sample, read_spans, "span of time; write [12.0, 15.0], or 00:12 to 00:15")
@@ -71,17 +72,17 @@ def box_iou(
     answer_coordinates: Coordinates | None = None,
     metrics: bool = False,
 ) -> RewardValue:
-    """Return the overlap of boxes, 0 to 1: the area of the intersection divided by the area of the union.
+    """Return the overlap of boxes, 0 to 1: the area of their intersection divided by the area of their union.
 
-    Boxes are parsed in JSON (`{"bbox_2d": [x1, y1, x2, y2], "label": "cup"}`), tags and brackets; see
+    Boxes are parsed from JSON (`{"bbox_2d": [x1, y1, x2, y2], "label": "cup"}`), tags and brackets; see
     `dsreason.rewards.reading.shapes`. A box whose corners are in the wrong order has no overlap.
 
     Args:
         threshold, generalized, metrics: same as for `temporal_iou`.
         labels: pair boxes only if their labels are equal, ignoring case.
-        order: meaning of a box's four numbers, in answers and references.
-        coordinates: unit of the reference.
-        answer_coordinates: unit of answers, if different; conversion from or to pixels requires `width` and `height` in the row.
+        order: meaning of a box's four numbers, in answers as well as references.
+        coordinates: unit in references.
+        answer_coordinates: unit in answers, if different; converting from or to pixels requires `width` and `height` in the row.
     """
     right = read_reference(sample, partial(read_boxes, order=order), "box; write [x1, y1, x2, y2]")
     check_range(sample, right, coordinates)
@@ -111,13 +112,13 @@ def points(
 ) -> RewardValue:
     """Return the closeness of points, 0 to 1: 1 - distance / `limit`, at least 0; distances are Euclidean.
 
-    Points are parsed in JSON (`{"point_2d": [x, y], "label": "cup"}`), tags and brackets. A reference may also be a box: any
-    point inside the box is correct, and the distance of any other point is its distance to the box.
+    Points are parsed from JSON (`{"point_2d": [x, y], "label": "cup"}`), tags and brackets. A reference may also be a box: any
+    point inside it is correct, and the distance of a point outside is measured to the box.
 
     Args:
-        limit: distance at which the score reaches 0, in the reference's unit. The default is a tenth of the range (100 of
-            1,000) or, for pixels, a tenth of the image's longer side.
-        score: `linear` as above; `exp` uses exp(-distance / limit).
+        limit: distance at which the score reaches 0, in the reference's unit. The default is a tenth of the range (100 for a
+            range of 1,000) or, for pixels, a tenth of the image's longer side.
+        score: `linear` as described above; `exp` uses exp(-distance / limit).
         threshold: return 1 if every reference is paired with a separate point within this distance and no point is left over,
             else 0.
         labels, coordinates, answer_coordinates, metrics: same as for `box_iou`.
@@ -151,9 +152,9 @@ def score_pairs(
     quality: Callable[[Item, Item], float],
     threshold: float | None = None,
 ) -> float:
-    """Return `2 · sum / (references + answers)` for the best pairing.
+    """Return `2 · sum / (references + answers)`, with the sum over the pairs of the best pairing.
 
-    With a threshold, return 1 if every item is paired and every pair reaches the threshold, else 0.
+    With a threshold, return 1 if all references and answers are paired and every pair reaches the threshold, else 0.
     """
     if answers is None or not right or not answers:
         return float(answers is not None and not right and not answers)
@@ -165,7 +166,7 @@ def score_pairs(
 
 
 def compute_best_sum(table: Sequence[Sequence[float]]) -> float:
-    """Return the largest sum of entries of which no two share a row or column."""
+    """Return the largest sum over table entries no two of which share a row or a column."""
     if len(table) == 1 or len(table[0]) == 1:
         return max(max(row) for row in table)
     import numpy as np
@@ -209,7 +210,7 @@ def has_same_label(first: PlaneShape, second: PlaneShape) -> bool:
 
 
 def compute_distance(right: PlaneShape, point: PlaneShape) -> float:
-    """Return the distance from `point` to the reference, which is a point, or a box whose nearest position counts."""
+    """Return the distance from `point` to the reference, which is a point, or a box, whose nearest position counts."""
     x, y = point.numbers[:2]
     left_edge, top, *corner = right.numbers
     far_x, far_y = corner if len(corner) == 2 else (left_edge, top)
@@ -217,7 +218,7 @@ def compute_distance(right: PlaneShape, point: PlaneShape) -> float:
 
 
 def compute_nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float:
-    """Map a distance to a score, which is 1 at distance 0."""
+    """Map a distance to a score; distance 0 scores 1."""
     return math.exp(-far / limit) if score == "exp" else max(0.0, 1.0 - far / limit)
 
 
@@ -240,7 +241,7 @@ def check_range(sample: Sample, shapes: Sequence[PlaneShape], coordinates: Coord
 def convert_to_reference_units(
     shapes: list[PlaneShape] | None, sample: Sample, of_answer: Coordinates, of_reference: Coordinates
 ) -> list[PlaneShape] | None:
-    """Scale the shapes of an answer to the unit of the reference."""
+    """Convert an answer's shapes to the reference's unit."""
     if of_answer == of_reference:
         return shapes
     sizes = {

@@ -1,4 +1,4 @@
-"""Client for a reward server: URL and token, failures that allow a retry, and responses with the token masked."""
+"""Client for a reward server: its URL and token, failures that may be retried, and responses with the token masked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
 
 
 class Retry(Exception):
-    """Error for a possibly temporary failure: no connection, a timeout, or a status that allows a retry."""
+    """Error for a failure that may be temporary: no connection, a timeout, or a status after which a retry makes sense."""
 
     def __init__(self, text: str, wait: float = 0.0) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class Retry(Exception):
         """Minimum number of seconds to wait before a retry, as requested by the server."""
 
     def pause(self, first: float, attempt: int) -> float:
-        """Return the seconds until the next attempt: `first`, doubled per attempt, or the server's request if that is longer."""
+        """Return the seconds until the next attempt: `first`, doubled per attempt, or what the server requested if longer."""
         return min(max(first * 2.0**attempt, self.wait), LONGEST_PAUSE)
 
 
@@ -43,9 +43,9 @@ class RewardServer:
     """Client for one URL of a reward server. The token is sent in the `Authorization` header and appears nowhere else.
 
     Args:
-        what: name of the server in messages.
+        what: name of the server, for messages.
         token_name: environment variable that holds the token.
-        max_bytes: maximum size of a response; a larger one is an error.
+        max_bytes: maximum size of a response; a larger response is an error.
     """
 
     def __init__(
@@ -73,17 +73,18 @@ class RewardServer:
 
     @property
     def place(self) -> str:
-        """The URL without user, password and query, which may contain secrets."""
+        """The URL without user, password and query, because these may contain secrets."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     async def answer(
         self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
     ) -> tuple[int, bytes]:
-        """Send a request; return the status and the content of a response that is successful or whose status is `expected`.
+        """Send a request; return the status and content of the response.
 
         Args:
             limit: seconds within which the complete response must arrive.
+            expected: error statuses that are returned instead of raised.
 
         Raises:
             Retry, Refused: the request failed.
@@ -104,7 +105,7 @@ class RewardServer:
     def post(
         self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
     ) -> tuple[int, bytes]:
-        """Send a request as `answer` does, but block until the response arrives; works in any thread."""
+        """Send a request like `answer`, but block until the response arrives; may be called from any thread."""
         return http.wait_for(self.answer(body, headers, limit, expected=expected))
 
     def _raise_for_status(self, answer: http.HttpResponse) -> NoReturn:
@@ -122,7 +123,7 @@ class RewardServer:
         raise Refused(text)
 
     def quote(self, text: str) -> str:
-        """Return the beginning of a server's text on one line, with the token masked."""
+        """Return the beginning of a text from the server, on one line and with the token masked."""
         clean = to_one_line(self.mask_token(text))
         return clean if len(clean) <= 200 else f"{clean[:200]}…"
 
@@ -131,7 +132,7 @@ class RewardServer:
 
 
 def read_variable(name: str) -> str | None:
-    """Return the variable `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; raise ConfigError if both are set and differ."""
+    """Return the value of `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; raise ConfigError if both are set and differ."""
     new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
     if new is not None and old is not None and new != old:
         raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} have different values; unset one of them")

@@ -1,7 +1,7 @@
-"""A reward for which another model scores the answer by a rubric, queried through OpenAI's chat completions API.
+"""A reward from a judge: another model, queried through OpenAI's chat completions API, scores the answer by a rubric.
 
-If the judge cannot be reached, refuses, or gives no score within the scale, this is a failure and never counts as a score: the
-request is retried, and finally a RewardError stops the run, as with a reward server.
+If the judge cannot be reached, refuses, or gives no score within the scale, this is a failure and never counts as a score. The
+request is retried; if all attempts fail, a RewardError stops the run, as with a reward server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dsreason.text import split_response
 RUBRIC = "How well does the answer agree with the reference answer? What the reference does not say does not count."
 KEY_VARIABLE = "JUDGE_API_KEY"
 CONCURRENT_REQUESTS = 8
-"""Maximum number of completions that one worker has judged at the same time."""
+"""Maximum number of completions that one worker sends to the judge at the same time."""
 MOST_BYTES = 2**20
 """Maximum size of a reply, in bytes."""
 FIRST_PAUSE = 1.0
@@ -63,27 +63,27 @@ async def judge(
     input_price: NotNegative = 0.0,
     output_price: NotNegative = 0.0,
 ) -> tuple[float, dict[str, float]]:
-    """Return the judge's score, mapped from `lowest` … `highest` to 0 … 1; the mean if there are several `votes`.
+    """Return the judge's score, mapped from `lowest` … `highest` to 0 … 1, or the mean score if there are several `votes`.
 
-    The judge sees the rubric, the text of the question, all accepted answers of the sample, and the answer, but no media.
+    The judge sees the rubric, the text of the question, all accepted answers from the sample, and the answer, but no media.
     The metrics are `retries`, `prompt_tokens`, `completion_tokens`, `cost` and, with several votes, `agreement`: the share of
-    pairs of votes that are equal.
+    vote pairs in which both votes are equal.
 
     Args:
         url: URL of the API, up to `/v1`; the default is JUDGE_URL in the environment.
         model: name of the model in the API; the default is JUDGE_MODEL in the environment.
-        shown: whether the judge sees only the final answer, or the complete completion including the reasoning.
+        shown: whether the judge sees only the final answer or the full completion, including the reasoning.
         api_key_variable: environment variable that holds the key; only the default, JUDGE_API_KEY, may be unset.
         temperature: the default is 0 for one vote, and 1 for several votes, which would otherwise be identical.
-        request: additional keys of the request, which override other keys, such as `{reasoning_effort = "low"}`.
+        request: additional keys for the request, such as `{reasoning_effort = "low"}`; they override other keys.
         time_limit: seconds that one request may take.
-        retries: number of retries per vote; after a temporary failure of the server, the pause before a retry doubles from
-            1 s up to 30 s.
+        retries: number of retries per vote; after a temporary server failure, the pause before the retry starts at 1 s and
+            doubles each time, up to 30 s.
         input_price, output_price: price per million tokens, for `cost`.
 
     Raises:
         RewardError: the judge gives no score; the message names the sample and never contains the key.
-        ConfigError: URL, model or key is missing or invalid.
+        ConfigError: the URL, model or key is missing or invalid.
     """
     server, model = open_judge(url, model, api_key_variable)
     content = {
@@ -124,7 +124,7 @@ class Unreadable(Exception):
 async def request_vote(
     server: RewardServer, body: bytes, sample_id: str, scale: tuple[float, float], time_limit: float, retries: int
 ) -> Vote:
-    """Request one score, retrying after failures. The tokens of failed attempts count as well."""
+    """Request one score, retrying after failures. The tokens used by failed attempts are counted as well."""
     spent = [0, 0]
     for attempt in range(retries + 1):
         pause = 0.0
@@ -151,7 +151,7 @@ def build_failure(server: RewardServer, sample_id: str, text: str) -> RewardErro
 
 
 def call_limits(**options: Any) -> tuple[float, int]:
-    """Return the seconds that one call may take with all its retries, and the number of concurrent calls per worker."""
+    """Return the seconds that one call may take, including all retries, and the number of concurrent calls per worker."""
     defaults = get_defaults(judge) | {**options}
     return (defaults["retries"] + 1) * (defaults["time_limit"] + LONGEST_PAUSE), CONCURRENT_REQUESTS
 
@@ -180,7 +180,7 @@ def build_messages(
 
 
 def open_judge(url: str | None, model: str | None, api_key_variable: str) -> tuple[RewardServer, str]:
-    """Return a client for the server and the name of its model, without sending a request."""
+    """Return a client for the server, and the name of the model to query. No request is sent."""
     address, name = url or os.environ.get("JUDGE_URL", ""), model or os.environ.get("JUDGE_MODEL", "")
     for value, option, variable in ((address, "url", "JUDGE_URL"), (name, "model", "JUDGE_MODEL")):
         if not value.strip():
@@ -250,7 +250,7 @@ def read_score(reply: dict[str, Any], scale: tuple[float, float], server: Reward
 
 
 def find_plain_score(text: str) -> float | None:
-    """Return the score of a reply without JSON, such as `**Score:** 4` or `Score: 4/5`; None unless there is exactly one."""
+    """Return the score from a reply without JSON, such as `**Score:** 4` or `Score: 4/5`; None unless there is exactly one."""
     values = {
         float(value)
         for value in re.findall(r"\bscore\b[\s*:=\"']{1,8}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)", text.lower()[:65_536])

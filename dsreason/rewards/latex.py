@@ -1,8 +1,8 @@
 r"""Rewards for mathematical answers, compared with `math-verify` (sympy).
 
-math-verify interrupts long computations with a signal, which only the main thread of a process can receive; an interrupted
-computation counts as wrong. A computation inside C code cannot be interrupted (some forms of `\boxed{9^{9^{9^9}}}`); in this
-case, the `Scorer` kills the worker and uses `score_on_timeout`, because the completion is at fault and not the function.
+math-verify interrupts long computations with a signal, which only a process's main thread can receive; an interrupted
+computation counts as wrong. A computation inside C code, as for some forms of `\boxed{9^{9^{9^9}}}`, cannot be interrupted. The
+`Scorer` then kills the worker and uses `score_on_timeout`, because the fault lies with the completion, not the function.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Callable
 from dsreason.data.types import Sample
 
 SECONDS = 3
-"""Time limit in seconds, for parsing an expression and for each comparison."""
+"""Time limit for parsing an expression, and for each comparison, in seconds."""
 
 UNITS = (
     "square|ways|integers|dollars|cents|mph|inches|feet|cm|km|gm|m|meters|pounds|units|hours|minutes|degrees|points|digits"
     "|edges|meals|multiples|students"
 )
-"""Words next to a number that are ignored."""
+"""Words that are ignored next to a number."""
 
 LONGEST = 1000
-"""Maximum number of characters in braces; without it, each unclosed brace would cause a search to the end of the text."""
+"""Maximum number of characters in braces. Without a limit, each unclosed brace would cause a search to the end of the text."""
 
 
 def score_on_timeout(score: float) -> Callable[[Callable[..., float]], Callable[..., float]]:
-    """Set the score that calls of a plain reward get if they exceed the time limit, instead of ending the run."""
+    """Set the score for calls of a plain (not async) reward that exceed the time limit, which would otherwise end the run."""
 
     def mark(function: Callable[..., float]) -> Callable[..., float]:
         vars(function)["score_on_timeout"] = score
@@ -38,10 +38,10 @@ def score_on_timeout(score: float) -> Callable[[Callable[..., float]], Callable[
 
 @score_on_timeout(0.0)
 def boxed_math(completion: str, sample: Sample) -> float:
-    r"""Return 1 if the completion's `\boxed{…}` equals the reference's, else 0; identical to the reward of cosmos-rl.
+    r"""Return 1 if the completion's `\boxed{…}` equals the reference's, else 0. The reward is the same as in cosmos-rl.
 
     The reference must be LaTeX (`\boxed{5}` or `$5$`; a bare `5` always gives 0), but the completion may also contain a bare
-    number. Several different boxed answers are wrong.
+    number. A completion with several different boxed answers is wrong.
     """
     if sample.answer is None:
         return 0.0
@@ -50,9 +50,9 @@ def boxed_math(completion: str, sample: Sample) -> float:
 
 @score_on_timeout(-1.0)
 def direct_math(completion: str, sample: Sample) -> float:
-    r"""Return 1 if the last `Answer: …` of the completion equals the reference, else -1.
+    r"""Return 1 if the last `Answer: …` in the completion equals the reference, else -1.
 
-    Answers are equal if they have the same text after `normalise`, as in cosmos-rl, or the same value: `0.5` and `\frac12`.
+    Answers are equal if they have the same text after `normalise`, as in cosmos-rl, or the same value, like `0.5` and `\frac12`.
     """
     lines = re.findall(r"answer\s*:\s*([^\n]+)", completion, re.IGNORECASE)
     if not lines or sample.answer is None:
@@ -76,12 +76,12 @@ def is_equal(reference: str, answer: str, *, bare_numbers: bool = False) -> bool
 
 
 def is_formula(text: str) -> bool:
-    """Return whether the text has no words. sympy would parse words as products of letters: `left` would equal `felt`."""
+    """Return whether the text contains no words. sympy parses a word as a product of letters, so `left` would equal `felt`."""
     return re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text) is None
 
 
 def normalise(answer: str) -> str:
-    r"""Normalise an answer as in Minerva's evaluation: `x = 5 cm` → `5`, `\frac12` → `\frac{1}{2}`, `1,000` → `1000`."""
+    r"""Normalise an answer as Minerva's evaluation does: `x = 5 cm` → `5`, `\frac12` → `\frac{1}{2}`, `1,000` → `1000`."""
     text = answer.rpartition("=")[2]
     text = re.sub(r"\b[Aa]n? ", "", text)
     for noise in (r"\$", r"\ ", r"\;", r"\,", r"\!", "{,}", r"^\circ", r"^{\circ}", r"\ldots", r"\dots", '"'):

@@ -16,9 +16,9 @@ Unit = Literal[
 ]
 # fmt: on
 MRA_LEVELS = [0.5 + 0.05 * step for step in range(10)]
-"""Levels of VSI-Bench's mean relative accuracy: 0.5, 0.55 … 0.95."""
+"""Confidence levels for VSI-Bench's mean relative accuracy: 0.5, 0.55 … 0.95."""
 SLACK = 1e-9
-"""Relative error that is allowed for the conversion of units, such as 320 cm to 3.2 m."""
+"""Relative rounding error allowed when units are converted, such as 320 cm to 3.2 m."""
 
 
 def numeric(
@@ -31,19 +31,19 @@ def numeric(
     unit: Unit | None = None,
     metrics: bool = False,
 ) -> RewardValue:
-    """Return 1 if the answer's number equals the reference's within a tolerance; otherwise, the score depends on `score`.
+    """Return 1 if the answer's number equals the reference's within a tolerance; otherwise, the result depends on `score`.
 
     Thousands separators, percent signs, fractions, powers of ten and number words are supported; see
-    `dsreason.rewards.reading.numbers`. Units are converted if both are known (`320 cm` equals `3.2 m`) and ignored if one side
-    has none; a different dimension is wrong. `12 %` equals both 12 and 0.12 if the other side has no percent sign. Ranges are not
-    parsed, nor are several numbers of which none is clearly the answer; both score 0.
+    `dsreason.rewards.reading.numbers`. If both numbers have a unit, units are converted (`320 cm` equals `3.2 m`), and different
+    dimensions are wrong; if either has none, units are ignored. `12 %` equals both 12 and 0.12 if the other number has no percent
+    sign. A range scores 0, and so do several numbers if none of them is clearly the answer.
 
     Args:
         absolute, relative: the tolerance is the larger of `absolute`, in the reference's unit, and `relative` times the
             reference.
         score: beyond the tolerance, `within` gives 0; `relative` gives 1 - error / reference, at least 0; and `mra` gives
-            VSI-Bench's mean relative accuracy: the share of the levels 0.5, 0.55 … 0.95 with error / reference < 1 - level.
-        unit: unit of numbers without one, in answers and references.
+            VSI-Bench's mean relative accuracy, the share of the levels 0.5, 0.55 … 0.95 with error / reference < 1 - level.
+        unit: unit to assume for numbers without one, in answers as well as references.
         metrics: also return `read` (whether a number was parsed) and, if so, `error` in the reference's unit.
     """
     right = add_unit(read_reference(sample, read_quantity, "single number"), unit)
@@ -60,12 +60,12 @@ def numeric(
 
 
 def add_unit(number: Quantity, unit: str | None) -> Quantity:
-    """Return the quantity, in `unit` if it has no unit."""
+    """Return the quantity, with `unit` added if it has no unit."""
     return number if unit is None or number.dimension else Quantity(number.value, *FACTORS[unit])
 
 
 def compute_difference(right: Quantity, answer: Quantity) -> float | None:
-    """Return the error in the reference's unit; None if the two quantities have different dimensions."""
+    """Return the error in the reference's unit, or None if the two quantities have different dimensions."""
     if right.dimension == answer.dimension:
         return abs(answer.base - right.base) / right.factor
     if right.dimension and answer.dimension:
@@ -77,7 +77,7 @@ def compute_difference(right: Quantity, answer: Quantity) -> float | None:
 
 
 def compute_closeness(error: float, size: float, tolerance: float, score: str) -> float:
-    """Map an error to a score, 0 to 1; `size` is the absolute value of the reference."""
+    """Map an error to a score, 0 to 1; `size` is the reference's absolute value."""
     if error <= tolerance + SLACK * size:
         return 1.0
     if score == "within" or not size:

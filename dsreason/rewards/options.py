@@ -1,4 +1,4 @@
-"""Types of the options of built-in rewards, and the validation of their values."""
+"""Option types for built-in rewards, and validation of option values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 
 RewardValue = float | tuple[float, dict[str, float]]
-"""Result of a reward: a number, or a number and metrics."""
+"""Result of a reward: a number, or a number with metrics."""
 
 
 def check_values(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
-    """Raise ConfigError if the annotation of an option does not allow its value; the message names both.
+    """Raise ConfigError if an option's value does not match its annotation; the message names the option and the value.
 
     The function must have a parameter for each option.
     """
@@ -40,5 +40,5 @@ def check_values(function: Callable[..., Any], options: Mapping[str, Any], name:
 
 
 def get_defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of a reward with their defaults."""
+    """Return a reward's options with their defaults."""
     return dict(function.__kwdefaults__ or {})

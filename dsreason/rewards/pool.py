@@ -1,4 +1,4 @@
-"""Pool of worker processes that run reward functions; it schedules the calls and enforces their time limits."""
+"""A pool of worker processes that run reward functions. The pool schedules the calls and enforces their time limits."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from dsreason.stopping import check_stop
 log = logging.getLogger(__name__)
 
 GRACE = 1.0
-"""Seconds between the time limit of an async call, which normally the worker enforces, and the killing of its worker."""
+"""Seconds that a worker may exceed the time limit of an async call, which it normally enforces itself, before it is killed."""
 TICK = 0.5
-"""Maximum number of seconds between two checks of the workers, which may die without closing their pipe, and for a stop."""
+"""Maximum number of seconds between two checks for a stop request and for workers that died without closing their pipe."""
 
 WITHOUT_RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-"""Environment of a worker outside of training ranks, such as that of `dsreason reward try`; functions may read it."""
+"""Environment variables for workers that are not started by a training rank but, for example, by `dsreason reward try`;
+reward functions may read them."""
 
 CAUSES: dict[int, str] = {
     signal.SIGKILL: ", often because memory is exhausted; see the kernel log, or lower reward.workers",
     signal.SIGSEGV: ", caused by native code that the function calls",
     signal.SIGABRT: ", caused by native code that the function calls",
 }
-"""Usual causes of death by a signal, for messages: signal → cause."""
+"""Signal → usual reason why it killed a worker, for messages."""
 
 
 @dataclass(frozen=True)
 class RewardCall:
-    """A call of a reward function (given by its index) for one completion, or for several completions or clips."""
+    """A call to a reward function, given by its index, for one completion or for several completions or clips."""
 
     function: int
     arguments: tuple[Any, ...]
     subject: str
-    """Subject of the call in messages, such as `sample "7"`."""
+    """What the call is about, for messages, such as `sample "7"`."""
 
 
 class RewardWorker:
@@ -56,8 +57,8 @@ class RewardWorker:
     def __init__(self, start: messages.Start) -> None:
         trainer_end, worker_end = socket.socketpair()
         with worker_end:
-            # A separate session: Ctrl-C reaches only the trainer, and processes that a function starts are killed with the
-            # worker.
+            # In a separate session, Ctrl-C does not reach the worker, and processes that a function starts can be killed
+            # together with it.
             self.process = subprocess.Popen(
                 messages.build_command(worker_end.fileno()),
                 pass_fds=[worker_end.fileno()],
@@ -67,12 +68,12 @@ class RewardWorker:
             )
         self.connection: Connection[Any, Any] = Connection(trainer_end.detach())
         self.traits: list[messages.Trait] | None = None
-        """Properties of the functions, by index; None until the worker has imported them."""
+        """Properties of the functions, by index; None until the worker has imported the functions."""
         self.function = 0
         self.pending: list[int] = []
-        """Indices of the calls without a result; async calls that have begun come first, the most recent one at the front."""
+        """Indices of the calls without a result. Async calls that have begun come first, starting with the most recent."""
         self.since = time.monotonic()
-        """Time of the last message from the worker or task for the worker, on the monotonic clock."""
+        """Time, on the monotonic clock, when the worker last sent a message or was given a task."""
         self.connection.send(start)
 
     @property
@@ -106,7 +107,7 @@ class RewardWorker:
         if show_stack and self.process.poll() is None:
             self.process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)  # the worker prints its stack to stderr
-        descendants: list[psutil.Process] = []  # includes those with a separate session
+        descendants: list[psutil.Process] = []  # includes processes in a session of their own
         if self.process.poll() is None:
             with contextlib.suppress(psutil.Error):
                 descendants = psutil.Process(self.process.pid).children(recursive=True)
@@ -120,7 +121,7 @@ class RewardWorker:
 
 
 class Pool:
-    """A pool of worker processes that call reward functions of one kind; `functions` are (name, options)."""
+    """A pool of worker processes that call reward functions of one kind. `functions` is a list of (name, options)."""
 
     def __init__(
         self,
@@ -167,9 +168,11 @@ class Pool:
         return (self._workers[0].traits or []) if self._workers else []
 
     def run(self, calls: Sequence[RewardCall]) -> list[messages.ScoredCall]:
-        """Return the results in the order of the calls. Any failure kills the workers and raises RewardError.
+        """Run the calls and return their results in the same order. Any error kills all workers.
 
-        So does a request to stop, which raises Stopped.
+        Raises:
+            RewardError: a call or a worker failed.
+            Stopped: this process was asked to stop.
         """
         results: dict[int, messages.ScoredCall] = {}
         jobs = self._group_calls(calls)
@@ -185,7 +188,7 @@ class Pool:
         return [results[number] for number in range(len(calls))]
 
     def _group_calls(self, calls: Sequence[RewardCall]) -> deque[list[int]]:
-        """Group calls of the same function into tasks: one per worker if async, otherwise several, to balance the load."""
+        """Group calls to the same function into tasks: one task per worker if it is async, else several, to balance the load."""
         jobs: deque[list[int]] = deque()
         for function, trait in enumerate(self.traits):
             numbers = [number for number, call in enumerate(calls) if call.function == function]
@@ -209,7 +212,7 @@ class Pool:
     def _listen(
         self, calls: Sequence[RewardCall], results: dict[int, messages.ScoredCall], jobs: deque[list[int]]
     ) -> None:
-        """Wait for messages and process them, then handle workers that exceed their time limit.
+        """Wait for messages and process them, then deal with workers that exceed their time limit.
 
         Raises:
             Stopped: this process was asked to stop.
@@ -262,9 +265,9 @@ class Pool:
         results: dict[int, messages.ScoredCall],
         jobs: deque[list[int]],
     ) -> None:
-        """Kill a worker that exceeded its time limit; replace it if the function has a `score_on_timeout`.
+        """Kill a worker that exceeded its time limit, and replace it if the function has a `score_on_timeout`.
 
-        Raise RewardError if the function has none, or if the worker has not finished its imports.
+        Raise RewardError if the function has no `score_on_timeout`, or if the worker has not finished its imports.
         """
         starting = worker.traits is None
         worker.kill(show_stack=True)

@@ -3,9 +3,9 @@
     POST <url>  {"prompts": [str], "completions": [str], "answers": [str | null], "media": [[part]], "meta": [{…}]}
     200         {"scores": {"<name>": [float]}}
 
-Each list has one entry per completion. `media` are the image and video parts of the sample, with the paths that the trainer uses.
-`meta` has the sample's `id`, its `options`, its `other_answers` if it has any, and the entries of its `meta`. The token is sent
-only in the `Authorization` header.
+Each list has one element per completion. `media` holds the sample's image and video parts, with the paths that the trainer uses.
+`meta` holds the sample's `id`, `options`, `other_answers` (if any) and everything in its own `meta`. The token is sent only in
+the `Authorization` header.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dsreason.rewards.worker import LARGEST
 from dsreason.stopping import pause
 
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
-"""Name of a score, which becomes the name of a metric."""
+"""Name of a score, which is also used as the name of a metric."""
 
 
 class ScoresAnswer(BaseModel):
@@ -38,7 +38,8 @@ class ScoresAnswer(BaseModel):
 
 
 class ScoreEntry(BaseModel):
-    """One entry of `scores`, validated up to the first error: pydantic would keep all errors of a long response in memory."""
+    """One entry in `scores`. It is validated only up to the first error, because pydantic would otherwise keep all errors
+    in a long response in memory."""
 
     scores: dict[
         str,
@@ -47,13 +48,13 @@ class ScoreEntry(BaseModel):
 
 
 class RemoteReward:
-    """Rewards from a server. The token, and all settings that the configuration leaves unset, come from the environment.
+    """Rewards from a server. The token is read from the environment, as are all settings that the configuration leaves unset.
 
-    The variables are `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`, or the same names with the
+    The variables are `REMOTE_REWARD_URL` (or `…_ENQUEUE_URL`), `…_TOKEN` and `…_ENQUEUE_TIMEOUT_S`, or the same names with the
     prefix `WFM_REWARD_`.
 
     Args:
-        pause: seconds before the first retry; doubled for each additional one.
+        pause: seconds before the first retry; doubled before each further retry.
     """
 
     def __init__(self, config: RemoteRewardConfig, *, pause: float = 1.0) -> None:
@@ -70,7 +71,7 @@ class RemoteReward:
     def score(
         self, completions: Sequence[str], samples: Sequence[Sample], names: Sequence[str] = ()
     ) -> dict[str, list[float]]:
-        """Return, by name, the server's scores for each completion as an answer to its sample; those in `names` are required."""
+        """Request scores for each completion as an answer to its sample. Return them by name; those in `names` are required."""
         pairs = list(zip(completions, samples, strict=True))
         batches = [
             pairs[first : first + self.config.batch_size] for first in range(0, len(pairs), self.config.batch_size)

@@ -26,10 +26,10 @@ KIND = FunctionKind(find_reward, check_score)
 
 @dataclass(frozen=True)
 class FunctionScore:
-    """Score of a completion by one function."""
+    """A completion's score from one function."""
 
     value: float | None
-    """Unweighted score; None if the function returned None, because it does not apply to the sample."""
+    """Unweighted score; None if the function returned None because it does not apply to the sample."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     """Duration of the call, which may have scored several completions."""
@@ -37,34 +37,33 @@ class FunctionScore:
 
 @dataclass(frozen=True)
 class CompletionScores:
-    """Scores of `n` completions. NaN stands for a score that does not exist.
+    """Scores for `n` completions. NaN stands for a missing score.
 
     Example: `CompletionScores(total=[1.5, 0.0], by_function={"format": [1, 0], "judge": [0.5, 0]},
     metric_sums={"judge/words": (15, 2)})`.
     """
 
     total: Floats  # [n]
-    """Weighted sum of the scores of all functions that apply to the sample; NaN if none applies."""
+    """Weighted sum of the scores from all functions that apply to the sample; NaN if none applies."""
     by_function: dict[str, Floats]  # [n] each
-    """Unweighted scores: short name of the function → scores; NaN if it does not apply to the sample."""
+    """Short name of the function → unweighted scores; NaN if the function does not apply to the sample."""
     metric_sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """`<function>/<metric>` → sum of the metric and number of calls that returned it; both can be summed over ranks."""
+    """`<function>/<metric>` → (sum of the metric, number of calls that returned it); both can be summed over ranks."""
 
 
 class Scorer:
-    """A scorer of completions; it is a context manager, because it holds worker processes.
+    """A scorer for completions. It is a context manager, because it owns worker processes.
 
         with Scorer(RewardConfig(functions={"single_choice": 1.0, "rewards.py:judge": 0.5})) as scorer:
             scores = scorer.score(completions, samples)
 
-    If a function raises an error, returns anything but a finite number, exceeds `time_limit`, or ends its process, all workers
-    are killed, including hanging ones, and a RewardError names the function and the sample. Entering the context raises
-    ConfigError if a function cannot be found.
+    If a function raises an error, returns an invalid result, exceeds `time_limit`, or ends its process, all workers are killed,
+    including hanging ones, and a RewardError names the function and the sample. Entering the context raises ConfigError if a
+    function cannot be found.
 
-    A function that scores several completions in one call (those of TRL and ms-swift) is called once for adjacent completions of
-    the same sample, such as the group of a prompt; the time limit applies to this call. A function with an entry in
-    `reward.only` scores only the samples that the entry selects. A built-in reward that compares with the answer gives the
-    best score over all accepted answers.
+    A function that scores several completions per call, as in TRL and ms-swift, is called once for adjacent completions of the
+    same sample, such as a prompt's group; the time limit applies to this call. A function listed in `reward.only` scores only
+    the samples selected there. A built-in reward that compares with the answer gives the best score over all accepted answers.
 
     Args:
         start_limit: seconds within which a worker must have imported the functions.
@@ -114,12 +113,12 @@ class Scorer:
         samples: Sequence[Sample],
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> tuple[dict[str, list[FunctionScore | None]], dict[str, list[float]]]:
-        """Return the scores of each function by its label, and the metrics of the reward server.
+        """Return each function's scores by label, and the metrics from the reward server.
 
-        The score of a sample that `reward.only` excludes is None.
+        If `reward.only` excludes a sample from a function, its score is None.
 
         Args:
-            completion_ids: tokens of the completions, for functions that need them.
+            completion_ids: the completions' token ids, for functions that need them.
         """
         scores: dict[str, list[FunctionScore | None]] = {label: [None] * len(completions) for label in self.labels}
         calls, targets = list[RewardCall](), list[list[int]]()
@@ -146,7 +145,7 @@ class Scorer:
         return scores, self._score_remotely(completions, samples, scores)
 
     def sum_scores(self, scores: Mapping[str, Sequence[FunctionScore | None]]) -> Floats:
-        """Return the weighted sum `[n]` of the functions' scores by label; NaN if no function applies to the sample."""
+        """Return the weighted sum of `scores` over the functions, `[n]`; NaN if no function applies to the sample."""
         values = {label: to_array(scores[label]) for label in self.labels}
         total = sum(w * np.nan_to_num(values[label]) for w, label in zip(self.weights, self.labels, strict=True))
         return np.where(np.isnan(list(values.values())).all(axis=0), np.nan, total)
@@ -154,7 +153,7 @@ class Scorer:
     def _score_remotely(
         self, completions: Sequence[str], samples: Sequence[Sample], scores: dict[str, list[FunctionScore | None]]
     ) -> dict[str, list[float]]:
-        """Add the reward server's scores to `scores`; return the values of those that the configuration does not name."""
+        """Add the reward server's scores to `scores`. Scores that the configuration does not name are returned as metrics."""
         metrics: dict[str, list[float]] = defaultdict(list)
         applicable = {
             name: [i for i, sample in enumerate(samples) if applies(self._only, REMOTE + name, sample)]
@@ -177,32 +176,32 @@ class Scorer:
 
 
 Only = Mapping[str, Mapping[str, Sequence[str | float | bool]]]
-"""Value of `reward.only`: name of a reward → field of the rows → values."""
+"""Type of `reward.only`: name of a reward → row field → values that select a row."""
 
 
 def applies(only: Only, name: str, sample: Sample) -> bool:
-    """Return whether `reward.only` allows the function with this name to score the sample."""
+    """Return whether, according to `reward.only`, the function with this name scores the sample."""
     fields = only.get(name, {})
     return all(str(get_value(sample.meta, field)) in map(str, values) for field, values in fields.items())
 
 
 def to_array(scores: Sequence[FunctionScore | None]) -> Floats:
-    """Return the values of scores as an array [n]; NaN for those without a value."""
+    """Return the scores' values as an array `[n]`, with NaN for missing ones."""
     return np.array([None if score is None else score.value for score in scores], dtype=np.float64)
 
 
 def to_optional(value: np.float64) -> float | None:
-    """Return a score of `CompletionScores` as a number, or None for NaN."""
+    """Convert a score from `CompletionScores` to a number, or to None if it is NaN."""
     return None if np.isnan(value) else float(value)
 
 
 def choose_better(first: FunctionScore | None, second: FunctionScore) -> FunctionScore:
-    """Return the score with the higher value; any value is higher than None."""
+    """Return the score with the higher value; any value beats None."""
     if first is None or first.value is None:
         return second
     return second if second.value is not None and second.value > first.value else first
 
 
 def open_remote(config: RewardConfig) -> RemoteReward | None:
-    """Return a client for rewards named `remote:…`, or None if the configuration has none; send no request."""
+    """Return a client for rewards named `remote:…`, or None if the configuration has no such rewards. No request is sent."""
     return RemoteReward(config.remote) if any(name.startswith(REMOTE) for name in config.functions) else None

@@ -1,9 +1,9 @@
 """Signatures of reward functions: dsreason's own, and those of TRL, verl and ms-swift.
 
-A function is recognised by the names of its parameters. Functions of other tools are wrapped, so that the worker calls all
-functions with positional arguments: `(completion, sample)`, or, if the function scores several completions per call,
-`(completions, samples, completion_ids)`. Such a batch contains the completions of one prompt; `completion_ids` are their tokens,
-`list[list[int]]`, or None if the completions were not sampled.
+A function is recognised by the names of its parameters. Functions written for other tools are wrapped, so that the worker can
+call all functions with positional arguments: `(completion, sample)`, or, if the function scores several completions per call,
+`(completions, samples, completion_ids)`. Such a batch contains the completions of one prompt. `completion_ids` holds their token
+ids, `list[list[int]]`; it is None if the completions were not sampled.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ ACCEPTED = (
     "compute_score(data_source, solution_str, ground_truth, extra_info) [verl], "
     "or a class with __call__(self, completions, **columns) [ms-swift]"
 )
-"""Description of all signatures, for messages."""
+"""Description of all accepted signatures, for messages."""
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
-"""Argument names that stand for the reference answer if the row has no column of that name."""
+"""Argument names that receive the reference answer if the row has no column with that name."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
 UNAVAILABLE = ("trainer_state", "log_extra", "log_metric", "environments", "rollout_infos")
-"""Arguments of TRL's and ms-swift's trainers that worker processes do not have."""
+"""Arguments that TRL's and ms-swift's trainers pass, but that are not available in worker processes."""
 
 Build = Callable[..., dict[str, Any]]
-"""Function that builds the keyword arguments of a call from the positional arguments of the worker."""
+"""Type of a function that builds a call's keyword arguments from the worker's positional arguments."""
 
 
 def adapt_function(function: Any, options: Mapping[str, Any], name: str) -> Callable[..., Any] | None:
-    """Wrap a function written for another tool so that the worker can call it; None if its parameters match no other tool.
+    """Wrap a function written for another tool so that the worker can call it; return None if its parameters match no such tool.
 
-    A class is instantiated with the options as arguments. For a function, every call gets the options as keyword arguments.
-    A wrapped function that scores batches has the attribute `is_batched`.
+    A class is instantiated with the options as arguments; a function gets the options as keyword arguments in every call.
+    The attribute `is_batched` of the wrapped function tells whether it scores batches.
 
     Raises:
         ConfigError: no value is available for a parameter without a default, or an option matches no parameter.
@@ -98,7 +98,8 @@ def wrap(function: Any, options: Mapping[str, Any], name: str, *, passes_text: b
 
 
 def make_call(function: Any, build_arguments: Build) -> Callable[..., Any]:
-    """Return a function that calls `function` with the arguments built from its own arguments; it is async if `function` is."""
+    """Return a function that passes its arguments to `build_arguments` and calls `function` with the result. It is async if
+    `function` is."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
         @functools.wraps(function)
@@ -115,7 +116,7 @@ def make_call(function: Any, build_arguments: Build) -> Callable[..., Any]:
 
 
 def get_parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; {} for objects without a signature, such as some builtins."""
+    """Return a function's parameters by name; {} for objects without a signature, such as some builtins."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -134,7 +135,7 @@ def receives_text(function: Any) -> bool:
 
 
 def build_verl_arguments(completion: str, sample: Sample) -> dict[str, Any]:
-    """Return verl's arguments without those that the row lacks, except that a missing `extra_info` is None."""
+    """Return the arguments that verl passes. Those that the row lacks are omitted, except that a missing `extra_info` is None."""
     model = sample.meta.get("reward_model")
     row_truth = model.get("ground_truth") if isinstance(model, dict) else None
     arguments = {"solution_str": completion, "extra_info": sample.meta.get("extra_info")}
@@ -153,10 +154,10 @@ def build_columns(
     *,
     passes_text: bool,
 ) -> dict[str, Any]:
-    """Return the arguments of TRL and ms-swift, which are lists with one entry per completion.
+    """Return the arguments that TRL and ms-swift pass, which are lists with one element per completion.
 
-    Completions and prompts are lists of messages, or strings if `passes_text` is set or, as in TRL, if the row's prompt is a
-    string.
+    Each completion or prompt is a list of messages; it is a string if `passes_text` is set or, as in TRL, if the rows' prompts
+    are strings.
     """
     as_text = passes_text or all(sample.has_text_prompt for sample in samples)
     rows = [get_columns(sample) for sample in samples]
@@ -164,7 +165,7 @@ def build_columns(
     prompts = [prompt_messages(sample) for sample in samples]
     columns["prompts"] = ["\n".join(filter(None, map(get_text, prompt))) for prompt in prompts] if as_text else prompts
     columns["completions"] = list(completions) if as_text else [to_messages(completion) for completion in completions]
-    if passes_text:  # ms-swift also passes complete conversations
+    if passes_text:  # ms-swift also passes the full conversations
         pairs = zip(prompts, completions, strict=True)
         columns["messages"] = [[*prompt, *to_messages(completion)] for prompt, completion in pairs]
     if completion_ids is not None:
@@ -177,7 +178,7 @@ def to_messages(completion: str) -> list[dict[str, Any]]:
 
 
 def get_columns(sample: Sample) -> dict[str, Any]:
-    """Return the columns of a row: its `meta`, the reference answer under its usual names, and further accepted answers."""
+    """Return a row's columns: its `meta`, the reference answer under its usual names, the other accepted answers and options."""
     answers: dict[str, Any] = {"other_answers": list(sample.other_answers)}
     if sample.answer is not None:
         answers |= dict.fromkeys(ANSWER_COLUMNS, sample.answer)

@@ -1,4 +1,4 @@
-"""Rewards for the text of a completion: its format, an exact match, GSM8K's final number, and a penalty for its length."""
+"""Rewards for a completion's text: its format, an exact match, GSM8K's final number, and a penalty for its length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.data.types import Sample
 from dsreason.text import normalize, split_response
 
 FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
-"""Pattern of reasoning followed by an answer, with any white space around the two blocks and nothing else."""
+"""Pattern for reasoning followed by an answer, with nothing but white space around the two blocks."""
 COSMOS_FORMAT = r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*</answer>\n?"
 """Pattern of cosmos-rl, with an empty line between reasoning and answer, although its own prompt shows a space."""
 OPENING = "reply_opening"
@@ -19,7 +19,7 @@ REQUEST = (
     "Answer the question in the following format: "
     "<think>\nyour reasoning\n</think>\n\n<answer>\nyour answer\n</answer>."
 )
-"""Format request for a system prompt, from the model card of Cosmos-Reason1; both patterns accept the requested format."""
+"""Format request for a system prompt, from the Cosmos-Reason1 model card; both patterns accept the requested format."""
 
 
 def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
@@ -35,7 +35,7 @@ def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
 def describe_format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
     """Return why a completion in the format that the prompt requests would fail the `format` reward; None if it would pass.
 
-    The requested format is the text of the prompt from the first tag to the last closing tag:
+    The requested format is the part of the prompt from the first tag to the last closing tag:
     `… in the following format: <think> your reasoning </think> <answer> your answer </answer>.`
     """
     first, closing = re.search(r"<\w+>", prompt), [*re.finditer(r"</\w+>", prompt)]
@@ -50,7 +50,7 @@ def describe_format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
 def exact_match(completion: str, sample: Sample) -> float:
     """Return 1 if the final answer equals the reference, ignoring case and the amount of white space, else 0.
 
-    Unlike this reward, evaluation also ignores a final full stop.
+    Evaluation, unlike this reward, also ignores a final full stop.
     """
     if sample.answer is None:
         return 0.0
@@ -61,8 +61,8 @@ def exact_match(completion: str, sample: Sample) -> float:
 def gsm8k(completion: str, sample: Sample) -> float:
     """Return 1 if the first `#### number` has the same digits as the reference, ignoring thousands separators, else 0.
 
-    The reference ends in `#### 72`, as in the data set, or is only the number. A completion without a number gets 0
-    (in cosmos-rl, it gets 1 if the reference has no number either).
+    The reference ends in `#### 72`, as in the data set, or consists of only the number. A completion without a number gets 0;
+    in cosmos-rl, it gets 1 if the reference has no number either.
     """
     number = extract_hash_number(completion)
     if number is None or sample.answer is None:
@@ -73,7 +73,7 @@ def gsm8k(completion: str, sample: Sample) -> float:
 def overlong(completion: str, sample: Sample, *, buffer: int | None = None, factor: float = 1.0) -> float:
     """Return DAPO's soft length penalty (`compute_soft_overlong`) for the lengths in `sample.meta`, which `add_length` sets.
 
-    `buffer` is by default a fifth of the maximum completion length, as in the paper (4096 of 20480).
+    By default, `buffer` is a fifth of the maximum completion length, as in the paper (4096 of 20480).
     """
     missing = {"completion_length", "max_completion_length"} - sample.meta.keys()
     if missing:
@@ -92,7 +92,7 @@ def add_opening(sample: Sample, opening: str) -> Sample:
 
 
 def compute_soft_overlong(length: int, max_length: int, buffer: int, *, factor: float = 1.0) -> float:
-    """Return 0 up to `max_length - buffer` tokens, then a value that decreases linearly to `-factor` at `max_length` (DAPO)."""
+    """Return 0 up to `max_length - buffer` tokens; beyond that, decrease linearly to `-factor` at `max_length` (DAPO)."""
     if not 0 < buffer <= max_length:
         raise ValueError(
             f"the overlong buffer ({buffer}) must be between 1 and the maximum completion length ({max_length} tokens); "
@@ -103,7 +103,7 @@ def compute_soft_overlong(length: int, max_length: int, buffer: int, *, factor: 
 
 
 def add_length(sample: Sample, length: int, max_length: int) -> Sample:
-    """Add the number of tokens of the completion and its maximum to the sample's `meta`."""
+    """Add the completion's number of tokens, and the maximum number, to the sample's `meta`."""
     return dataclasses.replace(
         sample, meta={**sample.meta, "completion_length": length, "max_completion_length": max_length}
     )

@@ -1,4 +1,4 @@
-"""A reward for waypoints: the distance of a trajectory from the reference, point by point or at its end."""
+"""A reward for waypoints: the distance between a trajectory and the reference, point by point or at the end."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def trajectory(
 ) -> RewardValue:
     """Return the closeness of waypoints, 0 to 1: the mean of 1 - distance / `limit`, each term at least 0.
 
-    Distances are Euclidean, in `unit`. ADE is their mean and FDE the last one (Alahi et al. 2016, nuScenes). A waypoint costs
-    at most as much as one at distance `limit`, so omitting bad waypoints never pays. Waypoints are parsed as lists of (x, y),
-    also in JSON.
+    Distances are Euclidean, in `unit`. The ADE is the mean distance, and the FDE is the distance at the last waypoint (Alahi et
+    al. 2016, nuScenes). No waypoint scores worse than a missing one, so omitting bad waypoints never pays. Waypoints are parsed
+    from lists of (x, y), including lists in JSON.
 
     Args:
-        error: what is scored: all waypoints (`ade`), the last one (`fde`), or the mean of both scores (`both`).
-        limit: distance at which the score of a waypoint reaches 0.
-        score: `linear` as above; `exp` uses exp(-distance / limit).
-        threshold: return 1 if the ADE (or FDE, or both) is at most this value, else 0.
-        lengths: treatment of an answer with more or fewer waypoints than the reference. `missing` compares those that both
-            have and scores the others 0; `resample` resamples both to the same number of points, evenly along their length
-            (for traces without timestamps); `equal` gives 0.
-        axes: indices of the numbers of a waypoint that are compared; [0, 1] ignores a third one, such as a heading.
-        unit: unit of numbers without one; lengths with a unit are converted.
+        error: what is scored: all waypoints (`ade`), the last waypoint (`fde`), or the mean of these two scores (`both`).
+        limit: distance at which a waypoint's score reaches 0.
+        score: `linear` as described above; `exp` uses exp(-distance / limit).
+        threshold: return 1 if the ADE (`fde`: the FDE; `both`: each of them) is at most this value, else 0.
+        lengths: treatment of an answer with more or fewer waypoints than the reference. `missing` compares the waypoints that
+            both have and scores the remaining ones 0; `resample` resamples both paths to the same number of evenly spaced
+            points (for traces without timestamps); `equal` gives 0.
+        axes: indices of the numbers in a waypoint to compare; [0, 1] ignores a third number, such as a heading.
+        unit: unit to assume for numbers without one; lengths with a unit are converted to it.
         metrics: also return `read` (whether the answer was parsed) and, if it is as long as the reference, `ade` and `fde`.
     """
     form = PointForm(range(max(axes) + 1, max(axes) + 3), METRES.get(unit, 1.0))
@@ -77,7 +77,7 @@ def trajectory(
 
 
 def compute_mean_score(right: Path, answer: Path, error: str, limit: float, score: Literal["linear", "exp"]) -> float:
-    """Return the mean score of all waypoints, the score of the last one, or the mean of both; unmatched waypoints score 0."""
+    """Return the mean score over all waypoints, the score of the last, or the mean of the two; unmatched waypoints score 0."""
     scores = [compute_nearness(far, limit, score) for far in compute_distances(right, answer)]
     mean = sum(scores) / max(len(right), len(answer))
     last = scores[len(right) - 1] if len(answer) >= len(right) else 0.0
@@ -85,24 +85,24 @@ def compute_mean_score(right: Path, answer: Path, error: str, limit: float, scor
 
 
 def compute_errors(right: Path, answer: Path, error: str) -> tuple[float, ...]:
-    """Return ADE, FDE or both for paths of equal length."""
+    """Return the ADE, the FDE or both for paths of equal length."""
     far = compute_distances(right, answer)
     metrics = {"ade": sum(far) / len(far), "fde": far[-1]}
     return tuple(metrics.values()) if error == "both" else (metrics[error],)
 
 
 def compute_distances(right: Path, answer: Path) -> list[float]:
-    """Return the distances between the waypoints that both paths have."""
+    """Return the distances between corresponding waypoints, up to the end of the shorter path."""
     return [math.dist(right_point, point) for right_point, point in zip(right, answer, strict=False)]
 
 
 def to_path(shapes: Sequence[PlaneShape], axes: Sequence[int]) -> Path:
-    """Return the selected axes of the points as an array [waypoints, axes]."""
+    """Return the points' selected axes as an array `[waypoints, axes]`."""
     return np.array([[shape.numbers[axis] for axis in axes] for shape in shapes[:MOST_WAYPOINTS]])
 
 
 def resample(waypoints: Path, count: int) -> Path:
-    """Return `count` points, evenly spaced along the path."""
+    """Return `count` points that are evenly spaced along the path."""
     steps = np.linalg.norm(np.diff(waypoints, axis=0), axis=1)
     along = np.concatenate([[0.0], np.cumsum(steps)])
     positions = np.linspace(0.0, along[-1], count)

@@ -1,7 +1,7 @@
 """Worker process that finds reward functions by name, calls them, and reports the result of each call.
 
-It is started as a new Python process instead of being forked, because the trainer holds CUDA, threads and locks. Results are
-converted to plain numbers here, so that no object of a user's type is sent through the pipe.
+The worker is started as a new Python process instead of being forked, because the trainer holds CUDA, threads and locks. It
+converts results to plain numbers, so that no object of a user-defined type is sent through the pipe.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
-"""Maximum number of concurrent calls of one async function in one worker."""
+"""Maximum number of concurrent calls to one async function in one worker."""
 ERROR_CHARACTERS = 4000
-"""Maximum number of characters in the message, and in each traceback line, of a reported error."""
+"""Maximum number of characters in a reported error's message, and in each line of its traceback."""
 LARGEST = 1e12
-"""Maximum absolute value of a reward; its square, and the sum of many such squares, are still finite in float32."""
+"""Maximum absolute value of a reward; the sum of many squares of this size is still finite in float32."""
 BOUND = f"a reward must be between {-LARGEST:g} and {LARGEST:g}; scale it"
 
 
@@ -41,7 +41,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FunctionKind:
-    """The kind of functions in a pool. Both fields are pickled by name, so they must be module-level functions."""
+    """The kind of function that a pool runs. Both fields are pickled by name, so they must be module-level functions."""
 
     find: Callable[[str, Mapping[str, Any]], Function]
     """(name, options) → function with its options bound. Raises ConfigError if the function does not exist."""
@@ -51,7 +51,7 @@ class FunctionKind:
 
 @dataclass(frozen=True)
 class Start:
-    """First message to a worker: names and options of the functions, and the maximum number of seconds per call."""
+    """First message to a worker: the functions' names and options, and the maximum number of seconds per call."""
 
     kind: FunctionKind
     functions: Sequence[tuple[str, Mapping[str, Any]]]
@@ -60,7 +60,7 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Calls of one function, which is given by its index; `items` are (index of the call, arguments)."""
+    """Calls to one function, which is given by its index. `items` is a list of (index of the call, arguments)."""
 
     function: int
     items: list[tuple[int, tuple[Any, ...]]]
@@ -68,7 +68,7 @@ class WorkerTask:
 
 @dataclass(frozen=True)
 class Trait:
-    """Properties of a function that the scheduler needs."""
+    """Properties of a function that the scheduler needs to know."""
 
     is_async: bool
     score_on_timeout: float | None
@@ -87,7 +87,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Begun:
-    """Message that an async call has begun. Plain calls run one after another and send none."""
+    """Message that an async call has begun. Plain calls run one after another and do not send this message."""
 
     call: int
 
@@ -96,15 +96,15 @@ class Begun:
 class ScoredCall:
     call: int
     score: Any
-    """Score as returned by `FunctionKind.check`."""
+    """Score, as returned by `FunctionKind.check`."""
     metrics: dict[str, float]
     seconds: float = 0.0
-    """Duration of the call."""
+    """Duration of the call in seconds."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Message that a call has failed: `raised …`, `returned …`, or that an async call exceeded the time limit."""
+    """Message that a call has failed. `text` says what it raised or returned, or that an async call exceeded its time limit."""
 
     call: int
     text: str
@@ -119,7 +119,7 @@ def main(descriptor: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the signal is sent before a hanging worker is killed
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
-        os.register_at_fork(after_in_child=connection.close)  # a fork of this process must not send its own answers
+        os.register_at_fork(after_in_child=connection.close)  # a forked copy of this process must not send messages
         try:
             start: Start = connection.recv()
             restore_script_folders()
@@ -129,20 +129,20 @@ def main(descriptor: int) -> None:
                 job: WorkerTask = connection.recv()
                 _run(job, functions[job.function], start, runner, connection.send)
         except ConfigError as error:
-            connection.send(ConfigError(str(error)))  # a function cannot be loaded
+            connection.send(ConfigError(str(error)))  # one of the functions cannot be loaded
         except (EOFError, OSError):
             return
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process when the trainer has exited, even if a function hangs."""
+    """End this process once the trainer has exited, even if a function hangs."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def _get_trait(function: Function, time_limit: float) -> Trait:
-    """Return the properties of a function. `time_limit` applies unless the function has `call_limits`, as `judge` does."""
+    """Return a function's properties. `time_limit` applies unless the function has `call_limits`, as `judge` does."""
     inner, options = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     score = getattr(inner, "score_on_timeout", None)
@@ -208,7 +208,7 @@ def describe_timeout(time_limit: float) -> str:
 def describe_error(error: BaseException) -> str:
     """Describe an error as `raised ValueError: …`, followed by the indented traceback, starting at the user's function.
 
-    An error about the row (DataError) is described by its message only.
+    For an error about the row (DataError), return only its message.
     """
     if isinstance(error, DataError):
         return str(error)
@@ -232,11 +232,11 @@ def _check_result(
 
 
 def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float | None | list[float | None], dict[str, float]]:
-    """Check the result of a reward function; used as `FunctionKind.check`.
+    """Check a reward function's result and return (score, metrics) as plain numbers; used as `FunctionKind.check`.
 
-    The result is a number, None if the reward does not apply to the sample, (number, dict of metrics), or, as in verl, a dict
-    with `score` whose other numbers are metrics. A batched call, whose first argument is a list, returns one number or None per
-    completion.
+    The function may return a number, None if the reward does not apply to the sample, (number, dict of metrics), or, as in verl,
+    a dict with `score` whose other numbers are metrics. A batched call, whose first argument is a list, returns a number or None
+    for each completion.
     """
     if isinstance(arguments[0], str):
         return _check_single(result)
@@ -267,7 +267,7 @@ def _check_single(result: Any) -> tuple[float | None, dict[str, float]]:
 
 
 def _check_number(score: Any, result: Any) -> float:
-    """Return the score as a plain number; raise ValueError, which quotes the result, if it is not a number within bounds."""
+    """Return the score as a plain number. Raise ValueError, quoting the result, if it is not a number within bounds."""
     if not _is_number(score):
         raise ValueError(
             f"returned {describe_value(result)}; it must return a finite number, None, (number, dict of metrics), or a dict "
@@ -279,7 +279,7 @@ def _check_number(score: Any, result: Any) -> float:
 
 
 def to_plain(value: Any) -> Any:
-    """Return the Python number of a NumPy scalar, an array or a tensor without dimensions; anything else as it is."""
+    """Convert a NumPy scalar, or an array or tensor without dimensions, to a Python number; return anything else unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -293,7 +293,7 @@ def describe_value(value: Any) -> str:
 
 
 def build_command(descriptor: int) -> list[str]:
-    """Return the command line of a worker that communicates through `descriptor` and has the import path of this process."""
+    """Return the command line for a worker that communicates through `descriptor` and has this process's import path."""
     code = (
         f"import sys; sys.path[:] = {[path or os.getcwd() for path in sys.path]!r}; "
         f"from {__name__} import main; main({descriptor})"

@@ -1,4 +1,4 @@
-"""Packages to upload: a complete checkpoint, an export or the logs of a run, plus a marker that is uploaded last."""
+"""Packages to upload: a run's logs or one of its complete checkpoints or exports, plus a marker that is uploaded last."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from dsreason.problems import join_first
 log = logging.getLogger(__name__)
 
 MANIFEST = "UPLOADED.json"
-"""Marker of a complete upload other than a checkpoint. The file exists only in the storage, not locally."""
+"""Name of the marker for a complete upload that is not a checkpoint. The marker exists only in the storage, not locally."""
 CHECKPOINTS, EXPORTS, LOGS = "checkpoints", "export", "logs"
 HIDDEN = re.compile(r"(^|/)\.")
 """Pattern for relative paths of hidden files and files in hidden folders, which may hold credentials: `.env`, `.git/config`."""
 BESIDE_LOGS = ("config.json", "metrics.jsonl", "run.html", "tensorboard")
-"""Files and folders of a run that are uploaded together with its logs."""
+"""Files and folders in a run folder that are uploaded together with the logs."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """The number of files and bytes uploaded, without files that the storage already had with the same content."""
+    """The number of files and bytes uploaded, not counting files that the storage already had with the same content."""
 
     files: int
     num_bytes: int
@@ -45,13 +45,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Package:
-    """A local folder, its files to upload (relative path → size in bytes), and the marker that is uploaded after them."""
+    """A local folder, the files to upload from it (relative path → size in bytes), and the marker that is uploaded after them."""
 
     folder: Path
     files: Mapping[str, int]
     marker: str
     stamps: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
-    """Inode and modification time that each file and the marker had when the package was opened; None: it did not exist."""
+    """(Inode, modification time) of each file and the marker when the package was opened; None if it did not exist."""
 
     @property
     def name(self) -> str:
@@ -62,10 +62,10 @@ class Package:
         return sum(self.files.values())
 
     def build_marker(self, sums: Mapping[str, str]) -> bytes:
-        """Build the marker's content: that of the checkpoint's marker, or a manifest with the size and SHA-256 of each file.
+        """Build the marker's content: that of the checkpoint's own marker, or a manifest with each file's size and SHA-256.
 
         Raises:
-            StorageError: a file has been replaced or deleted since the package was opened, so what was uploaded may be a mixture.
+            StorageError: a file has been replaced or deleted since the package was opened, so the upload may be a mixture.
         """
         if changed := [name for name, stamp in self.stamps.items() if read_stamp(self.folder / name) != stamp]:
             raise StorageError(f"{self.folder / changed[0]}: was changed during the upload; upload the folder again")
@@ -88,26 +88,26 @@ def read_stamp(file: Path) -> tuple[int, int] | None:
 
 
 def get_folder_kind(folder: Path) -> UploadKind:
-    """Return the kind of a folder from its path in the run: `logs`, `checkpoints/step_4` or `export/final`."""
+    """Derive a folder's kind from its path in the run, such as `logs`, `checkpoints/step_4` or `export/final`."""
     if folder.name == LOGS:
         return "logs"
     return "checkpoint" if folder.parent.name == CHECKPOINTS else "export"
 
 
 def find_run_of_folder(folder: Path) -> Path:
-    """Return the folder of the run that contains `folder`."""
+    """Return the run folder that contains `folder`."""
     return folder.parent if get_folder_kind(folder) == "logs" else folder.parent.parent
 
 
 def get_folder_name(folder: Path) -> str:
-    """Return the path of a folder relative to its run, such as `checkpoints/step_4`."""
+    """Return a folder's path relative to its run folder, such as `checkpoints/step_4`."""
     folder = folder.absolute()
     return folder.name if get_folder_kind(folder) == "logs" else f"{folder.parent.name}/{folder.name}"
 
 
 @contextmanager
 def open_package_or_logs(folder: Path) -> Iterator[Package]:
-    """Yield the package in `folder`; for logs, which the run may still write, yield a temporary copy."""
+    """Yield the package in `folder`; for logs, which the run may still be writing, yield a temporary copy."""
     if not is_logs(folder):
         yield open_package(folder)
         return
@@ -121,10 +121,10 @@ def is_logs(folder: Path) -> bool:
 
 
 def copy_logs(folder: Path, place: Path) -> Path:
-    """Copy the logs of the ranks and `BESIDE_LOGS` to a new folder in `place`, and return the new folder.
+    """Copy the ranks' logs and `BESIDE_LOGS` to a new folder in `place`, and return the new folder.
 
     Raises:
-        CheckpointError: a link inside one of these folders points outside it. The folders themselves may be links.
+        CheckpointError: a link inside one of the copied folders points outside it. The folders themselves may be links.
     """
     copy = place / LOGS
     check_links(folder)
@@ -142,7 +142,7 @@ def copy_logs(folder: Path, place: Path) -> Path:
 
 
 def list_special_files(folder: str, names: list[str]) -> list[str]:
-    """Return the names of neither files nor folders, such as FIFOs, which cannot be copied."""
+    """Return the names that belong to neither files nor folders but, for example, to FIFOs, which cannot be copied."""
     return [name for name in names if not (os.path.isfile(f"{folder}/{name}") or os.path.isdir(f"{folder}/{name}"))]
 
 
@@ -159,7 +159,7 @@ def open_package(folder: Path) -> Package:
     if is_checkpoint or (folder / MARKER).is_file():
         check_links(folder)
         check_complete(folder)
-        # The marker does not list what was added later (`universal/`), which can be recreated.
+        # The marker does not list files that were added later (`universal/`); they can be recreated.
         return make_package(folder, check_content(folder).sizes, MARKER)
     has_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     if not (has_model or (folder / DIGESTS_FILE).is_file()):
@@ -171,7 +171,7 @@ def open_package(folder: Path) -> Package:
 
 
 def open_export(folder: Path) -> Package:
-    """Open an export; raise CheckpointError if a file is missing or damaged."""
+    """Open an export as a package; raise CheckpointError if a file is missing or damaged."""
     check_links(folder)
     check_digests(folder)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -212,7 +212,7 @@ def check_not_truncated(weights: Path) -> None:
 
 
 def get_write_time(folder: Path) -> int:
-    """Return the modification time of a complete checkpoint or an export in nanoseconds; 0 for logs and other folders."""
+    """Return the modification time, in nanoseconds, of a complete checkpoint or an export; 0 for logs and other folders."""
     last_files = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return last_files[0].stat().st_mtime_ns if last_files else 0
 
@@ -222,18 +222,18 @@ def is_run(folder: Path) -> bool:
 
 
 def list_finished(run: Path) -> list[Path]:
-    """Return the complete checkpoints of a run followed by its exports, each sorted by step."""
+    """Return a run's complete checkpoints, sorted by step, followed by its exports, sorted by step."""
     return find_complete_checkpoints(run / CHECKPOINTS) + list_exports(run)
 
 
 def list_exports(run: Path) -> list[Path]:
-    """Return the exports of a run, sorted by step."""
+    """Return a run's exports, sorted by step."""
     exports = {file.parent for name in ("config.json", DIGESTS_FILE) for file in run.glob(f"{EXPORTS}/[!.]*/{name}")}
     return sorted(exports, key=_get_step_key)
 
 
 def list_unfinished(run: Path) -> list[Path]:
-    """Return the incomplete checkpoints of a run."""
+    """Return a run's incomplete checkpoints."""
     return sorted(path for path in run.glob(f"{CHECKPOINTS}/*{PREFIX}*") if not (path / MARKER).is_file())
 
 

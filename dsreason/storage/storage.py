@@ -1,7 +1,7 @@
-"""Storage to which checkpoints and exports are uploaded: S3 buckets and repositories on the Hugging Face Hub.
+"""Storage for uploaded checkpoints, exports and logs: S3 buckets and repositories on the Hugging Face Hub.
 
-The marker of an upload is uploaded last, so an upload with a marker is complete. The marker of a checkpoint is `COMPLETE`;
-that of any other upload is `UPLOADED.json`, which lists the size and SHA-256 of every file.
+An upload's marker is uploaded last, so an upload that has its marker is complete. For a checkpoint, the marker is `COMPLETE`;
+for any other upload, it is `UPLOADED.json`, which lists the size and SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class Storage(Protocol):
-    """A storage backend. On failure, both methods raise StorageError with the target and the server's response."""
+    """A storage backend. On failure, both methods raise a StorageError that contains the target and the server's response."""
 
     def check(self, *, create: bool) -> None:
-        """Check that the target is writable without leaving a file there. Create a missing repository only if `create` is set."""
+        """Check that the target is writable, without leaving a file there. If `create` is set, create a missing repository."""
 
     def upload(self, package: Package, advance: Advance) -> Sent: ...
 
 
 def open_storage(target: UploadAddress) -> Storage:
-    """Return the storage backend for a target without making a request."""
+    """Return the storage backend for a target. No request is sent."""
     if isinstance(target, S3Address):
         from dsreason.storage.storage_s3 import S3Storage
 
@@ -47,7 +47,7 @@ def read_target(text: str, option: str) -> UploadAddress:
 def check_target(
     target: str, option: str = "checkpoint.upload", *, create: bool = False, tolerate_outage: bool = False
 ) -> None:
-    """Raise ConfigError unless `target` can currently be reached and written to.
+    """Raise ConfigError if `target` currently cannot be reached or written to.
 
     Args:
         create: whether to create a repository that does not exist.
@@ -62,11 +62,11 @@ def check_target(
 
 
 def upload(package: Package, target: UploadAddress, advance: Advance = lambda count: None) -> Sent:
-    """Upload a package so that its files are directly below `target`.
+    """Upload a package's files to `target`, without an additional folder level.
 
     Raises:
-        StorageError: the storage rejects the upload, or a file cannot be read. Files that have been uploaded are kept, so
-            another call uploads only the remaining files.
+        StorageError: the upload failed, or a file cannot be read. Files that have already been uploaded are kept, so another
+            call uploads only the remaining files.
     """
     try:
         return open_storage(target).upload(package, advance)
@@ -75,7 +75,7 @@ def upload(package: Package, target: UploadAddress, advance: Advance = lambda co
 
 
 def get_folder_target(target: UploadAddress, name: str) -> UploadAddress:
-    """Return the target for the folder `name` of a run, such as `checkpoints/step_4` or `export/final`.
+    """Return the target for a run's folder `name`, such as `checkpoints/step_4` or `export/final`.
 
     On the Hub, the final export goes to `target` itself, because models are loaded from the top level of a repository.
     """

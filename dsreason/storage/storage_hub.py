@@ -1,5 +1,5 @@
-"""Uploads to the Hugging Face Hub. The huggingface_hub library sends only missing files, retries after transient errors, and
-commits once all files have arrived."""
+"""Uploads to the Hugging Face Hub. The huggingface_hub library sends only the missing files, retries after transient errors,
+and commits once all files have arrived."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 CHECK_LIMIT_S = 300.0
 """Time limit in seconds for the requests that check whether the token has write access to the repository."""
 ATTEMPTS = 2
-"""Maximum number of attempts per upload; in addition, the library retries each request."""
+"""Maximum number of attempts per upload. Within an attempt, the library also retries each request."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class HubStorage:
     address: HubAddress
 
     def check(self, *, create: bool) -> None:
-        """Check that the token may commit, without committing a file; the Hub checks the permission before it accepts data.
+        """Check that the token may commit, without committing a file. The Hub checks the permission before it accepts data.
 
-        If the repository or the branch does not exist and must not be created, check the token's account instead.
+        If the repository or branch does not exist and must not be created, check the token's account instead.
         """
         with convert_hub_errors(self.address):
             run_with_limit(CHECK_LIMIT_S, lambda: self._check(create=create))
@@ -102,7 +102,7 @@ class HubStorage:
         )
 
     def _drop_card(self, api: HfApi, package: Package) -> Package:
-        """Return the package without its model card if the repository already has one, because the owner may have edited that."""
+        """Drop the model card from the package if the repository already has one, which its owner may have edited."""
         path = f"{self.address.folder}/{CARD}".lstrip("/")
         if CARD not in package.files or not api.file_exists(self.address.repo, path, revision=self.address.revision):
             return package
@@ -125,7 +125,7 @@ class HubStorage:
 
 @contextmanager
 def convert_hub_errors(address: HubAddress) -> Iterator[None]:
-    """Convert the library's errors to StorageError. The original is not chained, because its message contains signed URLs."""
+    """Convert the library's errors to a StorageError. The original is not chained, because it may contain signed URLs."""
     try:
         yield
     except HUB_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Uploads to S3. Large files are sent in parts, ETags verify parts and files, and files that already exist are skipped."""
+"""Uploads to S3. Large files are sent in parts, everything is verified by ETag, and files that already exist are skipped."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from dsreason.storage.package import Package, Sent
 PART_BYTES = 16 * 1024**2
 MAX_PARTS = 10_000
 PARALLEL = 8
-"""Maximum number of parts that are sent, and held in host memory, at the same time."""
+"""Maximum number of parts that are sent at the same time, and therefore held in host memory."""
 MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
 SHA256 = "sha256"
-"""Metadata key of an object's SHA-256, by which later uploads recognise files that they can skip."""
+"""Metadata key for an object's SHA-256, by which later uploads recognise files that they can skip."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class S3Storage:
         return head is not None and head["ContentLength"] == size and head["Metadata"].get(SHA256) == sha256
 
     def _check_not_replaced(self, sums: Mapping[str, str]) -> None:
-        """Raise StorageError if an upload of other content to the same target has replaced a file, so that they are mixed."""
+        """Raise StorageError if another upload to the same target has replaced a file, so that the contents are mixed."""
         for name, sha256 in sums.items():
             head = self._get_head(name)
             if head is not None and head["Metadata"].get(SHA256, sha256) != sha256:
@@ -96,7 +96,7 @@ class S3Storage:
 
 
 def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes: int, advance: Advance) -> str:
-    """Upload a file in parts and return the ETag that S3 should compute for the object. On failure, delete all parts."""
+    """Upload a file in parts, and return the ETag that S3 should compute for the object. On failure, delete all parts."""
     size = file.stat().st_size
     upload = {"Key": address.key, "UploadId": request("create_multipart_upload", address, **facts)["UploadId"]}
 
@@ -112,15 +112,14 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
 
     count = -(-size // part_bytes)
     try:
-        with ThreadPool(
-            min(PARALLEL, count)
-        ) as threads:  # daemon threads, which do not prevent the process from exiting
+        # The threads are daemons, which do not keep the process from exiting.
+        with ThreadPool(min(PARALLEL, count)) as threads:
             sent_parts = list(threads.imap(send, range(1, count + 1)))
         parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in enumerate(sent_parts, start=1)]
         try:
             request("complete_multipart_upload", address, MultipartUpload={"Parts": parts}, **upload)
         except StorageError as error:
-            # 404: an earlier attempt succeeded but its response was lost; the caller checks the object.
+            # 404 means that an earlier attempt succeeded but its response was lost. The caller checks the object.
             if error.status != 404:
                 raise
     except BaseException:
@@ -144,7 +143,7 @@ def make_file_check(address: S3Address, size: int, etag: str) -> Callable[[Answe
 def make_etag_check(address: S3Address, expected: str) -> Callable[[Answer], None]:
     """Return a function that raises StorageError if a response's ETag shows that S3 has received different bytes.
 
-    An ETag is compared only if it is an MD5 hash; with KMS or customer keys, and on some S3-compatible servers, it is not.
+    An ETag is compared only if it is an MD5 hash, which it is not with KMS or customer keys and on some S3-compatible servers.
     """
 
     def check(answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""Uploads during a run, in one thread per target, so that neither training nor other targets wait for them.
+"""Uploads during a run, in one thread per target, so that neither training nor other targets have to wait.
 
     with open_uploads(config.checkpoint) as uploads:
         …                                            # train; when a checkpoint or an export is complete:
@@ -6,7 +6,7 @@
         prune(…, spared=uploads.list_in_use())       # keep folders whose upload is not complete
 
 At its end, the block waits until all uploads have finished or the job is asked to stop. If a folder has not been uploaded by
-then, an error contains the command that uploads it later. If the run fails, the block waits only for the logs, and only briefly.
+then, the block raises an error with the command that uploads it. If the run fails, the block waits only briefly, for the logs.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ log = logging.getLogger(__name__)
 
 WAITING = "not uploaded yet"
 RECORD = "uploads.json"
-"""Name of the record in a run's folder: target → uploaded folder → modification time of the uploaded content."""
+"""Name of the record in a run folder: target → uploaded folder → modification time of the uploaded content."""
 RECORDING = Lock()
-"""Lock to hold while changing the record, because each target has a separate thread."""
+"""Lock to hold while changing the record, because each target has its own thread."""
 REPORT_EVERY_S = 30.0
 TICK = 0.2
-"""Seconds between two checks for a request to stop the job."""
+"""Seconds between two checks for a stop request."""
 LOGS_TIME_S = 12.0
-"""Seconds that a failed or stopped run waits for the upload of its logs; must be less than the watchdog's `CLOSING_TIME`."""
+"""Seconds that a failed or stopped run waits for its logs to be uploaded; must be less than the watchdog's `CLOSING_TIME`."""
 
 
 @contextmanager
 def open_uploads(config: CheckpointConfig, stopped_by: Callable[[], str] = str) -> Iterator[Uploads]:
-    """Yield the uploads of a run. Only the first rank uploads; on other ranks the result has no targets.
+    """Yield the object that manages a run's uploads. Only the first rank uploads; on other ranks, the object has no targets.
 
     Leave the block after the last collective, so that no rank waits for an upload.
 
     Args:
-        stopped_by: function that returns the signal that asked the job to stop; "" if there was none.
+        stopped_by: function that returns the name of the signal that asked the job to stop; "" if there was none.
 
     Raises:
-        Stopped: at the end of the block, if the job was asked to stop before all folders were uploaded.
-        StorageError: at the end of the block, if a folder has not been uploaded; only logged if the run itself fails.
+        Stopped: at the end of the block, the job had been asked to stop before all folders were uploaded.
+        StorageError: at the end of the block, a folder had not been uploaded. This is only logged if the run itself failed.
     """
     targets = config.targets if is_first_rank() else ()
     uploads = Uploads([Uploader(target.address, what=target.what, include=target.include) for target in targets])
@@ -88,7 +88,7 @@ def open_uploads(config: CheckpointConfig, stopped_by: Callable[[], str] = str) 
 
 
 class Uploads:
-    """The uploads of a run to all its targets. A failure at one target does not affect the others."""
+    """A run's uploads to all its targets. A failure at one target does not affect the others."""
 
     def __init__(self, uploaders: Sequence[Uploader]) -> None:
         self.uploaders = uploaders
@@ -99,7 +99,7 @@ class Uploads:
             uploader.add(folder, last=last)
 
     def add_not_uploaded(self, run: Path) -> None:
-        """For targets that receive every folder, queue the complete folders that earlier jobs of the run did not upload."""
+        """Queue complete folders that earlier jobs of the run did not upload, for targets that receive all folders."""
         for uploader in self.uploaders:
             uploader.add_not_uploaded(run)
 
@@ -127,7 +127,7 @@ class Uploads:
                 uploader.finish()
 
     def finish_logs(self, error: BaseException) -> None:
-        """Log the error that ends a run, and upload the logs to the targets that include logs, for at most `LOGS_TIME_S`.
+        """Log the error that ends a run, then spend at most `LOGS_TIME_S` on uploading the logs to targets that include logs.
 
         Errors during these uploads are only logged.
         """
@@ -141,12 +141,12 @@ class Uploads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def missing(self) -> str:
-        """Return a report, by target, of folders that were not uploaded, each with a reason and an upload command; "" if none."""
+        """Report, by target, the folders that were not uploaded, with reasons and upload commands; "" if there are none."""
         return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.list_in_use())
 
 
 class Uploader:
-    """The uploads of a run's checkpoints, exports and logs to one target.
+    """Uploads of a run's checkpoints, exports and logs to one target.
 
     Args:
         what: folders to upload: "all", or "final" for only the folders added with `last=True`.
@@ -169,7 +169,7 @@ class Uploader:
         self._thread: Thread | None = None
 
     def add(self, folder: Path, *, last: bool) -> None:
-        """Queue a complete folder, `<run>/checkpoints/step_N` or `<run>/export/…`, then all uploads that have failed so far.
+        """Queue a complete folder, `<run>/checkpoints/step_N` or `<run>/export/…`, and retry all uploads that have failed so far.
 
         A folder whose current content has already been uploaded is skipped.
         """
@@ -193,14 +193,14 @@ class Uploader:
         for due_folder in due:
             self._queue.put(due_folder)
         if self._thread is None:
-            # The thread is a daemon, so that a failed run does not wait for uploads.
+            # A daemon thread does not make a failed run wait for uploads.
             self._thread = Thread(target=self._run_queue, name="uploads", daemon=True)
             self._thread.start()
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Queue complete folders that earlier jobs of the run did not upload, if this target gets all folders.
+        """Queue complete folders that earlier jobs of the run did not upload, if this target receives all folders.
 
-        Every job calls this at its start, even for other targets, so that its logs can be uploaded even if it saves nothing else.
+        Every job calls this at its start for all its targets, so that its logs can be uploaded even if it saves nothing else.
         """
         self._run = run
         if self.what == "all":
@@ -213,7 +213,7 @@ class Uploader:
             return set(self._unfinished)
 
     def finish(self) -> None:
-        """Wait for all uploads and retry failed ones once. The logs come last, because they report on the other uploads.
+        """Wait for all uploads, and retry failed ones once. The logs are uploaded last, because they report on the other uploads.
 
         Raises:
             StorageError: a folder has not been uploaded; the message lists all such folders.
@@ -236,7 +236,7 @@ class Uploader:
         return self._run is not None and self._is_included(self._run / LOGS)
 
     def make_logs_thread(self) -> Thread:
-        """Return a daemon thread, not yet started, that uploads the logs in parallel with other uploads."""
+        """Return a daemon thread that uploads the logs in parallel with other uploads. The thread has not been started."""
         assert self._run is not None
         logs = self._run / LOGS
         with self._lock:
@@ -244,7 +244,7 @@ class Uploader:
         return Thread(target=self._upload, args=[logs], name="logs", daemon=True)
 
     def missing(self) -> str:
-        """Return a report of the folders that have not been uploaded, with the reason and an upload command for each."""
+        """Report the folders that have not been uploaded, each with the reason and an upload command."""
         with self._lock:
             unfinished = dict(self._unfinished)
         lines = [
@@ -263,7 +263,7 @@ class Uploader:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        """Return whether the current content of a folder has been uploaded; always return False for logs, because they grow."""
+        """Return whether a folder's current content has been uploaded; always False for logs, because they grow."""
         if get_folder_kind(folder) == "logs":
             return False
         record = select_target(read_json_object(find_run_of_folder(folder) / RECORD), str(self.target))
@@ -322,6 +322,6 @@ class Uploader:
 
 
 def select_target(record: dict[str, Any], target: str) -> dict[str, Any]:
-    """Return what `UPLOADED.json` says of a target: name of a folder → time of its upload. A damaged entry counts as none."""
+    """Return a target's entry in the record `uploads.json`: folder name → modification time. A damaged entry counts as empty."""
     entry = record.get(target)
     return entry if isinstance(entry, dict) else {}

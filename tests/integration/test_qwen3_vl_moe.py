@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import linear
 from transformers import AutoModelForImageTextToText
@@ -18,6 +19,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 
 from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
+from dsreason.models.tiny import build_tiny
 from tests.distributed import run_on_ranks
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
@@ -107,14 +109,28 @@ def test_ranks_with_disjoint_experts_finish_step(results: list[Any], tiny_qwen3_
     assert worst_difference(results[0][2], expected) <= 1e-5
 
 
+def check_separate_adapter(exported: Path) -> None:
+    """Check that peft computes the merged model's output from the base model and the adapter in the export."""
+    base = AutoModelForImageTextToText.from_pretrained(build_tiny("qwen3_vl_moe", exported.parent / "base"))
+    merged, ids = AutoModelForImageTextToText.from_pretrained(exported), torch.arange(20, 60)[None]
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(base, exported / "adapter")(input_ids=ids).logits
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+
+
+ADAPTERS = ("--set", 'lora={rank = 4, targets = ["self_attn", "mlp\\\\.experts"]}')
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("preset", ["gspo", pytest.param("dapo", marks=pytest.mark.nightly)])
-def test_vllm_samples_from_trained_experts(preset: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("preset", "adapters"), [("gspo", ()), pytest.param("dapo", ADAPTERS, marks=pytest.mark.nightly)]
+)
+def test_vllm_samples_from_trained_experts(preset: str, adapters: tuple[str, ...], tmp_path: Path) -> None:
     config = CONFIG.format(rows=write_mixed_rows(tmp_path / "data")).replace("cosmos3_omni", "qwen3_vl_moe")
     (tmp_path / "run.toml").write_text(config.replace("[grpo]", f'[grpo]\npreset = "{preset}"'))
     (tmp_path / "rewards.py").write_text(REWARDS)
     options = ("--config", "run.toml", "--nproc", 2, "--output-dir", "run", "--set", "train.router_loss_weight=0.01")
-    done = dsreason("grpo", *options, cwd=tmp_path)
+    done = dsreason("grpo", *options, *adapters, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     steps = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
@@ -124,6 +140,8 @@ def test_vllm_samples_from_trained_experts(preset: str, tmp_path: Path) -> None:
     exported = tmp_path / "run/export/final"
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert load_file(exported / "model.safetensors")[name].shape == (8, 128, 384)  # as published
+    if adapters:
+        check_separate_adapter(exported)
     trained = dict(load_model(exported, dtype=torch.float32).named_parameters())
     reference = dict(AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).named_parameters())
     assert trained[name].shape == (8, 384, 128) and trained[name].is_contiguous()

@@ -1,1 +1,1 @@
-"""The answerers of questions: a rollout engine in this process, or a server."""
+"""Answerers for questions: a rollout engine in this process, or a server."""

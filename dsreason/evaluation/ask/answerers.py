@@ -1,4 +1,4 @@
-"""Functions that open an answerer (a server, or an engine on this job's ranks), and the collectives that its ranks share."""
+"""Setup of an answerer (a server, or an engine on this job's ranks), with the collectives that its ranks share."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Answering:
-    """An answerer, and this process's rank among the processes that have one (a server is queried by only one process)."""
+    """An answerer, and this process's rank among the processes that have one. (Only one process queries a server.)"""
 
     answerer: Answerer
     batch_size: int | None
-    """Number of questions passed to the answerer at a time, always in the same batches; None: all unanswered questions,
-    because the answerer forms its own batches."""
+    """Number of questions to pass to the answerer at a time, always in the same batches. None passes all unanswered questions
+    at once, because the answerer forms its own batches."""
     model: dict[str, str]
-    """The model's `name` in the results, and the values that identify it."""
+    """The model's `name` in the results, and the facts that identify it, such as its path and fingerprint."""
     rank: int = 0
     size: int = 1
     in_step: Gather = wrap_in_list
-    """Function that gathers a value from the ranks that share a model, which must call the answerer the same number of times."""
+    """Function that gathers a value from the ranks that share a model. These ranks must call the answerer equally often."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks. Collective."""
+        """Return all ranks' values, in rank order. Collective."""
         return gather_objects(value) if self.size > 1 else [value]
 
     def run_on_first_rank(self, call: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class Answering:
 
     @contextmanager
     def progress(self, num_questions: int) -> Iterator[Advance]:
-        """Show progress on the first rank, which estimates the count of all ranks from its own."""
+        """Show progress on the first rank, which estimates the total over all ranks from its own count."""
         with (
             open_progress(rank=self.rank, total_steps=1) as progress,
             progress.track_phase("questions", num_questions, "questions") as advance,
@@ -81,9 +81,9 @@ OnModel = Callable[[dict[str, str]], None]
 
 @contextmanager
 def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]:
-    """Join the job, and start the engine or connect to the server; close everything at the end of the block.
+    """Join the job and start the engine, or connect to the server; close everything at the end of the block.
 
-    `on_model` is called once, before the weights are loaded, with the model's name and the values that identify it.
+    `on_model` is called once, before the weights are loaded, with the model's name and the facts that identify it.
     """
     if config.server.url is not None:
         with closing(ServerAnswerer(config.server, config.evaluation.template_arguments)) as answerer:
@@ -99,7 +99,7 @@ def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]
 
 
 def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model: OnModel) -> Answering:
-    """Start an engine with the model's weights on every rank; it stays open until `stack` closes. Collective."""
+    """Start an engine with the model's weights on every rank; it runs until `stack` closes. Collective."""
     if world.size % config.model.tensor_parallel_size:
         raise ConfigError(
             f"model.tensor_parallel_size ({config.model.tensor_parallel_size}) does not divide the number of ranks "
@@ -142,7 +142,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
 
 
 def check_model(config: EvalConfig) -> None:
-    """Raise errors about the model before ranks start; a checkpoint is not checked, because it has not been exported yet."""
+    """Check the model before ranks start. A checkpoint is not checked, because it has not been exported yet."""
     if config.server.url is not None:
         return
     own_weights = find_run_weights(str(config.model.path))
@@ -151,7 +151,7 @@ def check_model(config: EvalConfig) -> None:
 
 
 def check_folder(config: EvalConfig, path: Path) -> None:
-    """Raise errors about vLLM's options or a model folder; of the weights, only the headers are read."""
+    """Check vLLM's options and a model folder, reading only the headers of the weights."""
     check_digests(path)
     check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
     compute_max_prompt_length(config, choose_max_length(config, path))
@@ -159,7 +159,7 @@ def check_folder(config: EvalConfig, path: Path) -> None:
 
 
 def resolve_model_folder(config: EvalConfig, export: Path | None) -> Path:
-    """Return the folder of a model that is not a checkpoint; `export` is the export of a dsreason run, or None."""
+    """Return the folder of a model that is not a checkpoint. If the model is a dsreason run, `export` is its export."""
     model = config.model
     path = str(export or model.path)
     settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
@@ -167,7 +167,7 @@ def resolve_model_folder(config: EvalConfig, export: Path | None) -> Path:
 
 
 def compute_max_prompt_length(config: EvalConfig, length: int) -> int:
-    """Return the maximum length of a prompt, in tokens, that leaves room for the longest first answer."""
+    """Return the maximum prompt length, in tokens, that leaves room for the longest first answer."""
     longest = max(compute_max_tokens(config, kind) for kind in get_args(QuestionKind))
     if longest >= length:
         raise ConfigError(
@@ -186,7 +186,7 @@ def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path
     name = name_model(str(own_weights or config.model.path))
     if own_weights is not None and is_checkpoint(own_weights):
         dtype = {"float32": "fp32", "auto": "auto"}.get(choose_dtype_name(config, world), "bf16")
-        results = Path(config.results_dir).expanduser().absolute()  # all ranks can read this folder
+        results = Path(config.results_dir).expanduser().absolute()  # a folder that all ranks can read
         return run_on_rank_zero(lambda: stack.enter_context(export_temporarily(own_weights, results, dtype))), name
     with run_first_rank_first(world):
         return resolve_model_folder(config, own_weights), name
@@ -205,14 +205,14 @@ def choose_dtype(config: EvalConfig, path: Path, world: World) -> torch.dtype:
 
 
 def choose_max_length(config: EvalConfig, path: Path) -> int:
-    """Return the maximum length of prompt and answer together, in tokens: the configured one, limited by the model's maximum."""
+    """Return the maximum length of prompt plus answer, in tokens: the configured length, but at most the model's maximum."""
     model = read_model_config(path, trust_remote_code=config.model.trust_remote_code)
     longest = int(model.get_text_config().max_position_embeddings)
     return min(config.model.max_length or longest, longest)
 
 
 def choose_engine(config: EvalConfig, world: World) -> str:
-    """Choose the engine; `auto` uses vLLM only on a GPU or with tensor parallelism, since its startup on a CPU takes too long."""
+    """Choose the engine. `auto` uses vLLM only on a GPU or with tensor parallelism, because it starts too slowly on a CPU."""
     engine, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
@@ -233,7 +233,7 @@ def choose_engine(config: EvalConfig, world: World) -> str:
 def build_engine(
     config: EvalConfig, path: Path, encoder: Encoder, dtype: torch.dtype, length: int, world: World, stack: ExitStack
 ) -> RolloutEngine:
-    """Start an engine that is awake and has the folder's weights; it stays open until `stack` closes. Collective."""
+    """Start an engine that is awake and has loaded the weights in `path`; it runs until `stack` closes. Collective."""
     engine = open_rollout_engine(
         path,
         encoder.processor.tokenizer,

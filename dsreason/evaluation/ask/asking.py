@@ -1,4 +1,4 @@
-"""The interface of an answerer, which is an engine in this process or a server."""
+"""The interface for answerers: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wrap_in_list(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class QuestionRequest:
-    """A request to answer a question, for the first time (`attempt` 0) or as a retry."""
+    """A request to answer a question, either for the first time (`attempt` 0) or as a retry."""
 
     question: Question
     sampling: Sampling
@@ -28,7 +28,7 @@ class QuestionRequest:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a request; if `error` is set, it is the reason why there is no answer, and the other fields are empty."""
+    """The reply to a request. If there is no answer, `error` gives the reason, and the other fields are empty."""
 
     text: str = ""
     finish_reason: str = ""
@@ -43,12 +43,12 @@ class Reply:
 
 class Answerer(Protocol):
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
-        """Yield the batches, possibly in parts, as soon as their media are decoded; only the last one yielded may be passed to
-        `ask`."""
+        """Yield the batches, possibly in parts, as soon as their media are decoded. `ask` may be called only for questions that
+        were yielded last."""
 
     def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
-        """Yield each request with its reply as soon as it arrives, in any order.
+        """Yield each request with its reply as soon as the reply arrives, in any order.
 
-        An error that affects one question (an unreadable clip, a failed request) yields a `Reply` with an `error`; one that
-        affects all questions (a server that is down or rejects the key) is raised.
+        An error that affects one question (an unreadable clip, a failed request) results in a `Reply` with an `error`. An error
+        that affects all questions (a server that is down or rejects the key) is raised.
         """

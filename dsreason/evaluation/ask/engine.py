@@ -1,4 +1,4 @@
-"""An answerer that uses a rollout engine in this process, with the weights of a model folder."""
+"""An answerer that uses a rollout engine in this process, with the weights from a model folder."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from dsreason.rollout.batches import merge_groups
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 
 VERSION = 0
-"""Version of the weights, which never change."""
+"""Version of the weights; they never change."""
 GROUP_SIZE = 16
-"""Number of questions that are decoded between two checks of their memory use."""
+"""Number of questions to decode between two checks of their memory use."""
 
 
 @dataclass
 class EngineAnswerer:
-    """An `Answerer` that uses an engine, which must be awake and have its weights loaded."""
+    """An `Answerer` that uses an engine. The engine must be awake and have its weights loaded."""
 
     engine: RolloutEngine
     encoder: Encoder
     max_length: int
-    """Maximum length of prompt and answer together, in tokens; a retry that requests more tokens gets a truncated answer."""
+    """Maximum length of prompt plus answer, in tokens. A retry that requests more tokens gets a truncated answer."""
     media_memory_gib: float
-    """Maximum size of decoded media that wait for the engine, in GiB; batches that need more are split."""
+    """Maximum size, in GiB, of decoded media that wait for the engine; batches that need more are split."""
     workers: int = 2
-    """Number of processes that decode media in advance; 0: this process decodes them."""
+    """Number of processes that decode media in advance; with 0, this process decodes them."""
     in_step: Gather = wrap_in_list
-    """Function that gathers a value from the ranks that share the model, which must call `ask` the same number of times."""
+    """Function that gathers a value from the ranks that share the model. These ranks must call `ask` equally often."""
     prompts: dict[str, EncodedPrompt | str] = field(default_factory=dict)
-    """Prompts of the last batch, by question id; a string is the reason why a prompt is missing."""
+    """Prompts of the last batch, by question id. If a prompt could not be encoded, a string gives the reason."""
 
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         questions = [question for batch in batches for question in batch]
         workers = self.workers if questions else 0
-        # Questions that each worker decodes in advance while the engine samples: two groups over all workers.
+        # Number of questions that each worker decodes in advance while the engine samples: two groups over all workers.
         ahead = max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // workers) if workers else None
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
         encoded_batches = run_in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
@@ -60,7 +60,7 @@ class EngineAnswerer:
     def _iter_groups(
         self, batch: Sequence[Question], prompts: Iterator[EncodedPrompt | str]
     ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
-        """Yield groups of questions with their prompts; ranks that share the model get the same number of groups."""
+        """Yield groups of questions with their prompts. Ranks that share the model get the same number of groups."""
         for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
             yield [(question, next(prompts)) for question in batch[i : i + GROUP_SIZE]]
 
@@ -90,7 +90,7 @@ class EngineAnswerer:
 
 
 def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, number: int) -> EncodedPrompt | str:
-    """Return the encoded prompt of question `number`, or the reason why it cannot be encoded."""
+    """Encode the prompt for question `number`; if that is impossible, return the reason as a string."""
     try:
         prompt = encoder.encode_prompt(questions[number].sample)
     except DataError as error:
@@ -99,5 +99,5 @@ def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, n
 
 
 def compute_random_stream(question_id: str) -> int:
-    """Compute the number of the question's random stream, which does not depend on other questions or their order."""
+    """Compute the question's random stream number, which does not depend on other questions or their order."""
     return int.from_bytes(hashlib.sha256(question_id.encode()).digest()[:8], "big")

@@ -1,4 +1,4 @@
-"""Functions that resolve `--model` of `dsreason eval` and `dsreason infer`: a model folder, a hub name, a run or a checkpoint."""
+"""Resolution of `--model` for `dsreason eval` and `dsreason infer`: a model folder, a Hub name, a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FINAL = Path("export") / "final"
 GENERIC_NAME = re.compile(
     r"(?i:final|latest|last|best|export|checkpoints?|model|hf|(step|checkpoint|epoch|iter)[_-]?\d+)"
 )
-"""Pattern of folder names that are too generic to identify a model."""
+"""Pattern for folder names that are too generic to identify a model."""
 EXPORT, MAKING, LOCK = ".export-", ".making-", "lock"
 
 
 def find_run_weights(model: str) -> Path | None:
-    """Return the weights that a path to a dsreason run or checkpoint refers to; None if it is neither.
+    """Return the folder with the weights of a dsreason run or checkpoint; None if `model` is neither.
 
-    For a run, or its `checkpoints` folder, these are the newest weights: the final export, unless a checkpoint was completed
-    after it because the run was continued. A checkpoint is returned unchanged.
+    For a run or its `checkpoints` folder, this is the folder with the newest weights: the final export, unless the run was
+    continued and completed a later checkpoint. A checkpoint is returned unchanged.
 
     Raises:
         CheckpointError: the run has neither an export nor a complete checkpoint yet.
@@ -55,8 +55,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def name_model(model: str) -> str:
-    """Return the model's name in the results: the last part of its path or hub name, preceded by the run's name if that part
-    is generic."""
+    """Return the model's name in the results: the last component of its path or Hub name, preceded by a more specific
+    component, such as the run's name, if the last is generic."""
     path = Path(model).expanduser()
     parts = Path(os.path.abspath(path)).parts if path.is_dir() else path.parts
     specific = next((part for part in reversed(parts) if not GENERIC_NAME.fullmatch(part)), "/")
@@ -69,7 +69,7 @@ def name_model(model: str) -> str:
 def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
     """Export a checkpoint to a temporary Hugging Face folder in `parent`, which is deleted at the end of the block.
 
-    The folder is locked by this process. Unlocked folders, which were left behind by killed processes, are deleted.
+    This process locks the folder. Unlocked folders, which killed processes have left behind, are deleted.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
             "choose another folder"
         ) from None
     for left_folder in parent.glob(f"{EXPORT}*"):
-        # OSError: the folder is in use, or already deleted.
+        # OSError means that the folder is in use or has already been deleted.
         with suppress(OSError), (left_folder / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left_folder, ignore_errors=True)
@@ -88,9 +88,8 @@ def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[P
         with (own_folder / LOCK).open("w") as lock:
             with suppress(OSError):  # if the file system does not support locks, no other process deletes this folder
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            own_folder = own_folder.rename(
-                parent / own_folder.name.replace(MAKING, EXPORT)
-            )  # the folder is renamed only after it is locked, because other processes look for this name
+            # Other processes look for the final name, so the folder gets it only after it has been locked.
+            own_folder = own_folder.rename(parent / own_folder.name.replace(MAKING, EXPORT))
             yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype, durable=False)
     finally:
         shutil.rmtree(own_folder, ignore_errors=True)

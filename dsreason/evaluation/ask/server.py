@@ -1,4 +1,4 @@
-"""An answerer that queries an OpenAI-compatible server (vLLM or any other)."""
+"""An answerer that queries an OpenAI-compatible server, such as vLLM."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ MOST_BYTES = 8 * 2**20
 """Maximum size of a response, in bytes."""
 MOST_TOKENS = 10**9
 LONGEST_NAME = 255
-"""Maximum length of a model's name in bytes; the folder of the results is named after it."""
+"""Maximum length of a model's name in bytes; the results folder is named after the model."""
 PASSING = (408, 409, 425, 429)
 """HTTP status codes below 500 for which a retry may succeed."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 LISTED = 10
-"""Maximum number of model names in an error message."""
+"""Maximum number of model names to list in an error message."""
 
 
 class Message(BaseModel):
-    """The message of an answer. A server with a reasoning parser moves the thoughts from `content` to a separate field, which
+    """The message in a response. A server with a reasoning parser moves the thoughts from `content` to a separate field, which
     is called `reasoning` or `reasoning_content`, depending on the version of vLLM."""
 
     content: str | None = None
@@ -58,7 +58,7 @@ class Message(BaseModel):
     reasoning_content: str | None = None
 
     def join_text(self) -> str:
-        """Return the answer with the thoughts, if any, in a `<think>` block."""
+        """Return the full text of the answer, with the thoughts, if any, in a `<think>` block."""
         thoughts, content = self.reasoning or self.reasoning_content, self.content or ""
         return f"<think>{thoughts}</think>\n{content}" if thoughts else content
 
@@ -73,7 +73,7 @@ class Usage(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """The fields of a response that are used; servers differ in the others."""
+    """The fields of a response that are used; servers differ in all others."""
 
     choices: Annotated[list[ChatChoice], FailFast()] = Field(min_length=1)
     usage: Usage | None = None
@@ -83,7 +83,7 @@ class ServerAnswerer:
     """An `Answerer` that asks `concurrency` questions at a time.
 
     Raises:
-        ConfigError: at the start or later, no server responds at the URL, the key is rejected, or the model does not exist.
+        ConfigError: on construction or later, no server responds at the URL, the key is rejected, or the model does not exist.
         DsReasonError: the server went down during the evaluation.
     """
 
@@ -105,7 +105,7 @@ class ServerAnswerer:
         yield from batches
 
     def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
-        _ = self.encoder  # opened before the threads need it
+        _ = self.encoder  # open the encoder before the threads need it
         waiting = deque(requests)
         done: SimpleQueue[tuple[QuestionRequest, Reply | Exception]] = SimpleQueue()
 
@@ -113,7 +113,7 @@ class ServerAnswerer:
             while waiting:
                 try:
                     request = waiting.popleft()
-                except IndexError:  # another thread took the last request
+                except IndexError:  # another thread has taken the last request
                     return
                 try:
                     done.put((request, self._ask(request)))
@@ -159,7 +159,7 @@ class ServerAnswerer:
         return Reply(choice.message.join_text(), choice.finish_reason or "", tokens, time.perf_counter() - started)
 
     def _explain_refusal(self, answer: http.HttpResponse, fields: Mapping[str, Any]) -> Reply:
-        """Return a reply with the server's error, or raise it if it would affect all questions."""
+        """Return a reply with the server's error; raise the error if it would affect all questions."""
         if answer.status in (401, 403, 404):
             raise self._make_refusal(answer)
         if fields and any(name in answer.text for name in fields):
@@ -172,7 +172,7 @@ class ServerAnswerer:
     def _request(
         self, method: str, path: str, content: bytes = b"", *, limit: float | None = None, retries: int | None = None
     ) -> http.HttpResponse:
-        """Send a request with retries, and return the last response; raise NoAnswer if the last attempt got no response."""
+        """Send a request, retry it after failures, and return the last response. Raise NoAnswer if the last attempt got none."""
         last = self.config.max_retries if retries is None else retries
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         for attempt in range(last + 1):
@@ -197,7 +197,7 @@ class ServerAnswerer:
 
     @property
     def folder(self) -> Path | None:
-        """The local folder of the server's model: `server.folder`, or the one that the server reports if it exists here."""
+        """The local folder of the server's model: `server.folder`, or the folder that the server reports if it exists locally."""
         named = self.config.folder or self.folders.get(self.model)
         folder = Path(named or "").expanduser()
         if named is not None and (folder / "config.json").is_file() and is_supported(folder):
@@ -211,7 +211,7 @@ class ServerAnswerer:
 
     @cached_property
     def encoder(self) -> Encoder | None:
-        """The encoder of the server's model, which plans the sizes of its media; None if the model is unknown or text-only."""
+        """The encoder for the server's model, which plans media sizes; None if the model is unknown or text-only."""
         if self.folder is None:
             return None
         encoder = open_encoder(
@@ -220,7 +220,7 @@ class ServerAnswerer:
         return encoder if encoder.sees else None
 
     def _list_models(self) -> dict[str, str | None]:
-        """Return the server's models, with the folders that vLLM reports; empty if the server does not list them."""
+        """Return the server's models, with the folders that vLLM reports; {} if the server does not list its models."""
         try:
             response = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
             if response.status in (401, 403):
@@ -273,7 +273,7 @@ class ServerAnswerer:
         return ConfigError(self._mask_key(to_one_line(f"server.url ({self.url}): {text}")))
 
     def _check_alive(self, error: http.NoAnswer) -> None:
-        """Raise DsReasonError if the server is down, that is, if it does not respond to a second, simpler request either."""
+        """Raise DsReasonError if the server is down: it does not respond to another, simpler request either."""
         try:
             self._list_models()
         except ConfigError:
@@ -283,8 +283,8 @@ class ServerAnswerer:
             ) from None
 
     def _quote(self, answer: http.HttpResponse) -> str:
-        """Format the response's status and message. The key is masked before the message is truncated, because a partial key
-        is secret, too."""
+        """Format a response's status and message. The key is masked before the message is truncated, because even a part of the
+        key is secret."""
         text = http.REDIRECTED if 300 <= answer.status < 400 else answer.text or answer.reason
         return f"{answer.status}: {to_one_line(self._mask_key(text)):.500}"
 
@@ -302,7 +302,7 @@ class ModelList(BaseModel):
 
 
 def complete_url(url: str) -> str:
-    """Return the URL of the API, with `/v1` appended if it has no path."""
+    """Return the API's URL, with `/v1` appended if `url` has no path."""
     return url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
@@ -315,7 +315,7 @@ def is_supported(folder: Path) -> bool:
 
 
 def is_name(model: str) -> bool:
-    """Return whether the name can be used for a folder of results; a leading `~` would be expanded to a home folder."""
+    """Return whether a results folder can have this name; a leading `~` would be expanded to a home folder."""
     is_path = Path(model).name not in ("", "..") and not model.startswith("~")
     return is_path and model.isprintable() and len(model.encode()) <= LONGEST_NAME
 
@@ -331,10 +331,10 @@ def read_key(variable: str) -> str | None:
 
 
 def build_sampling_fields(request: QuestionRequest) -> dict[str, Any]:
-    """Build the request fields for sampling settings: those of OpenAI's API, and vLLM's extensions.
+    """Build the request fields for the sampling settings: those in OpenAI's API, and vLLM's extensions.
 
-    Optional fields are sent only if they differ from their defaults. Many servers reject the extensions, so a top_k of 1 is
-    sent as the equivalent temperature 0.
+    Optional fields are sent only if they differ from their defaults. Because many servers reject the extensions, a top_k of 1
+    is sent as temperature 0, which is equivalent.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0 or sampling.top_k == 1
@@ -355,7 +355,7 @@ def build_sampling_fields(request: QuestionRequest) -> dict[str, Any]:
 
 
 def request_seed(sampling: Sampling, question_id: str) -> int:
-    """Compute a seed of 31 bits, which every server accepts, from the question and the attempt only."""
+    """Compute a 31-bit seed, which every server accepts, from nothing but the question and the attempt."""
     return zlib.crc32(f"{sampling.seed}/{question_id}".encode()) >> 1
 
 

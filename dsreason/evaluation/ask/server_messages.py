@@ -1,9 +1,10 @@
 """Conversion of a sample's messages to the format of OpenAI-compatible servers, with media embedded as data URLs.
 
 With `server.video = "file"`, a clip is sent as a video that shows the same frames as in training. By itself, vLLM would choose
-other frames: for Qwen2.5-VL, frames 0, 37, 75 and 112 of 150 instead of 0, 50, 99 and 149. If the frames keep their size, the
-file itself is sent, with settings that make vLLM choose the frames of training. Parts of a clip and resized frames are sent in
-vLLM's format for a video of JPEGs. With "frames", the frames are sent as images, for servers that do not support videos.
+different frames: for Qwen2.5-VL, frames 0, 37, 75 and 112 of 150 instead of 0, 50, 99 and 149. If the frames keep their size,
+the file itself is sent, with settings that make vLLM choose the same frames as training. Parts of a clip and resized frames are
+sent in vLLM's format for a video that consists of JPEGs. With "frames", the frames are sent as images, for servers that do not
+support videos.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from dsreason.media.frames import describe_video_path
 
 JPEG_QUALITY = 95
 PIXELS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
-# For an unknown model, use Qwen2.5-VL's upper bounds; the server resizes all media anyway.
+# For unknown models, use Qwen2.5-VL's upper bounds; the server resizes all media anyway.
 DEFAULTS = build_vision_defaults(bounds_are_per_video=False)
 FRAME_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=768 * 28**2)
 IMAGE_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=16384 * 28**2)
 LOADER = "qwen3_vl"
-"""vLLM's loader whose frames are evenly spaced from the first to the last, as in training; it works for all models."""
+"""vLLM's video loader that spaces frames evenly from the first to the last, as in training; it works for all models."""
 MOST_LOADER_FRAMES = 768
 
 VideoForm = Literal["file", "frames"]
@@ -44,13 +45,12 @@ Part = dict[str, Any]
 def build_request(
     sample: Sample, form: VideoForm, encoder: Encoder | None = None
 ) -> tuple[list[Message], dict[str, Any]]:
-    """Build the messages, and additional request fields with vLLM's settings for reading clips (empty if not needed).
+    """Build the messages, and additional request fields with vLLM's settings for reading clips ({} if not needed).
 
-    `encoder` belongs to the server's model; without an encoder, the server chooses the sizes.
+    `encoder` is the encoder for the server's model; if it is None, the server chooses the sizes.
 
     Raises:
-        DataError: a media item cannot be read, or the clips of a question need different settings, which a request does not
-            allow.
+        DataError: a media item cannot be read, or a question's clips need different settings, which a request does not allow.
     """
     planned = iter(plan_for_unknown_model(sample) if encoder is None else encoder.plan_media(sample))
     messages: list[Message] = []
@@ -82,8 +82,8 @@ def build_request(
 
 
 def plan_for_unknown_model(sample: Sample) -> Iterator[PlannedMedium]:
-    """Plan media without the model's processor. Media keep their sizes unless settings or Qwen2.5-VL's bounds forbid these
-    sizes."""
+    """Plan media without the model's processor. Media keep their sizes, unless the settings or Qwen2.5-VL's bounds do not allow
+    them."""
     for part in list_media_parts(sample.messages):
         path, has_pixels = str(part[part["type"]]), any(part.get(key) is not None for key in PIXELS)
         if part["type"] == "image":
@@ -116,7 +116,7 @@ def to_pictures(medium: PlannedMedium) -> list[Part]:
 
 
 def to_video(medium: PlannedMedium) -> tuple[Part, dict[str, Any]]:
-    """Convert a clip to a message part, and return the part with vLLM's settings for reading the clip."""
+    """Convert a clip to a message part, and return it with vLLM's settings for reading the clip."""
     info, count = videos.probe_video(medium.path), len(medium.indices)
     if medium.size == (info.height, info.width) and medium.indices == choose_like_loader(info, count):
         path = find_local_file(medium.path)
@@ -126,22 +126,20 @@ def to_video(medium: PlannedMedium) -> tuple[Part, dict[str, Any]]:
         return make_url_part("video", kind, base64.b64encode(path.read_bytes())), reading
     facts = medium.metadata
     reading = {key: facts[key] for key in ("fps", "frames_indices", "duration", "do_sample_frames")}
-    reading |= {
-        "num_frames": -1,
-        "total_num_frames": max(facts["total_num_frames"], count),
-    }  # `count` is larger if the only frame of a clip was repeated
+    # `count` exceeds `total_num_frames` if a clip's only frame was repeated.
+    reading |= {"num_frames": -1, "total_num_frames": max(facts["total_num_frames"], count)}
     return make_url_part("video", "video/jpeg", b",".join(encode_jpegs(medium))), reading
 
 
 def choose_like_loader(info: vision.VideoInfo, count: int) -> tuple[int, ...] | None:
-    """Return the frames that vLLM's `LOADER` shows; None if the clip is given as image files, or if the frames would differ."""
+    """Return the frames that vLLM's `LOADER` would choose; None if it cannot be used, as for clips given as image files."""
     if info.is_frames or count >= info.num_frames or count > MOST_LOADER_FRAMES:
         return None
     return tuple(np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist())
 
 
 def encode_jpegs(medium: PlannedMedium) -> list[bytes]:
-    """Encode the sampled frames of a clip, in their planned size, as base64 JPEGs."""
+    """Encode a clip's sampled frames, at their planned size, as base64 JPEGs."""
     frames = videos.load_video(medium.path, medium.indices, size=medium.size)
     return [to_base64(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
 

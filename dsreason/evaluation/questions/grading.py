@@ -1,4 +1,4 @@
-"""Grading and scoring of answers."""
+"""Grading of answers, and scores that they get in addition."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Graded:
     is_correct: bool
     scores: dict[str, float]
     graded_by: str = KIND
-    """Rule that determined `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""
+    """Rule that determined `is_correct`: `kind`, or the scorer with its threshold, such as `helpful >= 0.5`."""
 
 
 def check_scorer(config: EvaluationConfig, questions: Iterable[Question]) -> None:
@@ -39,7 +39,7 @@ def check_scorer(config: EvaluationConfig, questions: Iterable[Question]) -> Non
 
     Raises:
         ConfigError: the scorer's options, or the judge's URL or key, are invalid.
-        DataError: the scorer cannot parse the reference of a question; the message names the question.
+        DataError: the scorer cannot parse a question's reference; the message names the question.
     """
     if config.scorer not in BUILT_IN:
         return
@@ -50,25 +50,26 @@ def check_scorer(config: EvaluationConfig, questions: Iterable[Question]) -> Non
 
 
 class Grader:
-    """A grader, which parses and grades answers. It is a context manager, because a scorer runs in worker processes.
+    """A parser and grader for answers. It is a context manager, because a scorer runs in worker processes.
 
         with Grader(config.evaluation) as grader:
             graded = grader.grade(question, text)
 
     Depending on the question's kind, an answer is correct if
       - multiple_choice: it names the same option as the reference, by letter or text;
-      - yes_no, open, free_text: it equals the reference, except for case, white space and a final full stop;
+      - yes_no, open, free_text: it equals the reference, ignoring case, white space and a final full stop;
       - ordinal: it is the same number (`3` equals `3.0`).
-    If a row has several accepted answers, matching one is enough. An unparsed answer is never correct. Free texts also get the
-    scores `bleu` (0 to 100), `rouge1`, `rouge2` and `rougeL` (0 to 1) and, if `similarity_model` is set, `similarity` (-1 to 1),
-    all against the first accepted answer; see the module `similarity`. All are 0 if the answer could not be parsed.
+    If a row has several accepted answers, matching one of them is enough. An unparsed answer is never correct. Free texts also
+    get the scores `bleu` (0 to 100), `rouge1`, `rouge2` and `rougeL` (0 to 1) and, if `similarity_model` is set, `similarity`
+    (-1 to 1), all computed against the first accepted answer; see the module `similarity`. They are 0 if the answer could not
+    be parsed.
 
-    `scorer` is a reward, `fn(completion, sample)`; see `dsreason.rewards.functions.find_reward`. It gets the complete response
-    and the `scorer_options`, and its value is stored as a score under its short name. If `scorer_threshold` is set, a parsed
-    answer is correct if its value is at least the threshold. Otherwise, the scorer does not affect correctness, because some
-    rewards, such as `format`, do not measure it. If the scorer returns None, the answer has no such score.
+    `scorer` is a reward, `fn(completion, sample)`; see `dsreason.rewards.functions.find_reward`. It gets the full response and
+    the `scorer_options`, and the value that it returns is stored as a score under its short name. If `scorer_threshold` is set,
+    a parsed answer is correct if this value is at least the threshold. Otherwise, the scorer does not affect correctness,
+    because some rewards, such as `format`, do not measure it. If the scorer returns None, the answer has no such score.
 
-    With `compat`, every question is graded as in cosmos-reason1: only the letters are compared, regardless of kind and scorer.
+    With `compat`, every question is graded as in cosmos-reason1: only letters are compared, regardless of kind and scorer.
 
     Raises:
         ConfigError: the similarity model or, on entering the context, the scorer cannot be loaded.

@@ -4,8 +4,8 @@
                                            "index2ans": {"A": "left", "B": "right"}, "answer": "A"}}, …]
     <ds>/clips/7.mp4
 
-`qa_pairs` may be a list; the answer to a question without `index2ans` is yes, no or any other string. Errors in a file raise
-DataError; a question whose clip is missing has a `problem` and counts as unanswered.
+`qa_pairs` may be a list. The answer to a question without `index2ans` is yes, no or any other string. Errors in a file raise
+DataError. A question whose clip is missing has a `problem` and counts as unanswered.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ SYSTEM_PROMPT = "Answer the questions."
 
 
 def load_questions(config: EvalConfig) -> list[Question]:
-    """Load all questions, in the order of the configuration and of the files, or `evaluation.limit` of them.
+    """Load all questions, or `evaluation.limit` of them, in the order of the configuration and the files.
 
     A limit is divided among the data sets by `compute_even_shares`.
 
     Raises:
         ConfigError, DataError: a data set or adapter does not exist, there are no questions, a row cannot be read, or an
-            answer is not among its options. The message names the file, the row and both values.
+            answer is not among its options. The message names the file and the row.
     """
     limit = config.evaluation.limit
     question_lists = [iter_benchmark_questions(name, config) for name in config.datasets]
@@ -71,10 +71,10 @@ def load_questions(config: EvalConfig) -> list[Question]:
 
 
 def compute_even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
-    """Compute how many questions to use from each data set so that they add up to `limit`.
+    """Compute how many questions to use from each data set so that the numbers add up to `limit`.
 
-    Small data sets are used in full, and the others contribute equal shares. Example: for the sizes 5, 1 and 9 and a limit of
-    8, the result is 3, 1 and 4.
+    Small data sets are used in full, and the others contribute equal shares. Example: the sizes 5, 1 and 9 and a limit of 8
+    result in 3, 1 and 4.
     """
     shares, remaining = list(sizes), sum(sizes) if limit is None else limit
     for rank, place in enumerate(sorted(range(len(sizes)), key=lambda place: (sizes[place], -place))):
@@ -92,9 +92,8 @@ def iter_benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question
     for location, video, pair in iter_benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
-            video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix(
-                "clips/"
-            )  # for example, `left/7`
+            # For example, `clips/left/7.mp4` has the id `left/7`.
+            video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")
             sample, kind = make_benchmark_sample(clip, video_id, pair, config)
         except KeyError as error:
             raise DataError(f"{location}: field {error} is missing") from error
@@ -123,7 +122,7 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
 
 
 def iter_benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (location in the file, video, entry in `qa_pairs`) for each question."""
+    """Yield (location in the file, video, `qa_pairs` element) for each question."""
     rows = read_rows(SourceConfig(path=str(file)))
     if not len(rows):
         raise DataError(f"{file}: contains no questions")
@@ -146,7 +145,7 @@ def iter_benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]
 
 
 def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
-    """Return the clip's path, and the reason why it cannot be used, or None."""
+    """Return the clip's path, and the reason why the clip cannot be used (None if it can)."""
     clip = folder / video
     if not is_inside(clip.absolute(), folder.absolute()) or clip == folder:
         raise DataError(f"field 'video': {video!r} must be a file in {folder}")
@@ -199,9 +198,8 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
         except DataError as error:
             problem = str(error)
         try:
-            answer = split_response(
-                get_reference(sample) or ""
-            ).answer  # the content of `<answer>`, or the complete text if there are no tags
+            # The content of `<answer>`, or the full text if there are no tags.
+            answer = split_response(get_reference(sample) or "").answer
             if not answer:
                 raise DataError(
                     "the row has no reference answer; add one, or end the messages with an assistant message"
@@ -219,10 +217,10 @@ def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iter
 
 
 def check_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
-    """Return the sample with its answer converted to the option's letter; raise DataError if it names no option.
+    """Return the sample with its answer converted to the option's letter; raise DataError if the answer names no option.
 
-    If the question's text lists the options, the answer may also be `(A)` or an option's text; it is kept unchanged if the
-    requested `kind` is not multiple choice.
+    If the options come from the question's text, the answer may also be `(A)` or an option's text, and it is kept unchanged if
+    the requested `kind` is not multiple choice.
     """
     if not sample.options:
         return sample
@@ -262,7 +260,7 @@ def add_line(message: Message, line: str) -> Message:
 def to_question(
     dataset: str, video_id: str, kind: QuestionKind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
-    """Build the question and its id; without a `video_id`, the key computed from the question's content is used instead."""
+    """Build the question and its id. If `video_id` is empty, the key computed from the question's content takes its place."""
     words = "\n".join(get_text(message) for message in sample.messages if message["role"] != "system")
     key = compute_question_key(words, map(name_medium, list_media_parts(sample.messages)))
     video_id = video_id or key
@@ -279,13 +277,13 @@ def to_question(
 
 
 def check_reference(sample: Sample, kind: QuestionKind) -> None:
-    """Raise DataError if the reference does not fit the question's kind, because no answer could be correct."""
+    """Raise DataError if the reference does not suit the question's kind, because then no answer could be correct."""
     if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
         raise DataError(f"the answer {sample.answer!r} cannot be parsed as the answer to a question of kind {kind}")
 
 
 def check_kind(sample: Sample) -> QuestionKind:
-    """Return the row's kind; raise DataError if `question_kind` is unknown, so that the row is not graded as another kind."""
+    """Return the row's kind of question. Raise DataError if `question_kind` is unknown, rather than grade it as another kind."""
     question_kind = sample.meta.get("question_kind")
     if question_kind is not None and question_kind not in get_args(QuestionKind):
         raise DataError(f"question_kind must be one of {', '.join(get_args(QuestionKind))}; got {question_kind!r}")

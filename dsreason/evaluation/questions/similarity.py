@@ -1,4 +1,4 @@
-"""Similarity of an answer to its reference: BLEU, ROUGE, and the cosine of their sentence embeddings.
+"""Similarity between an answer and its reference: BLEU, ROUGE, and the cosine of their sentence embeddings.
 
 The packages are imported only when needed, because rouge-score and sentence-transformers take seconds to load.
 """
@@ -34,7 +34,7 @@ def compute_overlap(answer: str, reference: str) -> dict[str, float]:
 
 
 class Similarity:
-    """A sentence-embedding model, loaded from a folder, that compares meanings on the CPU.
+    """A sentence-embedding model that compares the meanings of texts, loaded from a folder and run on the CPU.
 
     Raises:
         ConfigError: sentence-transformers is not installed, or the folder is missing or cannot be loaded.
@@ -56,11 +56,11 @@ class Similarity:
             self._model: Any = SentenceTransformer(
                 str(path), device="cpu", local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # an arbitrary folder can cause any error
+        except Exception as error:  # an arbitrary folder may cause any error
             raise ConfigError(f"{source}: cannot be loaded: {error}; {ADVICE}") from error
 
     def compute_cosine(self, answer: str, reference: str) -> float:
-        """Compute the cosine similarity of both embeddings, from -1 to 1; 0 if either text is empty."""
+        """Compute the cosine similarity between the two texts' embeddings, from -1 to 1; 0 if either text is empty."""
         if not (answer and reference):
             return 0.0
         embeddings = self._model.encode([answer, reference], show_progress_bar=False, convert_to_tensor=True)
@@ -69,7 +69,7 @@ class Similarity:
 
 
 def check_modules(folder: Path) -> None:
-    """Raise ValueError if a module is not part of sentence-transformers; some versions of it would run the folder's code."""
+    """Raise ValueError if the folder names a module from outside sentence-transformers, some versions of which would run it."""
     for module in json.loads(read_small(folder / "modules.json")):
         if not str(module["type"]).startswith("sentence_transformers."):
             raise ValueError(f"modules.json names the class {module['type']}, whose custom code is never run")

@@ -1,1 +1,1 @@
-"""Stored results, and what is computed from them: scores, comparisons, tables and the HTML report."""
+"""Stored results, and the scores, comparisons, tables and HTML report that are computed from them."""

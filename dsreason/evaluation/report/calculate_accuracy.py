@@ -12,7 +12,7 @@ from dsreason.files.disk import read_small
 
 
 class Count(NamedTuple):
-    """The counts over all files; `complaints` has one message per skipped file, and `files` includes skipped files."""
+    """Counts over all files. `complaints` holds one message per skipped file, and `files` includes the skipped files."""
 
     files: int
     samples: int
@@ -27,10 +27,10 @@ class Count(NamedTuple):
 
 
 def calculate_accuracy(results_dir: Path, dataset: Sequence[str] | None = None) -> Count:
-    """Count the items in all `**/*.json` that have `is_correct`, and those for which it is truthy ("false" is truthy, null is
+    """Count the items in all `**/*.json` files that have `is_correct`, and the items in which it is truthy ("false" is, null is
     not).
 
-    If `dataset` is set, only files directly in folders of these names count, as in the older version of the script.
+    If `dataset` is set, only files directly in folders with these names count, as in the older version of the script.
     """
     files = list_json_files(results_dir)
     if dataset is not None:

@@ -1,4 +1,4 @@
-"""The comparison of two runs on the same questions, question by question."""
+"""Question-by-question comparison of two runs on the same questions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pair = tuple[Result, Result]
 
 @dataclass(frozen=True)
 class Paired:
-    """The comparison on the questions that both runs have; questions without an answer count as wrong."""
+    """A comparison over the questions that both runs have. Questions without an answer count as wrong."""
 
     both_right: int
     only_this_right: int
@@ -33,17 +33,17 @@ class Paired:
     both_wrong: int
     this: Proportion
     baseline: Proportion
-    """Proportion of correct answers in the baseline; `this` is the same for this run."""
+    """Proportion of correct answers in the baseline; `this` is the proportion in this run."""
     difference: float
     """Accuracy of this run minus that of the baseline."""
     interval: Interval
-    """95 % confidence interval of the difference; see `compute_newcombe_interval`."""
+    """95 % confidence interval for the difference; see `compute_newcombe_interval`."""
     clustered: Interval | None
-    """95 % confidence interval of the difference, clustered by clip because questions about a clip are correlated; None if not
-    defined."""
+    """95 % confidence interval for the difference, clustered by clip because questions about the same clip are correlated; None
+    if undefined."""
     p_value: float
-    """Two-sided p-value of McNemar's exact test: the probability that chance alone would split the changed answers at least as
-    unevenly."""
+    """Two-sided p-value from McNemar's exact test: the probability that chance alone would split the changed answers at least
+    this unevenly."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class RunComparison:
     datasets: dict[str, Paired]
     only_in_this: int
     only_in_baseline: int
-    """Number of questions that only the baseline has; like those that only this run has (`only_in_this`), they are not
-    compared."""
+    """Number of questions that only the baseline has. They are not compared, and neither are those that only this run has
+    (`only_in_this`)."""
     gained: tuple[str, ...]
-    """Ids of the questions that only this run answers correctly."""
+    """Ids of questions that only this run answers correctly."""
     lost: tuple[str, ...]
-    """Ids of the questions that only the baseline answers correctly."""
+    """Ids of questions that only the baseline answers correctly."""
 
     @property
     def warning(self) -> str | None:
-        """A note if the runs have different questions, else None."""
+        """A message if the runs have different questions, else None."""
         if not self.only_in_this and not self.only_in_baseline:
             return None
         common = self.overall.this.total
@@ -129,7 +129,7 @@ def _compare(pairs: Sequence[Pair]) -> Paired:
 
 
 def compute_mcnemar(gained: int, lost: int) -> float:
-    """Compute the two-sided p-value of McNemar's exact test.
+    """Compute the two-sided p-value from McNemar's exact test.
 
     Under the null hypothesis, each changed answer is equally likely to be correct in either run.
     """
@@ -137,11 +137,11 @@ def compute_mcnemar(gained: int, lost: int) -> float:
 
 
 def compute_newcombe_interval(both: int, gained: int, lost: int, neither: int) -> Interval:
-    """Compute the 95 % confidence interval of the difference of two paired proportions, (gained - lost) / n.
+    """Compute the 95 % confidence interval for the difference between two paired proportions, (gained - lost) / n.
 
-    Source: method 10 of Newcombe, "Improved confidence intervals for the difference between binomial proportions based on
-    paired data", Statistics in Medicine 17 (1998) 2635-2650, which combines both Wilson intervals and
-    accounts for their correlation.
+    Source: method 10 in Newcombe, "Improved confidence intervals for the difference between binomial proportions based on
+    paired data", Statistics in Medicine 17 (1998) 2635-2650. It combines the two Wilson intervals and accounts for the
+    correlation between the proportions.
     """
     n = both + gained + lost + neither
     p1, p2 = (both + gained) / n, (both + lost) / n

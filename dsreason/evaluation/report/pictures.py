@@ -19,12 +19,12 @@ from dsreason.media.videos import load_video, probe_video
 from dsreason.monitor.console import open_console
 
 FRAMES = 6
-"""Number of frames to show of a video, evenly spaced from the first to the last."""
+"""Number of frames to show per video, evenly spaced from the first to the last."""
 LONGEST_SIDE = 160
 JPEG_QUALITY = 70
 MAX_BYTES = 30_000_000
-"""Maximum total size of all pictures, in bytes, if no limit on questions is set; a report with the texts of 5000 questions is
-then about 50 MB in size."""
+"""Maximum total size of all pictures, in bytes, if there is no limit on the number of questions. With the texts of 5000
+questions, the report is then about 50 MB in size."""
 VIDEO_SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"))
 
 
@@ -39,16 +39,16 @@ class Picture:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The pictures of a question, and error messages for media that cannot be read."""
+    """The pictures for a question, and error messages for media that cannot be read."""
 
     pictures: tuple[Picture, ...]
     notes: tuple[str, ...]
 
 
 def draw_sheets(results: Sequence[Result], limit: int | None = None) -> dict[str, Sheet]:
-    """Draw the pictures of the first `limit` results, or of as many as fit in `MAX_BYTES`, and return them by question id.
+    """Draw pictures for the first `limit` results, or for as many as fit into `MAX_BYTES`, and return them by question id.
 
-    Progress is shown on stderr. Media that several questions share are read once.
+    Progress is shown on stderr. Media that several questions share are read only once.
     """
     drawn: dict[tuple[str, ...], Sheet] = {}
     sheets: dict[str, Sheet] = {}
@@ -70,7 +70,7 @@ def draw_sheet(media: Sequence[str]) -> Sheet:
     for path in media:
         try:
             pictures += _read_pictures(path)
-        except (DataError, OSError) as error:  # OSError: for example, the path is too long
+        except (DataError, OSError) as error:  # OSError is raised, for example, if the path is too long
             notes.append(str(error))
     return Sheet(tuple(pictures), tuple(notes))
 
@@ -81,7 +81,7 @@ def _read_pictures(path: str) -> list[Picture]:
         try:
             return [_make_thumbnail(load_image(path))]
         except DataError:
-            if suffix:  # media extracted from a table may lack a suffix, and can be videos
+            if suffix:  # media without a suffix, such as those extracted from a table, may be videos
                 raise
     return _read_frames(path)
 
@@ -106,6 +106,6 @@ def _make_thumbnail(image: Image.Image, label: str = "") -> Picture:
 
 
 def _fit_size(height: int, width: int) -> tuple[int, int]:
-    """Return the size, scaled down if it does not fit into a square of `LONGEST_SIDE`."""
+    """Scale the size down, if necessary, so that neither side exceeds `LONGEST_SIDE`; return (height, width)."""
     scale = min(1.0, LONGEST_SIDE / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))

@@ -1,4 +1,4 @@
-"""The reports of a run: `summary.json`, `report.md` and `report.html`."""
+"""The reports on a run: `summary.json`, `report.md` and `report.html`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FILTERS = {
     "gained": "gained compared with the baseline",
     "lost": "lost compared with the baseline",
 }
-"""Filters of the cards in the HTML report → their labels; a URL such as `report.html#wrong` also sets one."""
+"""Filter for the cards in the HTML report → its label. A URL such as `report.html#wrong` also sets a filter."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class WrittenReport:
 
 @dataclass(frozen=True)
 class QuestionCard:
-    """A question in the HTML report; `tags` are keys of `FILTERS`, and `sheet` is None if its pictures are omitted."""
+    """A question in the HTML report. `tags` are keys of `FILTERS`; `sheet` is None if the question's pictures are omitted."""
 
     anchor: str
     result: Result
@@ -81,7 +81,7 @@ def write_reports(
     with_html: bool = True,
     frames: int | None = None,
 ) -> list[WrittenReport]:
-    """Write a report for every run in `results_dir`; with a `baseline`, each of the two folders must contain exactly one run."""
+    """Write reports on every run in `results_dir`. With a `baseline`, each of the two folders must contain exactly one run."""
     if baseline is not None:
         run, before = find_run(results_dir, dataset), find_run(baseline, dataset)
         return [write_report(run, baseline=before, with_html=with_html, frames=frames)]
@@ -94,9 +94,9 @@ def write_report(
     """Score a run and write `summary.json`, `report.md` and `report.html` into its folder.
 
     Args:
-        baseline: run to compare with; None: no comparison.
-        frames: maximum number of questions with pictures, wrong answers first; None: as many as fit in 30 MB, which makes a
-            report of at most about 50 MB. The report mentions omitted pictures.
+        baseline: run to compare with; None makes no comparison.
+        frames: maximum number of questions with pictures, wrong answers first. None allows as many as fit into 30 MB, which
+            results in a report of at most about 50 MB. The report mentions omitted pictures.
 
     Raises:
         DataError: a result or `run.json` is malformed, the runs cannot be compared, or the folder cannot be written.
@@ -121,7 +121,7 @@ def write_report(
 
 
 def read_settings(folder: Path) -> dict[str, str]:
-    """Read the settings in `run.json`, with nested names joined by dots; empty if the file is missing."""
+    """Read the settings from `run.json`, with nested names joined by dots; return {} if the file is missing."""
     file = folder / RUN_FILE
     if not file.exists():
         return {}
@@ -144,7 +144,7 @@ def read_settings(folder: Path) -> dict[str, str]:
 def render_markdown(
     results: Sequence[Result], summary: RunSummary, comparison: RunComparison | None, settings: dict[str, str]
 ) -> str:
-    """Render the tables, and a line for every question that is not answered correctly."""
+    """Render the tables, and a line for every question that was not answered correctly."""
     environment = _make_environment(autoescape=False, finalize=_escape_markdown)
     wrong = [result for result in results if not is_right(result)]
     template = environment.get_template("report.md.j2")
@@ -167,7 +167,7 @@ def render_html(
     settings: dict[str, str],
     sheets: dict[str, Sheet],
 ) -> str:
-    """Render a self-contained page without external resources; its content security policy allows only its own script."""
+    """Render a self-contained page without external resources. Its content security policy allows only its own script."""
     changed = dict.fromkeys(comparison.gained, "gained") | dict.fromkeys(comparison.lost, "lost") if comparison else {}
     cards = [_make_card(n, result, changed.get(result.id), sheets) for n, result in enumerate(results, start=1)]
     counts = Counter(tag for card in cards for tag in card.tags)

@@ -1,6 +1,6 @@
 """Result files: `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`, each a JSON list of results.
 
-Result files of cosmos-reason1, which have only the first eight fields of a `Result`, can also be read.
+Result files from cosmos-reason1, which have only the first eight fields of a `Result`, can also be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUMMARY_FILE = "summary.json"
 OWN_FILES = (RUN_FILE, SUMMARY_FILE)
 
 MOST_FOLDERS = 10_000
-"""Maximum number of folders below a folder of results, in which each model has one folder per data set."""
+"""Maximum number of folders below a results folder, in which each model has one folder per data set."""
 MOST_BYTES = 2**30
 """Maximum size of a result file in bytes, enough for thousands of long answers about a clip."""
 MAX_NAME_BYTES = 200
@@ -43,12 +43,12 @@ STORED = TypeAdapter(Result)
 
 @dataclass(frozen=True)
 class Run:
-    """The result files of one model and answer type, for the requested data sets."""
+    """The result files for one model and answer type, from the requested data sets."""
 
     folder: Path
     files: tuple[Path, ...]
     left_out: tuple[str, ...] = ()
-    """Names of the folders of other data sets, which were not requested."""
+    """Names of folders that belong to data sets that were not requested."""
 
     @property
     def name(self) -> str:
@@ -62,8 +62,8 @@ class Run:
 def make_safe_name(text: str) -> str:
     """Convert any text to a file name without a suffix; different texts get different names.
 
-    Plain names are returned unchanged. Others (with slashes, a leading dot, more than 200 bytes, …) become their plain
-    characters and a hash, separated by "~".
+    Plain names are returned unchanged. Other names (with slashes, a leading dot, more than 200 bytes, …) are reduced to their
+    plain characters, followed by "~" and a hash.
     """
     is_plain = PLAIN_NAME.fullmatch(text) is not None and f"{text}.json" not in OWN_FILES
     if is_plain and len(text.encode()) <= MAX_NAME_BYTES:
@@ -78,13 +78,13 @@ def locate_result_file(folder: Path, dataset: str, video_id: str) -> Path:
 
 
 def write_results(folder: Path, dataset: str, video_id: str, results: Sequence[Result]) -> None:
-    """Write all results of a clip atomically, replacing existing ones."""
+    """Write all results for a clip atomically, replacing any existing results."""
     text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     write_text(locate_result_file(folder, dataset, video_id), text + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file atomically, replacing characters that UTF-8 cannot encode by "?"."""
+    """Write a file atomically; characters that UTF-8 cannot encode become "?"."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, text.encode(errors="replace"))
@@ -98,16 +98,16 @@ def write_text(file: Path, text: str) -> None:
 
 
 def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[Run]:
-    """Find the runs in a folder of any level: the root of all results, or the folder of a model, a run or a data set.
+    """Find the runs in a folder at any level: the root of all results, or the folder of a model, a run or a data set.
 
-    A result file is any `*.json` except `run.json`, `summary.json` and files in the same folder as a `run.json`. Its folder
-    is that of the data set, and the parent of that (or `results_dir` itself) is the folder of the run.
+    A result file is any `*.json` except `run.json`, `summary.json` and files in the same folder as a `run.json`. It is in the
+    folder of a data set, whose parent (or `results_dir` itself) is the run folder.
 
     Args:
-        dataset: data sets to include; None: all.
+        dataset: data sets to include; None includes all.
 
     Raises:
-        DataError: the folder is missing, or contains no results, or no results of a requested data set.
+        DataError: the folder is missing, or it contains no results at all or none for a requested data set.
     """
     if not results_dir.is_dir():
         raise DataError(f"{results_dir}: the folder does not exist; pass the --results-dir of an evaluation")
@@ -131,7 +131,7 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
 
 
 def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
-    """Return the only run in a folder; raise DataError if there are several runs, or for the reasons of `find_runs`."""
+    """Return the only run in a folder. Raise DataError if there are several, or for the same reasons as `find_runs`."""
     runs = find_runs(results_dir, dataset)
     if len(runs) > 1:
         names = ", ".join(str(run.folder) for run in runs)
@@ -140,7 +140,7 @@ def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
 
 
 def list_dataset_files(folder: Path) -> list[Path]:
-    """List the result files in a data set's folder, without reports that `dsreason score` may have written there."""
+    """List the result files in a data set's folder, without reports that `dsreason score` may have written to it."""
     return sorted(file for file in folder.glob("*.json") if file.name not in OWN_FILES)
 
 
@@ -177,10 +177,10 @@ def _get_dataset_folder(file: Path) -> str:
 
 
 def read_run(run: Run) -> list[Result]:
-    """Read the results of a run, ordered by data set and clip; the results of a clip are in the order of its file.
+    """Read a run's results, ordered by data set and clip; results for the same clip keep the order of its file.
 
     Raises:
-        DataError: a file is not a JSON list of results, or two results have the same id; the message names the file and the
+        DataError: a file is not a JSON list of results, or two results have the same id. The message names the file and the
             item (counted from 1).
     """
     names: dict[str, str] = {}
@@ -205,7 +205,7 @@ def read_file(file: Path) -> list[Result]:
     """Read the results in a file, in order.
 
     Raises:
-        DataError: the file is malformed; the message names it and the item (counted from 1) that is not a result.
+        DataError: the file is malformed; the message names the file and the item (counted from 1) that is not a result.
     """
     items = read_json(file)
     if not isinstance(items, list):
@@ -240,9 +240,10 @@ def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result
 
 
 def _complete_item(item: dict[str, Any], file: Path, number: int, seen: Counter[str]) -> dict[str, Any]:
-    """Add default values for fields that results of cosmos-reason1 lack; even of its eight fields, only `is_correct` is required.
+    """Add defaults for fields that cosmos-reason1's results lack. Even of the eight fields that they have, only `is_correct` is
+    required.
 
-    Its questions get the same ids as in dsreason, so that the results can be compared.
+    Questions from cosmos-reason1 get the same ids as in dsreason, so that the results can be compared.
     """
     datasource = item.get("datasource", _get_dataset_folder(file))
     video_id = item.get("video_id", file.stem)
@@ -275,7 +276,7 @@ def _extract_texts(prompt: Any) -> Any:
 
 
 def _join_text(content: Any) -> str:
-    """Join the texts of a message's parts, one per line; unlike those of a sample, the parts may lack `type`."""
+    """Join the texts of a message's parts, one per line. Unlike parts in a sample, these parts may lack `type`."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if part.get("text"))
 
 

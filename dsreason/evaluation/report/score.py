@@ -1,4 +1,4 @@
-"""Scoring of evaluation results: accuracies with confidence intervals, and other statistics of a model's answers."""
+"""Scoring of evaluation results: accuracies with confidence intervals, and other statistics on a model's answers."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ class Accuracy:
     """Accuracy over all questions; questions without an answer count as wrong."""
     over_answered: Proportion
     clips: int
-    """Number of different clips (or rows, for text-only questions) that the questions are about."""
+    """Number of distinct clips (for text-only questions, rows) that the questions are about."""
     clustered: Interval | None
-    """95 % confidence interval of `over_all`, clustered by clip because questions about a clip are correlated; None if not
-    defined. See `compute_clustered_interval`."""
+    """95 % confidence interval for `over_all`, clustered by clip because questions about the same clip are correlated; None if
+    undefined. See `compute_clustered_interval`."""
 
 
 @dataclass(frozen=True)
 class Letters:
-    """The letters of multiple-choice answers. A letter that is answered far more often than it is correct is a position bias."""
+    """Letters in multiple-choice answers. A letter answered far more often than it is correct indicates a position bias."""
 
     confusion: dict[str, dict[str, int]]
     """Reference letter → answered letter → count; "none" stands for unparsed and missing answers."""
     references: dict[str, Proportion]
-    """Correct letter → proportion of the questions with this correct letter."""
+    """Letter → proportion of questions for which this letter is correct."""
     answers: dict[str, Proportion]
-    """Answered letter → proportion of the answers with this letter."""
+    """Letter → proportion of answers that give this letter."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean or another statistic, with the number of values; `value` is None if it is not defined."""
+    """A mean or another statistic, with the number of values that it is based on; `value` is None if it is undefined."""
 
     value: float | None
     n: int
@@ -69,7 +69,7 @@ class RunSummary:
     """The content of `summary.json`."""
 
     run: str
-    """Name of the run, `<model>/<answer_type>`, from the names of the folders."""
+    """Name of the run, `<model>/<answer_type>`, taken from the folder names."""
     accuracy: Accuracy
     datasets: dict[str, Accuracy]
     kinds: dict[str, Accuracy]
@@ -79,25 +79,25 @@ class RunSummary:
     truncated: Proportion
     """Proportion of answers that were cut off at the token limit."""
     rules: dict[str, Proportion]
-    """Parser rule → accuracy of the answers that matched the rule."""
+    """Parser rule → accuracy of the answers that matched it."""
     letters: Letters | None
-    """Statistics of multiple-choice answers; None if there are no such questions."""
+    """Statistics on multiple-choice answers; None if there are no multiple-choice questions."""
     scores: dict[str, Mean]
-    """Means of the answers' scores, by name: `bleu`, `rougeL`, `similarity`, and that of a user's scorer."""
+    """Name of a score (`bleu`, `rougeL`, `similarity`, a user's scorer) → its mean over the answers."""
     corpus_bleu: Mean | None
-    """sacrebleu's corpus BLEU over all free texts, from 0 to 100; None if there are none."""
+    """sacrebleu's corpus BLEU over all free texts, from 0 to 100; None if there are no free texts."""
     pearson: Mean | None
-    """Pearson's r between numeric answers to ordinal questions and their references; None if there are no such questions."""
+    """Pearson's r between numeric answers to ordinal questions and their references; None if there are no such answers."""
     unanswered: dict[str, str]
-    """Question id → the reason why it has no answer."""
+    """Question id → reason why there is no answer."""
     graded_by: dict[str, int]
-    """Rule that determined correctness (`kind`, or a scorer, as in `helpful >= 0.5`) → number of answers."""
+    """Rule that determined correctness (`kind`, or a scorer, such as `helpful >= 0.5`) → number of answers."""
     left_out: tuple[str, ...] = ()
-    """Data sets of the run that were not requested."""
+    """Data sets in the run that were not requested."""
 
 
 def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...] = ()) -> RunSummary:
-    """Compute the summary of a run from at least one result."""
+    """Compute a run's summary from its results, of which there must be at least one."""
     answered = [result for result in results if result.error is None]
     free_text = [result for result in answered if result.kind == "free_text"]
     return RunSummary(
@@ -127,12 +127,12 @@ def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...]
 
 
 def is_right(result: Result) -> bool:
-    """Return whether the answer is correct; a missing answer is not."""
+    """Return whether the answer is correct; a missing answer never is."""
     return result.is_correct and result.error is None
 
 
 def judge_result(result: Result) -> Verdict:
-    """Return the verdict; `unparsed` means that the answer could not be parsed, `unanswered` that there is none."""
+    """Return the verdict on an answer: `unparsed` means that it could not be parsed, `unanswered` that there is none."""
     if result.error is not None:
         return "unanswered"
     if result.is_correct:
@@ -161,7 +161,7 @@ def compute_accuracy(results: Sequence[Result]) -> Accuracy:
 
 
 def get_clip_key(result: Result) -> tuple[str, ...]:
-    """Return a value that identifies the clip of a question: its media, or else its row."""
+    """Return a key that identifies the clip that a question is about: its media or, for text-only questions, its row."""
     return tuple(result.media) or (result.datasource, result.video_id)
 
 
@@ -172,7 +172,7 @@ def compute_proportion(count: int, total: int) -> Proportion:
 
 
 def compute_wilson_interval(count: int, total: int) -> Interval:
-    """Compute the 95 % Wilson confidence interval of a proportion."""
+    """Compute the 95 % Wilson confidence interval for a proportion."""
     low, high = binomtest(count, total).proportion_ci(CONFIDENCE, method="wilson")
     return float(low), float(high)
 
@@ -180,7 +180,7 @@ def compute_wilson_interval(count: int, total: int) -> Interval:
 def compute_clustered_interval(
     values: Sequence[float], clusters: Sequence[object], *, bounds: Interval
 ) -> Interval | None:
-    """Compute the 95 % confidence interval of the mean of values that are correlated within clusters.
+    """Compute the 95 % confidence interval for the mean of values that are correlated within clusters.
 
     It uses a t distribution and cluster-robust standard errors, with the usual factor C / (C - 1) for C clusters. Source:
     Miller, "Adding Error Bars to Evals" (arXiv:2411.00640).
@@ -189,7 +189,7 @@ def compute_clustered_interval(
         bounds: minimum and maximum possible mean.
 
     Returns:
-        The interval; None if it is not defined, for a single cluster or without variance between clusters.
+        The interval; None if it is undefined, because there is a single cluster or no variance between clusters.
     """
     mean = sum(values) / len(values)
     residuals: dict[object, float] = {}
@@ -235,7 +235,7 @@ def _sort_letters_first(letter: str) -> tuple[int, str]:
 
 
 def average_scores(results: Sequence[Result]) -> dict[str, Mean]:
-    """Average each score over the results that have it."""
+    """Average each score over the results that have that score."""
     names = sorted({name for result in results for name in result.scores})
     values = {name: [result.scores[name] for result in results if name in result.scores] for name in names}
     return {name: Mean(_to_finite(sum(scores) / len(scores)), len(scores)) for name, scores in values.items()}
@@ -247,8 +247,10 @@ def compute_corpus_bleu(results: Sequence[Result]) -> Mean:
 
 
 def compute_pearson(results: Sequence[Result]) -> Mean | None:
-    """Compute Pearson's r; None without pairs. Its value is undefined for fewer than two pairs or if all answers or all
-    references are equal."""
+    """Compute Pearson's r between answers and references; return None if there are no results.
+
+    Its value is None if there are fewer than two pairs of numbers, or if all answers or all references are equal.
+    """
     if not results:
         return None
     pairs = [(_parse_number(result.answer), _parse_number(result.correct_answer)) for result in results]

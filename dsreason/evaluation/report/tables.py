@@ -1,4 +1,4 @@
-"""Human-readable output: formatted numbers and texts for reports, and tables for the terminal."""
+"""Human-readable output: numbers and texts formatted for reports, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def format_percent(value: float | None) -> str:
 
 
 def format_interval(interval: Interval | None) -> str:
-    """Format an interval whose bounds are fractions as percentages: `66.1–77.8%`."""
+    """Format an interval between two fractions as percentages: `66.1–77.8%`."""
     return NOTHING if interval is None else f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}%"
 
 
 def format_points(difference: float) -> str:
-    """Format a difference of two shares in percentage points: `+4.2`."""
+    """Format the difference between two shares in percentage points: `+4.2`."""
     return f"{100 * difference:+.1f}"
 
 
@@ -66,10 +66,10 @@ def collect_facts(summary: RunSummary) -> dict[str, str]:
 
 
 def describe_grading(summary: RunSummary, settings: Mapping[str, str]) -> str:
-    """Describe the effect of the scorer on correctness, and its threshold; "" if there is no scorer.
+    """Describe how the scorer and its threshold affect correctness; "" if there is no scorer.
 
     Args:
-        settings: settings in `run.json`, with nested names joined by dots.
+        settings: settings from `run.json`, with nested names joined by dots.
     """
     deciding = {name: count for name, count in summary.graded_by.items() if name != KIND}
     if deciding:
@@ -87,7 +87,7 @@ def describe_grading(summary: RunSummary, settings: Mapping[str, str]) -> str:
         return f"{without} by their letters only, as in cosmos-reason1 (evaluation.parser is compat)."
     if threshold is None:
         return f"{without} by the kinds of the questions, because evaluation.scorer_threshold is not set."
-    # Old results do not contain `graded_by`.
+    # Older results do not contain `graded_by`.
     return f"An answer is correct if evaluation.scorer ({scorer}) scores it at least {threshold}."
 
 
@@ -101,7 +101,7 @@ def score_facts(summary: RunSummary) -> dict[str, str]:
 
 
 def list_accuracy_parts(summary: RunSummary) -> list[tuple[str, dict[str, Accuracy]]]:
-    """List the accuracies to show, in sections: data sets, kinds of questions (if there are several), and the total."""
+    """List the accuracies to show, by section: data sets, kinds of questions (if there are several), and the total."""
     parts = [("data set", summary.datasets)]
     if len(summary.kinds) > 1:
         parts.append(("kind", {f"{kind.replace('_', ' ')} questions": part for kind, part in summary.kinds.items()}))
@@ -109,7 +109,7 @@ def list_accuracy_parts(summary: RunSummary) -> list[tuple[str, dict[str, Accura
 
 
 def make_accuracy_table(summary: RunSummary) -> Table:
-    """Build the table of a run's accuracies, with one row per part."""
+    """Build a table of a run's accuracies, with one row per data set, kind of question and total."""
     table = _make_table(Text(summary.run), "", ACCURACY_COLUMNS)
     for _, parts in list_accuracy_parts(summary):
         for name, part in parts.items():

@@ -1,1 +1,1 @@
-"""Parsers of numbers, times and shapes in texts of models. They accept any text and return None if they cannot parse it."""
+"""Parsers for numbers, times and shapes in model answers. They accept any text and return None if they cannot parse it."""

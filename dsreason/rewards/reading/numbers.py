@@ -1,4 +1,4 @@
-r"""Parser of the number in an answer: `about 1,200.5 kg`, `12 %`, `3 1/2`, `\boxed{3.2\,\text{m}}`, `three boxes`."""
+r"""Parser for the number in an answer: `about 1,200.5 kg`, `12 %`, `3 1/2`, `\boxed{3.2\,\text{m}}`, `three boxes`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNITS = {
     "temperature": {"°c": 1.0, "celsius": 1.0},
     "share": {"%": 1.0, "percent": 1.0, "pct": 1.0},
 }
-"""Dimension → unit → factor to the base unit, which has factor 1."""
+"""Dimension → unit → factor that converts it to the base unit, whose factor is 1."""
 FACTORS = {unit: (dimension, factor) for dimension, units in UNITS.items() for unit, factor in units.items()}
 MULTIPLES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "billion": 1e9}
 NAMES = (
@@ -62,7 +62,7 @@ VERDICT = re.compile(
     r"(?:[\s*\"(\[]|about|around|approximately|approx\.?|roughly|nearly|almost|exactly|only|of|~|a total of|the|at){0,6}\Z"
 )
 EXPLAINED = re.compile(r"[^0-9]{0,40}?(?:\(|\.\s|;|\n|\b(?:because|since|as|i\.e|namely|made up of)\b)")
-"""Pattern of the text after the answer's number if the numbers that follow only explain it."""
+"""Pattern for the text after the first number if that number is the answer and the numbers after it only explain it."""
 MOST_POWER = 100
 LATEX = (
     (re.compile(r"\\[dt]?frac\s?\{([0-9]{1,12})\}\s?\{([0-9]{1,12})\}"), r" \1/\2"),
@@ -77,7 +77,8 @@ LATEX = (
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with its unit: `3.2 m` is `Quantity(3.2, "length", 1.0)`. Without a known unit, the last two are "" and 1."""
+    """A number with its unit: `3.2 m` is `Quantity(3.2, "length", 1.0)`. If the unit is unknown, `dimension` is "" and
+    `factor` is 1."""
 
     value: float
     dimension: str = ""
@@ -85,23 +86,23 @@ class Quantity:
 
     @property
     def base(self) -> float:
-        """Value in the base unit of the dimension."""
+        """Value in the dimension's base unit."""
         return self.value * self.factor
 
 
 @dataclass(frozen=True)
 class NumberToken:
     quantity: Quantity | None
-    """The number; None for digits that do not form one, such as `1.2.3`."""
+    """The number with its unit; None if the digits do not form a number, as in `1.2.3`."""
     start: int
     end: int
 
 
 def read_quantity(text: str, dimension: str = "") -> Quantity | None:
-    """Return the number that a `to_plain` text gives as its answer; None if it has no number or several equally likely ones.
+    """Return the number that a text (see `to_plain`) gives as its answer; None if it has none, or several equally likely ones.
 
     Args:
-        dimension: dimension of the reference; of several numbers, the one with this dimension is the answer.
+        dimension: dimension of the reference; if the text has several numbers, the one with this dimension is the answer.
     """
     text = clean(text.lower())
     tokens = [make_token(match) for match in TOKEN.finditer(text)]
@@ -112,7 +113,7 @@ def read_quantity(text: str, dimension: str = "") -> Quantity | None:
 
 
 def clean(text: str) -> str:
-    r"""Remove LaTeX markup, and keep only the content of the last `\boxed{…}` if the text has one."""
+    r"""Remove LaTeX markup; if the text has a `\boxed{…}`, keep only the content of the last one."""
     _, boxed, inside = text.rpartition(r"\boxed{")
     if boxed:
         text = inside.rpartition("}")[0] or inside
@@ -122,14 +123,15 @@ def clean(text: str) -> str:
 
 
 def choose_quantity(text: str, tokens: Sequence[NumberToken], dimension: str) -> Quantity | None:
-    """Return the quantity of the token that `pick_token` returns; None if it returns None or the token is part of a range."""
+    """Return the quantity of the token picked by `pick_token`; None if it picks none or if the token is part of a range."""
     ranged = [end for pair in zip(tokens, tokens[1:], strict=False) if is_range(text, *pair) for end in pair]
     token = pick_token(text, tokens, dimension)
     return token.quantity if token is not None and token not in ranged else None
 
 
 def pick_token(text: str, tokens: Sequence[NumberToken], dimension: str) -> NumberToken | None:
-    """Pick the answer: the only distinct number (of the dimension), the last after `is` or `=`, or an explained first one."""
+    """Pick the token that is the answer: the only distinct number (in the dimension), the last number after a word such as
+    `is` or `=`, or a first number that the others only explain."""
     tokens = [
         token for token in tokens if not re.search(r"(?:±|\+/-?)\s?\Z", text[max(0, token.start - 4) : token.start])
     ]
@@ -147,15 +149,13 @@ def pick_token(text: str, tokens: Sequence[NumberToken], dimension: str) -> Numb
 
 def is_range(text: str, first: NumberToken, second: NumberToken) -> bool:
     """Return whether two numbers form a range: `3-4`, `3 to 4`, `between 3 and 4`."""
-    gap = text[first.end : second.start + 1].rstrip(
-        "0123456789."
-    )  # the sign of the second number is the dash of the range
+    gap = text[first.end : second.start + 1].rstrip("0123456789.")  # the second number's sign is the dash of the range
     between = re.search(r"\bbetween\s{1,3}\Z", text[max(0, first.start - 12) : first.start]) is not None
     return RANGE.fullmatch(gap) is not None or (between and gap.strip() == "and")
 
 
 def join_tokens(tokens: Sequence[NumberToken], text: str) -> list[NumberToken]:
-    """Join the parts of `1 m 20 cm` and `5 feet 3 inches` into one token each."""
+    """Join the parts of compound quantities such as `1 m 20 cm` and `5 feet 3 inches` into one token each."""
     merged: list[NumberToken] = []
     for token in tokens:
         if merged and is_part(merged[-1], token, text):
@@ -170,7 +170,7 @@ def join_tokens(tokens: Sequence[NumberToken], text: str) -> list[NumberToken]:
 
 
 def is_part(whole: NumberToken, part: NumberToken, text: str) -> bool:
-    """Return whether `part` directly follows `whole`, in a smaller unit of the same dimension."""
+    """Return whether `part` directly follows `whole` and has a smaller unit of the same dimension."""
     a, b = whole.quantity, part.quantity
     if a is None or b is None or not a.dimension or a.dimension != b.dimension or a.factor <= b.factor:
         return False
@@ -181,7 +181,7 @@ def make_token(match: re.Match[str]) -> NumberToken:
     start, end = match.span()
     dimension, factor = find_unit(match["unit"] or "")
     if match["unit"] and not dimension:
-        end = match.start("unit")  # an ordinary word
+        end = match.start("unit")  # not a unit, but an ordinary word
     value, below = parse_digits(match["digits"]), float(match["below"] or 1)
     power = int(match["exponent"] or match["power"] or 0)
     of_clock = re.match(r":[0-9]", match.string[end : end + 2]) or re.match(
@@ -195,7 +195,7 @@ def make_token(match: re.Match[str]) -> NumberToken:
 
 
 def find_unit(text: str) -> tuple[str, float]:
-    """Return the dimension and the factor of a unit; ("", 1) if the unit is unknown."""
+    """Return a unit's dimension and factor, or ("", 1) if the unit is unknown."""
     unit = re.sub(r"\s?/\s?|\sper\s", "/", text).replace("metre", "meter")
     unit = re.sub(r"(?<=[a-z])\^?([23])\Z", r"^\1", unit)
     unit = {"meter/second": "m/s", "kilometer/hour": "km/h", "mile/hour": "mph"}.get(unit.replace("s/", "/"), unit)

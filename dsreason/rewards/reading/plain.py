@@ -1,4 +1,4 @@
-"""Functions that convert answers to plain text and JSON, which the other parsers then search."""
+"""Conversion of answers to plain text and to JSON values, which the other parsers then search."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from dsreason.text import split_response
 
 MOST_CHARACTERS = 65_536
-"""Number of characters of an answer that are parsed, which bounds the cost of a hostile answer."""
+"""Number of characters of an answer that are parsed; this bounds the cost of a hostile answer."""
 MOST_FAILURES = 64
-"""Number of brackets that do not start valid JSON after which the search ends."""
+"""Number of opening brackets without valid JSON after which the search ends."""
 MOST_DEPTH = 16
-"""Maximum nesting depth of lists and objects; deeper values are ignored."""
+"""Maximum nesting depth of lists and objects; values nested more deeply are ignored."""
 MOST_LITERAL = 8_192
 """Maximum number of characters in a Python literal."""
 
@@ -29,7 +29,7 @@ SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+"
 
 
 def get_answer(completion: str) -> str:
-    """Return the final answer of a completion (see `split_response`), converted by `to_plain`."""
+    """Return a completion's final answer (see `split_response`), converted by `to_plain`."""
     return to_plain(split_response(completion).answer)
 
 
@@ -65,14 +65,14 @@ def find_json_values(text: str) -> list[Any]:
 
 
 def parse_literal(text: str) -> list[Any]:
-    """Parse the text from the first to the last bracket; return [value] if it is a Python dict or list, else []."""
+    """Parse the text from the first to the last bracket as a Python literal; return [value] if it is a dict or list, else []."""
     begin = min((position for position in (text.find("["), text.find("{")) if position >= 0), default=0)
     literal = text[begin : max(text.rfind("]"), text.rfind("}")) + 1]
     if not literal or len(literal) > MOST_LITERAL:
         return []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes cause warnings
+            warnings.simplefilter("ignore")  # invalid escape sequences cause warnings
             value = ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return []
@@ -80,7 +80,7 @@ def parse_literal(text: str) -> list[Any]:
 
 
 def is_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested too deeply for an answer and for recursive functions."""
+    """Return whether lists and objects are nested more deeply than an answer should be and recursive functions can handle."""
     level = [value]
     for _ in range(MOST_DEPTH):
         inside = [
@@ -98,12 +98,12 @@ DECODER = json.JSONDecoder(parse_constant=reject_constant)
 
 
 def normalize_key(key: Any) -> str:
-    """Normalise a key: `Start_Time`, `start time` and `startTime` become equal."""
+    """Normalise a key, so that `Start_Time`, `start time` and `startTime` are equal."""
     return re.sub(r"[\W_]", "", str(key)[:64]).lower()
 
 
 def to_finite_float(value: Any) -> float | None:
-    """Convert a JSON number to a float; return None for other values and for numbers that a float cannot represent."""
+    """Convert a JSON number to a float; return None if it is not a number or does not fit into a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -114,5 +114,5 @@ def to_finite_float(value: Any) -> float | None:
 
 
 def is_none_answer(text: str) -> bool:
-    """Return whether the complete answer states that nothing exists: `none`, `n/a`, `empty` …"""
+    """Return whether the full answer only states that nothing exists: `none`, `n/a`, `empty` …"""
     return re.fullmatch(r"\W{0,9}(none|nothing|no|n/a|empty|null)\W{0,9}", text.lower()) is not None

@@ -1,4 +1,4 @@
-"""Functions that parse the reference answer of a sample, for rewards that need its value."""
+"""Parsing of reference answers, for rewards that need their value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Read = TypeVar("Read")
 
 
 def read_reference(sample: Sample, read: Callable[[str], Read | None], expected: str) -> Read:
-    """Return the result of `read` for the sample's answer.
+    """Parse the sample's answer with `read`, and return the result.
 
     Raises:
         DataError: the answer could not be parsed; the message names the sample, its answer and what was `expected`.

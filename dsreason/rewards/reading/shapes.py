@@ -1,4 +1,4 @@
-"""Parser of boxes and points in texts: JSON as Qwen-VL writes it, tags, and numbers in brackets or with names."""
+"""Parser for boxes and points in texts: JSON as Qwen-VL writes it, tags, and numbers in brackets or with names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Literal
 from dsreason.rewards.reading.plain import find_json_values, is_none_answer, normalize_key, to_finite_float
 
 Order = Literal["xyxy", "xywh", "cxcywh", "yxyx"]
-"""Meaning of a box's four numbers: two corners; a corner (or `c`, the centre), width and height; or Gemini's order."""
+"""Meaning of a box's four numbers: two corners (`yxyx`: in Gemini's order), or a corner (`c`: the centre), width and height."""
 
 NUMBER = r"[+-]?[0-9]{1,12}(?:\.[0-9]{0,12})?(?:e[+-]?[0-9]{1,3})?"
 METRES = {"m": 1.0, "meter": 1.0, "meters": 1.0, "metre": 1.0, "metres": 1.0, "cm": 0.01, "mm": 0.001, "km": 1000.0}
 METRES |= {"ft": 0.3048, "feet": 0.3048, "in": 0.0254}
 UNIT = rf"(?:{'|'.join(sorted(METRES, key=len, reverse=True))}|px|pixels?|%)(?![a-z])"
 ITEM = rf"(?:[a-z]{{1,2}}[0-9]?\s?[=:]\s?)?(?:{NUMBER})(?:\s?{UNIT})?"
-"""Pattern of a number with an optional name and unit: `x=1.5`, `3 m`."""
+"""Pattern for a number with an optional name and unit: `x=1.5`, `3 m`."""
 BETWEEN = r"\s{0,3}(?:[,;]\s{0,3}|\s)"
 GROUP = re.compile(rf"[\[(]\s{{0,9}}({ITEM}(?:{BETWEEN}{ITEM}){{1,7}})\s{{0,9}},?\s{{0,9}}[\])]")
 ROW = re.compile(rf"\W{{0,9}}?({ITEM}(?:{BETWEEN}{ITEM}){{1,7}})\W{{0,9}}")
@@ -38,7 +38,7 @@ CORNERS = {
 LABEL_KEYS = ("label", "class", "classname", "category", "name", "object", "type", "ref")
 BOX_KEYS = {"bbox", "bbox2d", "box", "box2d", "boundingbox", "boundingbox2d", "boxes", "bboxes", "rect"}
 LARGEST = 1e12
-"""Bound of coordinates; larger ones are never intended, and the sum of their squares overflows."""
+"""Upper bound for coordinates. Larger ones are never intended, and their squares might overflow."""
 MOST_STRING = 4_096
 
 
@@ -56,18 +56,18 @@ class PlaneShape:
 
 @dataclass(frozen=True)
 class PointForm:
-    """Expected form of points: possible counts of numbers per point, and the length unit of the result, in metres."""
+    """Expected form of points: the possible counts of numbers per point, and the unit of length for the result, in metres."""
 
     sizes: Sequence[int] = (2,)
     metres: float = 1.0
 
 
 Shapes = list[PlaneShape] | None
-"""Shapes in a text; [] if the text states that none exist, None if it could not be parsed."""
+"""Shapes in a text; [] if the text states that there are none, None if it could not be parsed."""
 
 
 def read_boxes(text: str, order: Order = "xyxy") -> Shapes:
-    """Return all boxes in a `to_plain` text, as x1, y1, x2, y2."""
+    """Return all boxes in a text (see `to_plain`) as x1, y1, x2, y2."""
     shapes = read_shapes(text, iter_json_boxes, find_text_boxes)
     return [replace(box, numbers=to_corners(box.numbers, order)) for box in shapes] if shapes else shapes
 
@@ -76,7 +76,7 @@ PLAIN_POINT = PointForm()
 
 
 def read_points(text: str, form: PointForm = PLAIN_POINT) -> Shapes:
-    """Return all points in a `to_plain` text, in order."""
+    """Return all points in a text (see `to_plain`), in order."""
     return read_shapes(text, lambda value: iter_json_points(value, form), lambda lower: find_text_points(lower, form))
 
 
@@ -92,7 +92,7 @@ def read_shapes(
 
 
 def unwrap(value: Any) -> Any:
-    """Return the value of an object with only one key: `{"boxes": []}` → `[]`. Return other values unchanged."""
+    """Return the inner value of an object with only one key, `{"boxes": []}` → `[]`, and any other value unchanged."""
     return next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
 
 
@@ -204,12 +204,12 @@ def find_text_points(text: str, form: PointForm) -> list[PlaneShape]:
 
 
 def find_groups(text: str, metres: float = 1.0) -> list[tuple[float, ...]]:
-    """Return the numbers in each innermost pair of brackets that contains only numbers."""
+    """Return one tuple for each innermost pair of brackets that contains only numbers."""
     return [parse_values(match[1], metres) for match in GROUP.finditer(text)]
 
 
 def find_rows(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[PlaneShape]:
-    """Return the shapes of a text that consists only of rows with one of `sizes` numbers each; otherwise [].
+    """Return one shape per row if the text consists only of rows of numbers, each with a count in `sizes`; otherwise [].
 
     Rows are separated by line breaks, `;`, `->` or tags.
     """
@@ -220,7 +220,7 @@ def find_rows(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[Plan
 
 
 def parse_values(text: str, metres: float) -> tuple[float, ...]:
-    """Return the numbers of a group; lengths with a unit are converted to the unit of `metres` metres."""
+    """Return the numbers in a group. Numbers with a unit of length are converted to a unit that is `metres` metres long."""
     return tuple(
         float(value) * (METRES[unit] / metres if unit in METRES else 1.0) for value, unit in VALUE.findall(text)
     )

@@ -1,7 +1,7 @@
-"""Parser of time spans: `from 00:12 to 00:15`, `[12.0, 15.0]`, `{"start": 12, "end": "0:15"}`, `<start>12</start> …`.
+"""Parser for time spans: `from 00:12 to 00:15`, `[12.0, 15.0]`, `{"start": 12, "end": "0:15"}`, `<start>12</start> …`.
 
-The parser first finds times; the text before, between and after two times then decides whether they form a span. Every check
-examines a bounded part of the text, so the running time is linear in the length of the text.
+The parser first finds times. The text before, between and after two consecutive times then decides whether they form a span.
+Every check examines a bounded part of the text, so the running time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNITS = {
     "ms": (0.001, r"(?:ms|msecs?|milliseconds?)"),
     "s": (1.0, r"s(?:ec(?:ond)?s?)?"),
 }
-"""Seconds per unit, and the pattern of the unit's spellings in lower case (texts are converted to lower case)."""
+"""Unit → its length in seconds, and the pattern for its spellings in lower case (texts are lower-cased first)."""
 HOURS, MINUTES, MILLISECONDS, SECONDS = (rf"({NUMBER})[\s-]?{written}(?![a-z])" for _, written in UNITS.values())
 AND = r"[\s,]{0,2}(?:and\s)?"
 CLOCK = r"(?:([0-9]{1,3}):)?([0-9]{1,4}):([0-9]{1,2}(?:\.[0-9]{1,9}|,[0-9]{3}(?![0-9:]))?)(?:\s?s(?:ec)?(?![a-z]))?"
@@ -34,7 +34,7 @@ TIME = re.compile(
 PART = re.compile("|".join(rf"(?P<{unit}>{NUMBER})[\s-]?{written}(?![a-z])" for unit, (_, written) in UNITS.items()))
 
 WINDOW = 80
-"""Number of characters around a time that are examined."""
+"""Number of characters that are examined before, between and after two times."""
 WORD = re.compile(r"[a-z][a-z_]*|-{1,3}>|=>|-{1,3}|\.{2,3}|[~/]")
 TO = {"to", "until", "till", "til", "through", "thru", "->", "-->", "--->", "=>", "-", "--", "---", "..", "...", "~"}
 EMPTY_WORDS = (
@@ -42,7 +42,7 @@ EMPTY_WORDS = (
     "second seconds sec secs s min mins minute minutes t and then lasts lasting running up all way also or"
 )
 FILLING = set(EMPTY_WORDS.split())
-"""Words that do not change the meaning."""
+"""Words that do not change the meaning of a text."""
 GOING_ON = "when while as where during with for that which this after before i he she they there"
 FOLLOWING = FILLING | set(GOING_ON.split())
 """Words that may follow a span whose times have no units."""
@@ -66,7 +66,7 @@ TIME_WORDS = re.compile(r"(?:time(?:stamp)?|timestamps|seconds?|secs?|at|s)\Z")
 
 
 def read_spans(text: str) -> list[Span] | None:
-    """Return all spans in a `to_plain` text; [] if the text states that none exist, None if it could not be parsed."""
+    """Return all spans in a text (see `to_plain`); [] if it states that there are none, None if it could not be parsed."""
     values = find_json_values(text)
     spans_read = [span for value in values for span in iter_json_spans(value)]
     if not spans_read and (is_none_answer(text) or (values and not any(has_content(value) for value in values))):
@@ -107,7 +107,7 @@ def reduce_key(key: Any) -> str:
 
 
 def parse_json_time(value: Any) -> float | None:
-    """Convert a number of seconds, or a string that consists of a single time, to seconds; return None for other values."""
+    """Convert a number of seconds, or a string that consists of a single time, to seconds; return None for anything else."""
     if not isinstance(value, str):
         return to_finite_float(value)
     match = TIME.search(value[:WINDOW].lower())
@@ -125,7 +125,7 @@ class Time:
     end: int
     value: float
     unit: float | None
-    """Number of seconds in the time's first unit, 1 for a clock time; None for a number without a unit."""
+    """Length in seconds of the time's first unit (1 for a clock time); None for a number without a unit."""
 
     @classmethod
     def of(cls, match: re.Match[str]) -> Time:
@@ -141,14 +141,19 @@ class Time:
         return cls(match.start(), match.end(), sum(unit * count for unit, count in parts), parts[0][0])
 
     def seconds(self, unit: float | None = None) -> float:
-        """Return the time in seconds; a number without a unit has the `unit` of the other time of the span (None: seconds)."""
+        """Return the time in seconds.
+
+        Args:
+            unit: length in seconds of the unit to assume for a number without one, namely the unit of the span's other time;
+                None means seconds.
+        """
         return self.value * (unit or 1.0) if self.unit is None else self.value
 
 
 def find_text_spans(text: str, *, whole: bool = False) -> list[Span]:
-    """Return the spans in a lower-case text. Spans of two numbers without units count only if there are no others.
+    """Return the spans in a lower-case text. Spans that are only vaguely stated count only if there are no clear ones.
 
-    If `whole` is true, return a span only if it makes up the complete text.
+    If `whole` is true, return a span only if it makes up the entire text.
     """
     times = [Time.of(match) for match in TIME.finditer(text)]
     if whole and (len(times) != 2 or find_words(text) - FILLING - TO - {"from", "between"}):
@@ -168,7 +173,7 @@ def find_text_spans(text: str, *, whole: bool = False) -> list[Span]:
 
 
 def find_relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None:
-    """Return how clearly two consecutive times form a span, `clear` or `vague`; None if they do not form one."""
+    """Return how clearly two consecutive times form a span: `clear`, `vague`, or None if they do not form one."""
     gap = text[first.end : second.start]
     before, behind = text[max(0, first.start - WINDOW) : first.start], text[second.end : second.end + WINDOW]
     if len(gap) > WINDOW or re.search(r"-\s?\Z", before) or re.match(r"\s?-\s?[0-9]", behind):
@@ -194,7 +199,7 @@ def find_relation(text: str, first: Time, second: Time, *, alone: bool) -> str |
 
 
 def select_words(text: str) -> Sequence[str]:
-    """Return the words and signs that carry meaning."""
+    """Return the words and signs that carry meaning, in order."""
     return [word for word in WORD.findall(text) if word not in FILLING and word != "/"]
 
 

@@ -1,1 +1,1 @@
-"""Code shared by all trainers: preflight checks, opening a run, validation, bookkeeping of steps, checkpoints and exports."""
+"""Code shared by all trainers: preflight checks, run setup, validation, step accounting, checkpoints and exports."""

@@ -1,4 +1,4 @@
-"""Generated answers and their references: metrics, files and display."""
+"""Generated answers and their references: their metrics, their files, and how they are displayed."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ class GeneratedAnswer:
     modality: str
     """Modality of the sample: `text`, `image` or `video`. A sample with both images and videos counts as `video`."""
     kind: str | None
-    """Value of `meta["kind"]` of the sample; None if it has none."""
+    """The sample's `meta["kind"]`; None if the sample has no kind."""
     prompt: str
     completion: str
     reference: str | None
     correct: bool | None
-    """Whether the answer is correct. None, like `reference`, if the row has no reference answer."""
+    """Whether the answer is correct; None if the row has no reference answer, in which case `reference` is None as well."""
     finish_reason: str
     media: list[str]
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Rewards by function name, with the weighted sum under ""; empty if the run has no rewards. A reward is None if
     its function does not apply to the row."""
     data_source: str | None = None
-    """Value of `meta["data_source"]` of the sample; None if it has none."""
+    """The sample's `meta["data_source"]`; None if the sample has no data source."""
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The result of a validation, equal on all ranks. `sheets` maps row numbers of displayed answers to contact sheets."""
+    """The result of a validation, identical on all ranks. `sheets` maps row numbers of displayed answers to contact sheets."""
 
     metrics: dict[str, float]
     answers: list[GeneratedAnswer]
     sheets: dict[int, Image.Image]
 
     def summary(self, step: int) -> str:
-        """Return the line for the log.
+        """Return a one-line summary for the log.
 
         Example: `validation at step 60: loss 0.1234, reward 1.4375, accuracy 93.8 % (image 95.3 %, video 92.2 %)`.
         """
@@ -123,10 +123,10 @@ def compute_mean_rewards(answers: Sequence[GeneratedAnswer]) -> dict[str, float]
 def summarise_rewards(
     rewards: Sequence[Mapping[str, float | None]], sources: Sequence[str | None], prefix: str
 ) -> dict[str, float]:
-    """Compute means of rewards: `<prefix>/mean` for the weighted sum, which has the name "", and `<prefix>/<function>/mean`.
+    """Compute mean rewards: `<prefix>/mean` for the weighted sum (whose key is ""), and `<prefix>/<function>/mean`.
 
-    Completions without a reward (None) do not count; their share is `<prefix>/<function>/none_fraction`, which is omitted
-    if it is 0. Rows with a data source also count in `<prefix>/<function>/mean/<source>`.
+    Completions without a reward (None) are excluded. `<prefix>/<function>/none_fraction` is the share of such completions;
+    it is omitted if it is 0. Rows with a data source also count in `<prefix>/<function>/mean/<source>`.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for completion_rewards in rewards for name in completion_rewards):
@@ -165,7 +165,7 @@ def get_question(sample: Sample) -> str:
 
 
 def get_data_source(sample: Sample) -> str | None:
-    """Return the name of the sample's data set (its field `data_source`), by which metrics are broken down."""
+    """Return the name of the sample's data set, `meta["data_source"]`, by which metrics are broken down; None if unset."""
     source = sample.meta.get("data_source")
     return None if source is None else str(source)
 

@@ -1,4 +1,4 @@
-"""Contact sheets: images that show the media that the model saw side by side, with the text below them."""
+"""Contact sheets: images that show, side by side, the media that the model saw, with the text below."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS, SAMPLE_FRAMES, MAX_TEXT = 2, 4, 600
 
 
 def draw_contact_sheet(media: Sequence[Medium], text: str) -> Image.Image:
-    """Draw `media` as decoded for the encoder, with the wrapped `text` below. Long videos are reduced to evenly spaced frames."""
+    """Draw `media` as decoded for the encoder, with the wrapped `text` below. Long videos are thinned to evenly spaced frames."""
     thumbnails = [make_thumbnail(frame) for medium in media for frame in get_frames(medium)]
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, CHARACTERS) or [""]]
     per_row = WIDTH // (THUMBNAIL + 4)
@@ -42,12 +42,12 @@ def get_frames(medium: Medium) -> list[Image.Image]:
 
 
 def make_thumbnail(image: Image.Image) -> Image.Image:
-    """Scale an image up or down to fit into a square with sides of `THUMBNAIL` pixels."""
+    """Scale an image up or down to fit into a square of `THUMBNAIL` x `THUMBNAIL` pixels."""
     scale = THUMBNAIL / max(image.size)
     return image.convert("RGB").resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
 
 
-# ---------------------------------------------------------------- sheets of samples that have not been encoded
+# ---------------------------------------------------------------- sheets for samples that have not been encoded
 
 
 def draw_sample_sheets(samples: Sequence[Sample]) -> Image.Image:
@@ -78,7 +78,7 @@ def draw_sample_sheet(sample: Sample) -> Image.Image:
 
 
 def load_thumbnail(kind: str, path: str) -> Medium:
-    """Decode an image, or a few frames of a video, at the size of a thumbnail."""
+    """Decode an image, or a few frames of a video, at thumbnail size."""
     if kind == "image":
         return make_thumbnail(load_image(path))
     info = probe_video(path)

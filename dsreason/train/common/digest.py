@@ -17,14 +17,14 @@ MOST_ROWS = 256
 
 
 def compute_rows_digest(count: int, content: Callable[[int], Any]) -> dict[str, Any]:
-    """Return the number of rows and a hash of up to 256 evenly spaced rows: `{"count": 2560, "digest": "…"}`."""
+    """Return the row count and a hash of up to 256 evenly spaced rows: `{"count": 2560, "digest": "…"}`."""
     contents = [content(row) for row in pick_evenly(count, MOST_ROWS)]
     text = json.dumps(contents, sort_keys=True, default=str)
     return {"count": count, "digest": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}
 
 
 def compute_samples_digest(samples: SampleDataset) -> dict[str, Any]:
-    """Return a digest of the rows' texts and media file names. Folder names are ignored, so the data may be moved."""
+    """Return the row count and a digest of texts and media file names. Folder names are ignored, so the data may be moved."""
 
     def read_content(row: int) -> Any:
         try:

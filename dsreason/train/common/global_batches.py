@@ -1,4 +1,4 @@
-"""Global batches for SFT and DPO: their order, the training loop over them, and the metrics of each step."""
+"""Global batches for SFT and DPO: their order, the training loop over them, and each step's metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 B = TypeVar("B", bound=StepBatches)
 
 MANY = 0.5
-"""Minimum share of skipped rows for a warning."""
+"""Share of skipped rows from which a warning is logged."""
 ADVICE = (
     "the log names each row and the reason after `skipped:`; for rows that are too long, raise model.max_length or lower "
     "data.vision.fps or data.vision.max_pixels; correct or remove the others"
@@ -35,11 +35,11 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows of one or more steps, over all ranks."""
+    """Row counts for one or more steps, over all ranks."""
 
     steps: int
     empty_steps: int
-    """Number of steps without a trained token."""
+    """Number of steps that had no token to train on."""
     rows: int
     skipped: int
 
@@ -53,13 +53,13 @@ class RowCounts:
 
 
 def count_rows(batches: StepBatches) -> RowCounts:
-    """Count the rows of a step."""
+    """Count a step's rows."""
     skipped = len(batches.skipped)
     return RowCounts(1, int(batches.num_tokens == 0), batches.num_samples + skipped, skipped)
 
 
 def find_row_problems(counts: RowCounts) -> dict[str, str]:
-    """Return warnings keyed by kind: one for steps without a trained token, and one for many skipped rows."""
+    """Return warnings keyed by problem: "empty" for steps with nothing to train on, "skipped" for many skipped rows."""
     problems, steps = {}, f"{counts.steps} step{'s' * (counts.steps > 1)}"
     if counts.empty_steps:
         problems["empty"] = (
@@ -83,14 +83,14 @@ def build_step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> 
 
 
 def check_steps(order: StepOrder, config: SFTConfig | DPOConfig) -> None:
-    """Raise ConfigError if a step to profile is outside the run. Log warnings about the number of steps."""
+    """Raise ConfigError if the run never reaches a step to be profiled. Log warnings about the number of steps."""
     check_profiled_steps(config.monitor.profile, order.num_steps)
     for note in list_step_warnings(order, config):
         log.warning("%s", note)
 
 
 def list_step_warnings(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
-    """Return warnings about the number of steps; none of them stops the run."""
+    """Return warnings about the number of steps; they do not stop the run."""
     notes = []
     unused_rows = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
     if unused_rows and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
@@ -106,7 +106,7 @@ def list_step_warnings(order: StepOrder, config: SFTConfig | DPOConfig) -> list[
 def train_on_loader(
     run: TrainingRun[J], loader: Iterable[B], train_on_batches: Callable[[B], None], validate: Validate
 ) -> None:
-    """Train on the batches of each step that `loader` yields, then finish the run."""
+    """Train on each global batch that `loader` yields, then finish the run."""
     watch = LearningWatch(find_row_problems)
     with run.save_before_error():
         run.begin_steps(validate)
@@ -121,7 +121,7 @@ def train_on_loader(
 
 
 def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:
-    """Yield the batches of each step; time spent waiting for them counts as the watchdog's phase `data`."""
+    """Yield each step's batches. The time spent waiting for them counts towards the watchdog's `data` phase."""
     batches = iter(loader)
     while True:
         with watchdog.track_phase("data"):
@@ -143,7 +143,7 @@ def show_batches(
     """Log the metrics of the step that was just counted, and count its skipped rows.
 
     Args:
-        metrics: metrics of the step; entries are added in place.
+        metrics: the step's metrics; further metrics are added in place.
         shown: values to display in the progress bar.
         seconds: training time of the step, excluding the wait for its batches.
     """

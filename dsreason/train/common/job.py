@@ -35,12 +35,12 @@ from dsreason.train.common.run_folder import compare_rows, open_output_dir
 
 J = TypeVar("J", bound=JobConfig)
 D = TypeVar("D")
-"""Type of a trainer's data set."""
+"""Type of the trainer's data set."""
 
 
 @dataclass(kw_only=True)
 class TrainingJob(Generic[J]):
-    """The resources that a run opens on one rank before it loads a model."""
+    """The resources that each rank of a run opens before it loads the model."""
 
     config: J
     world: World
@@ -68,7 +68,7 @@ def open_job(
     resources.
 
     Args:
-        output_dir: folder of the run; if None, the ranks agree on a new folder named after `command`.
+        output_dir: the run folder; if None, the ranks agree on a new folder named after `command`.
         resume: checkpoint to continue from, `auto` for the newest, or None for a new run.
         check: checks data and model; called on rank 0 if a launcher other than dsreason started the ranks.
         find_model: returns the local model folder.
@@ -76,7 +76,7 @@ def open_job(
     world = init_world()
     stop = stack.enter_context(StopRequest())
     lock = stack.enter_context(FolderLock(report_and_exit))
-    # Closed after `shutdown`, so that no rank waits for an upload.
+    # Uploads are closed after `shutdown`, so that no rank has to wait for them.
     uploads = stack.enter_context(open_uploads(config.checkpoint, lambda: stop.name))
     stack.callback(shutdown)
     output_dir = broadcast_object(output_dir or build_default_output_dir(command))
@@ -122,7 +122,7 @@ def open_curves(
     validation: D,
     digest: Callable[[D], Mapping[str, Any]],
 ) -> Metrics:
-    """Write the run's record and open its metrics, which `stack` closes. Those of a resumed run continue after `state.step`.
+    """Write the run's record and open its metrics, which `stack` closes. A resumed run continues its curves after `state.step`.
 
     Args:
         digest: computes the digest of a data set; see `compute_rows_digest`.

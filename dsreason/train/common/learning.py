@@ -1,4 +1,4 @@
-"""Warnings about a run that cannot learn, with statistics of its recent steps and the likely causes."""
+"""Warnings about a run that cannot learn, with statistics from its recent steps and the likely causes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPEAT_AFTER = 100
 
 
 class Counts(Protocol):
-    """Counts over all ranks for one step; the sum of several counts describes several steps."""
+    """Counts over all ranks for one step. Adding the counts of several steps gives counts for all of them together."""
 
     def __add__(self, other: Any, /) -> Any: ...
 
@@ -32,16 +32,16 @@ class LearningWatch(Generic[C]):
     """A monitor that warns if a run cannot learn from its steps. Every rank must add the same counts."""
 
     find_problems: Callable[[C], dict[str, str]]
-    """Counts of several steps → warnings, keyed by the kind of problem."""
+    """Function from the counts of several steps to warnings, keyed by the kind of problem."""
     recent: deque[C] = field(default_factory=lambda: deque(maxlen=WINDOW))
     total: C | None = None
-    """Counts of all steps since this process started."""
+    """Sum of the counts of all steps since this process started."""
     num_steps: int = 0
     warned: dict[str, int] = field(default_factory=dict)
     """Kind of problem → step of its last warning."""
 
     def add(self, counts: C) -> None:
-        """Add the counts of a step. Log the problems of the last `WINDOW` steps, each at most every `REPEAT_AFTER` steps."""
+        """Add a step's counts, and log the problems of the last `WINDOW` steps, each at most once every `REPEAT_AFTER` steps."""
         self.num_steps += 1
         self.recent.append(counts)
         self.total = counts if self.total is None else self.total + counts

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 FIELDS = ("input_ids", "targets", "predictors", "position_ids", "mm_token_type_ids")
 MAX_SKIPPED = 10
-"""Number of consecutive steps with a NaN or infinite loss or gradient after which the run stops, because the weights
-must be at fault."""
+"""Number of consecutive steps with a NaN or infinite loss or gradient after which the run stops, because by then the
+weights must be at fault."""
 
 
 def build_finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
@@ -44,7 +44,7 @@ def build_finite_check(config: JobConfig, output_dir: Path, world: World, state:
 
 @dataclass
 class FiniteCheck:
-    """A check of each step's loss and gradient norm. Bad batches are saved in `folder`; a resumed run continues the counts."""
+    """A check of each step's loss and gradient norm. Bad batches are saved in `folder`. A resumed run continues the counts."""
 
     rule: Literal["stop", "skip"]
     folder: Path
@@ -71,11 +71,11 @@ class FiniteCheck:
         infinite loss may have a finite gradient, which is applied.
 
         Args:
-            names: returns, for each micro-batch, the sample names to save with it; None saves the ids of each `Batch`.
+            names: returns the sample names to save with each micro-batch; if None, the ids of each `Batch` are saved.
 
         Raises:
-            DsReasonError: the loss or gradient norm is not finite and the rule is "stop" (the message names the folder where
-                every rank has saved its batch), or this is the last of `MAX_SKIPPED` such steps in a row.
+            DsReasonError: the loss or gradient norm is not finite, and either the rule is "stop" (the message then names the
+                folder where every rank has saved its batch) or this is the last of `MAX_SKIPPED` such steps in a row.
         """
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         if math.isfinite(loss) and math.isfinite(norm):
@@ -135,7 +135,8 @@ def get_tensors(batch: Batch) -> dict[str, Tensor]:
             for segment in batch.segments
         ]
         tensors["segments"] = torch.tensor(rows)
-    if batch.part is not None:  # the pixels are only those of this rank's frames, whose patch grids are in `part_grids`
+    # If the batch is a part, it holds the pixels of only this rank's frames, whose patch grids are saved as `part_grids`.
+    if batch.part is not None:
         tensors["part"] = torch.tensor((batch.part.start, batch.part.end))
         if batch.part.media is not None:
             tensors["part_grids"] = batch.part.media.grids

@@ -1,4 +1,4 @@
-"""Functions that open a run of a vision-language model: its data, its policy engine and its sampler."""
+"""Setup of a vision-language run: its data, its policy engine and its sampler."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def open_policy_job(
     check: Callable[[C], object],
     stack: ExitStack,
 ) -> tuple[TrainingJob[C], TrainingRows]:
-    """Join the job, and open the data and everything else that needs no model, until `stack` closes. Collective.
+    """Join the job, and open the data and everything else that does not need the model. Collective; `stack` closes it all.
 
     Args:
-        output_dir: folder of the run; if None, the ranks agree on a new folder named after `command`.
+        output_dir: the run folder; if None, the ranks agree on a new folder named after `command`.
         resume: checkpoint to continue from, `auto` for the newest, or None for a new run.
         check: checks data and model; called on rank 0 if a launcher other than dsreason started the ranks.
     """
@@ -119,7 +119,7 @@ def build_policy_engine(
 
 
 def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
-    """Load the checkpoint to continue from, and return the state that the run starts with; see `start_state`."""
+    """Load the checkpoint to continue from, if any, and return the state that the run starts with; see `start_state`."""
     config, model_path = job.config, job.model_path
     adapter = describe_adapter(engine, config, model_path) if config.lora.rank else None
     state = start_state(
@@ -133,7 +133,7 @@ def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
 
 
 def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Path) -> SavedAdapter:
-    """Return the description of the trained adapters that checkpoints contain. Collective."""
+    """Return the description of the trained adapters that is stored in checkpoints. Collective."""
     base, revision, model = config.model.path, config.model.revision, engine.module.model
     names = {"base_model_name_or_path": base if is_hub_name(base) else str(model_path.resolve()), "revision": revision}
     return SavedAdapter(
@@ -159,13 +159,13 @@ def start_policy_run(
     bucket_mb: float = BUCKET_MB,
     offload: OffloadMode = "always",
 ) -> tuple[TrainingRun[C], Sampler]:
-    """Open the record, curves, rollout engine and checkpoints of a run until `stack` closes. Collective.
+    """Open a run's record, curves, rollout engine and checkpoints; `stack` closes them. Collective.
 
     The curves of a resumed run continue after the step of `state`.
 
     Args:
-        engine: engine of the policy.
-        settings: settings of the rollout engine.
+        engine: the policy's engine.
+        settings: settings for the rollout engine.
         state: state that the run starts with.
         scorer: opened after the rollout engine, which must reserve its share of the GPU first.
         bucket_mb: maximum MiB of weights that a weight sync gathers at a time.

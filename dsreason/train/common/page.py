@@ -1,4 +1,4 @@
-"""The page `run.html` of a run, which rank 0 writes during training and at the end."""
+"""A run's page, `run.html`, which rank 0 writes during training and at the end."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from dsreason.errors import DsReasonError
 log = logging.getLogger(__name__)
 
 REST = 100
-"""Minimum time between two pages, as a multiple of the time that it takes to write one; it limits the cost to 1 %."""
+"""Minimum time between two writes of the page, as a multiple of the time that a write takes; it limits the cost to 1 %."""
 
 
 @dataclass
 class RunPage:
-    """The page of the run in `folder`. An error while it is written only causes a warning."""
+    """The page of the run in `folder`. If it cannot be written, a warning is logged and training continues."""
 
     folder: Path
     seconds: float = 0.0
-    """Time that the last page took."""
+    """Seconds that the last write took."""
     written: float = field(default_factory=time.perf_counter)
 
     def update(self) -> None:
-        """Write the page, unless the last one was written only recently."""
+        """Write the page, unless it was written only recently (see `REST`)."""
         if time.perf_counter() - self.written >= REST * self.seconds:
             self.write()
 
     def write(self) -> None:
-        from dsreason.report.page import write_run_page  # imports scipy and others, which every rank would wait for
+        # At module level, these imports would load scipy and other slow packages on every rank.
+        from dsreason.report.page import write_run_page
         from dsreason.report.run_files import open_run
 
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Preflight checks that do not load the model: model folder, freeze patterns, data rows and media headers."""
+"""Preflight checks that run without loading the model: model folder, freeze patterns, data rows and media headers."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 LOW_ADAPTER_LR = 5e-6
 MAX_SECONDS = 30.0
-"""Time limit for checking rows, in seconds. In a large data set, rows that remain unchecked are checked when they are
-used."""
+"""Time limit for checking rows, in seconds. Rows of a large data set that remain unchecked are checked when they are used."""
 
 
 def check_model(config: RunConfig) -> Encoder:
@@ -148,7 +147,7 @@ def check_adapters(config: RunConfig, model_path: Path) -> None:
 
 
 def list_adapter_warnings(optim: OptimConfig) -> list[str]:
-    """Return warnings about settings that are unsuitable for adapters; none of them stops the run."""
+    """Return warnings about settings that are unsuitable for adapters; they do not stop the run."""
     notes = []
     if optim.lr < LOW_ADAPTER_LR:
         notes.append(
@@ -164,10 +163,10 @@ def list_adapter_warnings(optim: OptimConfig) -> list[str]:
 
 
 def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = False) -> None:
-    """Raise a ConfigError that lists all upload targets that do not accept uploads.
+    """Raise ConfigError if any upload target does not accept uploads; the message lists all such targets.
 
     Args:
-        checkpoint: checkpoint that the run continues from; if set, a target may be temporarily unreachable.
+        checkpoint: checkpoint that the run continues from; if set, targets may be temporarily unreachable.
         create: whether to create repositories that do not exist.
     """
     problems = []
@@ -181,9 +180,9 @@ def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = F
 
 
 def check_resume(config: JobConfig, resume: str | None) -> Path | None:
-    """Return the checkpoint to continue from, after checking without a model that it is complete and has the same ZeRO stage.
+    """Return the checkpoint to continue from, after checking, without a model, that it is complete and has the same ZeRO stage.
 
-    Only sizes are checked here; the ranks read the files. With `auto`, a checkpoint that lacks files is passed over.
+    This check compares only file sizes; the ranks verify the contents later. With `auto`, incomplete checkpoints are skipped.
 
     Raises:
         CheckpointError: the run cannot be resumed from the checkpoint.
@@ -208,7 +207,7 @@ def check_resume(config: JobConfig, resume: str | None) -> Path | None:
 
 
 def check_deepspeed(config: JobConfig) -> None:
-    """Raise ConfigError, naming file and keys, if DeepSpeed rejects the JSON; DeepSpeed's own errors rarely name the key."""
+    """Raise ConfigError if DeepSpeed rejects the JSON. The message names the file and the keys; DeepSpeed's own rarely does."""
     name, settings = config.deepspeed, build_trial_settings(config.deepspeed, config)
     error = find_deepspeed_error(settings)
     if error is None:
@@ -225,7 +224,7 @@ def check_deepspeed(config: JobConfig) -> None:
 def find_rejected_parts(
     section: dict[str, Any], path: tuple[str, ...] = ()
 ) -> list[tuple[tuple[str, ...], Any, Exception]]:
-    """Return the key path, value and error of each smallest part of a configuration that DeepSpeed rejects on its own."""
+    """Find the innermost keys and sections that DeepSpeed rejects on their own; return each with its key path and the error."""
     problems = []
     for key, value in section.items():
         document: dict[str, Any] = {key: value}
@@ -288,12 +287,12 @@ def check_dataset(
 ) -> list[str]:
     """Check rows and their media headers, without decoding media, for at most `MAX_SECONDS`.
 
-    The order of the rows ensures that a partial check still covers the entire data set. Unusable rows are reported in the order
-    of the data set, grouped by reason.
+    Rows are checked in an order that spreads even a partial check over the entire data set. Unusable rows are reported
+    in data set order, grouped by reason.
 
     Args:
-        name: name of the data set in messages.
-        check: additional check of a sample; raises DataError to reject the sample.
+        name: name of the data set, for messages.
+        check: additional check for each sample; raises DataError to reject it.
 
     Returns:
         One message for each row that is skipped because of `data.on_bad_row` or `model.on_too_long`. They are also logged.
@@ -340,14 +339,14 @@ def check_dataset(
 
 
 def log_column_use(dataset: SampleDataset) -> None:
-    """Log what the adapters do with the columns of their rows; ignored columns are a warning."""
+    """Log how the data adapters use the columns of their rows; ignored columns are logged as a warning."""
     for source in dataset.sources:
         use = find_column_use(source)
         log.log(logging.WARNING if use.ignored else logging.INFO, "%s", use.describe())
 
 
 def order_coarse_to_fine(count: int) -> list[int]:
-    """Order 0 … count - 1 from coarse to fine, so that any prefix covers the entire range: 5 → [0, 4, 2, 1, 3]."""
+    """Order 0 … count - 1 from coarse to fine, so that any prefix spans the entire range: 5 → [0, 4, 2, 1, 3]."""
     order: dict[int, None] = {}
     step = max(1, count - 1)
     while len(order) < count:

@@ -1,4 +1,4 @@
-"""The training run on one rank: the work between steps that is the same for all trainers."""
+"""A training run on one rank: the work between steps that all trainers have in common."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dsreason.train.common.saving import Checkpoints, WriteExport
 log = logging.getLogger(__name__)
 
 TRIAL_STEPS = 2
-"""Maximum number of steps of a trial run, which only tests the setup and is not expected to learn anything."""
+"""Maximum number of steps in a trial run, which only tests the setup and is not expected to learn anything."""
 IDLE_STEPS = "idle_steps"
 """Key in `TrainerState.extra`: number of steps that had nothing to learn from."""
 UNVALIDATED = "unvalidated"
@@ -41,13 +41,13 @@ UNVALIDATED = "unvalidated"
 
 
 class ValidationOutcome(Protocol):
-    """The result of a validation, equal on all ranks."""
+    """The result of a validation, identical on all ranks."""
 
     @property
     def metrics(self) -> dict[str, float]: ...
 
     def summary(self, step: int) -> str:
-        """Return the line for the log."""
+        """Return a one-line summary for the log."""
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
         """Write everything except the metrics: answers, contact sheets and clips."""
@@ -61,9 +61,10 @@ Validate: TypeAlias = Callable[[int], ValidationOutcome | None]
 class TrainingRun(Generic[J]):
     """A run from its first step to its last. It counts and logs steps, validates the policy and saves checkpoints.
 
-    A trainer calls `begin_steps` first; then, for each step, `poll_checkpoint`, `count_step` and `show_step`; after one or
-    more steps, `finish_steps`; and at the end, `finish`, all of it within `save_before_error`. The forward and backward passes
-    and the optimizer step, up to `count_step`, are within `track_step`. `state` is the run's progress.
+    A trainer calls `begin_steps` first. For each step, it then calls `poll_checkpoint`, `count_step` and `show_step`; after
+    one or more steps, `finish_steps`; and at the end, `finish`. All of these calls are made within `save_before_error`. The
+    forward and backward passes and the optimizer step, up to `count_step`, run within `track_step`. `state` is the run's
+    progress.
     """
 
     job: TrainingJob[J]
@@ -77,11 +78,11 @@ class TrainingRun(Generic[J]):
     total_steps: int
     state: TrainerState
     page: RunPage | None = None
-    """None on ranks other than 0, and for world models, whose validation writes their page."""
+    """The run's page; None on ranks other than 0, and for world models, whose page is written by their validation."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Message that names a skipped row → number of times that the row was skipped since this process started."""
+    """Message that names a skipped row → number of times that the row has been skipped since this process started."""
     is_in_step: bool = False
-    """Whether a step has begun and not finished, so that the weights may be updated on some ranks and not on others."""
+    """Whether a step has begun but not finished, in which case only some ranks may have updated their weights."""
 
     @property
     def learning_rate(self) -> float:
@@ -105,8 +106,9 @@ class TrainingRun(Generic[J]):
 
         A MismatchError counts as an error between two steps, because no rank has updated its weights yet.
 
-        Saving is collective, so nothing is saved unless all ranks end with such an error within seconds. Functions that wait
-        for data, rewards or a teacher therefore raise a rank's error on all ranks (`share_errors`), and so end stop requests.
+        Saving is collective, so nothing is saved unless all ranks fail in this way within seconds of each other. Functions
+        that wait for data, rewards or a teacher therefore raise one rank's error, or its stop request, on all ranks
+        (`share_errors`).
         """
         try:
             yield
@@ -120,7 +122,7 @@ class TrainingRun(Generic[J]):
 
     @contextmanager
     def track_step(self) -> Iterator[None]:
-        """Mark the block as an optimizer step, and apply its time limit. If the block fails, its state is never saved."""
+        """Mark the block as an optimizer step, and apply the time limit for steps. If the block fails, its state is not saved."""
         self.is_in_step = True
         with self.job.watchdog.track_phase("step"):
             yield
@@ -135,7 +137,7 @@ class TrainingRun(Generic[J]):
 
         Args:
             epoch: number of epochs completed, including a fraction.
-            extra: JSON values that the trainer needs after a resume; saved in checkpoints.
+            extra: JSON values to save in checkpoints, because the trainer needs them after a resume.
             learned: whether the step had anything to learn from: a trained token or an advantage other than 0.
         """
         step = self.engine.global_steps
@@ -153,7 +155,7 @@ class TrainingRun(Generic[J]):
         """Count skipped rows, and log each row once.
 
         Args:
-            rows: messages with the file, row number and reason of each skipped row.
+            rows: one message per skipped row, with its file, row number and reason.
         """
         for text in rows:
             if text not in self.skipped:
@@ -173,8 +175,8 @@ class TrainingRun(Generic[J]):
 
         Args:
             shown: values to display in the progress bar.
-            num_samples: number of samples on all ranks.
-            num_tokens: number of tokens on all ranks.
+            num_samples: number of samples in the step, over all ranks.
+            num_tokens: number of tokens in the step, over all ranks.
             seconds: duration of the entire step.
         """
         step = self.state.step
@@ -190,7 +192,7 @@ class TrainingRun(Generic[J]):
             self.metrics.log_scalars(step, values)
 
     def finish_steps(self, first: int, validate: Validate) -> None:
-        """Validate and save if either is due in one of the steps after `first`; stop if any rank has received a signal."""
+        """Validate and save, each if it was due in any step after `first`; stop if any rank has received a signal."""
         self.profiler.end()
         config, last = self.job.config, self.state.step == self.total_steps
         steps = range(first + 1, self.state.step + 1)
@@ -226,8 +228,8 @@ class TrainingRun(Generic[J]):
         return is_better and step > 0 and config.keep_best
 
     def finish(self, problems: Sequence[str] = ()) -> None:
-        """Write and upload all checkpoints and exports that are still missing, including an earlier job's, and print the
-        final messages.
+        """Write and upload all checkpoints and exports that are still missing, including those of an earlier job, and print
+        the final messages.
 
         Args:
             problems: reasons why the run may not have learned; printed first.
@@ -269,13 +271,13 @@ def start_run(
     with_frozen: bool = True,
     page: RunPage | None = None,
 ) -> TrainingRun[J]:
-    """Open the run with its progress bar, profiler and checkpoints until `stack` closes. Every rank must call this.
+    """Open the run with its progress bar, profiler and checkpoints; `stack` closes them. Every rank must call this.
 
     Args:
         export_file: see `Checkpoints`.
-        averages: averages of the weights that checkpoints also contain, by name.
+        averages: weight averages to include in checkpoints, by name.
         with_frozen: whether checkpoints contain the weights that are not trained.
-        page: page of the run; see `TrainingRun`.
+        page: the run's page; see `TrainingRun`.
     """
     config, world = job.config, job.world
     folder, background = job.output_dir / "checkpoints", config.checkpoint.background

@@ -1,4 +1,4 @@
-"""The output folder of a run: its lock, the ranks that share it, and the checkpoint that the run continues from."""
+"""A run's output folder: its lock, the ranks that share it, and the checkpoint that the run continues from."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def open_output_dir(
 
 
 def find_folders(output_dir: Path, world: World) -> World:
-    """Create the output folder and return the world with the ranks that share it: all ranks, or only those of this host.
+    """Create the output folder. Return the world with the ranks that share the folder: all ranks, or only those on this host.
 
     Raises:
         ConfigError: a host cannot create the folder; raised on every rank.
@@ -123,11 +123,11 @@ def start_state(
     """Load the checkpoint, if there is one, and return the state that the run starts with.
 
     Args:
-        with_frozen: whether checkpoints of this run contain the weights that are not trained.
+        with_frozen: whether this run's checkpoints contain the weights that are not trained.
         adapter: description of this run's adapters; None if it trains none.
 
     Raises:
-        CheckpointError: the run trains adapters, and the checkpoint has none or those of another base model.
+        CheckpointError: the run trains adapters, but the checkpoint has none, or its adapters belong to a different base model.
     """
     if checkpoint is None:
         return TrainerState(model_path=str(model_path.resolve()), adapter=adapter)
@@ -139,14 +139,14 @@ def start_state(
     run_once_per_folder(world, lambda: set_aside_newer_checkpoints(run_checkpoints, checkpoint))
     if checkpoint.resolve().parent == run_checkpoints.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
-    # The best value so far belongs to a different metric, or its checkpoint is in another run's folder.
+    # The best value so far was measured with a different metric, or its checkpoint is in another run's folder.
     return replace(state, best_metric=None, best_step=None)
 
 
 def compare_rows(checkpoint: Path | None, current: Mapping[str, Any]) -> dict[str, Any]:
     """Return the digests of the rows that the run started with, and log a warning if the `current` digests differ.
 
-    A comparison of configurations does not reveal that files have changed.
+    Comparing configurations would not reveal changes in the files themselves.
     """
     record = find_run_record(checkpoint.parent.parent) if checkpoint is not None else None
     recorded = record.get("rows") if record is not None else None
@@ -168,7 +168,7 @@ def compare_rows(checkpoint: Path | None, current: Mapping[str, Any]) -> dict[st
 
 
 def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
-    """Raise CheckpointError if the checkpoint has no adapters, or if they were trained on a different base model."""
+    """Raise CheckpointError if the checkpoint has no adapters, or if its adapters were trained on a different base model."""
     saved = read_checkpoint(checkpoint).state.adapter
     if saved is None:
         raise CheckpointError(

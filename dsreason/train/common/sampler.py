@@ -1,4 +1,4 @@
-"""Handover of weights and GPU memory between the policy and the rollout engine that samples from it."""
+"""Handover of weights and GPU memory between the policy and the rollout engine on the same devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BUCKET_MB = 512.0
 
 @dataclass(frozen=True)
 class Sampler:
-    """A rollout engine and the policy that is trained on the same devices."""
+    """A rollout engine, together with the policy that is trained on the same devices."""
 
     rollout: RolloutEngine
     policy: DeepSpeedEngine
@@ -36,16 +36,16 @@ class Sampler:
     memory: MemoryLedger
     bucket_mb: float = BUCKET_MB
     watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
-    """The watchdog's method `track_phase`, which limits the duration of a phase."""
+    """The watchdog's `track_phase` method, which limits how long a phase may take."""
     times: dict[str, float] = field(default_factory=dict)
     """Durations of the last handover in seconds, by metric: `time/{offload,wake,sync,sleep,reload}`."""
 
     @contextmanager
     def awake(self, version: int) -> Iterator[RolloutEngine]:
-        """Offload the training state and wake the rollout engine with the policy's weights; undo both afterwards. Collective.
+        """Offload the training state and wake the rollout engine with the policy's weights; undo both on exit. Collective.
 
         Args:
-            version: version of the weights, which is recorded in the completions sampled with them.
+            version: version of the weights, recorded in the completions that are sampled with them.
         """
         with self._time_phase("offload"):
             self.offload.offload()
@@ -57,7 +57,7 @@ class Sampler:
         try:
             with self.memory.track_phase("generate"):
                 yield self.rollout
-        except DsReasonError:  # the last step can be saved, for which the training state must be complete again
+        except DsReasonError:  # the last step may now be saved, which needs the complete training state
             self._rest()
             raise
         self._rest()
@@ -86,7 +86,7 @@ def open_sampler(
     mode: OffloadMode = "always",
     vllm_share: float | None = None,
 ) -> Sampler:
-    """Start the rollout `engine` on the same devices as the policy; it runs until `stack` closes. Every rank must call this.
+    """Start the rollout `engine` on the policy's devices; it runs until `stack` closes. Every rank must call this.
 
     Args:
         engine: context manager that starts the rollout engine.
@@ -95,7 +95,7 @@ def open_sampler(
         vllm_share: value of `rollout.gpu_memory_utilization`; None for an engine without a fixed share of the GPU.
     """
     offload = open_offload(policy, mode, vllm_share, int(bucket_mb * 2**20), watchdog.world.size)
-    offload.offload()  # vLLM's start fails unless its share of the GPU is free
+    offload.offload()  # vLLM fails to start unless its share of the GPU is free
     rollout = stack.enter_context(engine)
     offload.reload()
     return Sampler(rollout, policy, offload, MemoryLedger(watchdog.world.device), bucket_mb, watchdog.track_phase)
@@ -104,10 +104,10 @@ def open_sampler(
 def open_offload(
     policy: DeepSpeedEngine, mode: OffloadMode, vllm_share: float | None, bucket_bytes: int, num_ranks: int
 ) -> StateOffload:
-    """Choose how much training state to offload, the maximum of what any rank needs, and log the decision. Collective.
+    """Choose how much training state to offload (the most that any rank needs), and log the decision. Collective.
 
     Raises:
-        ConfigError: the mode is "never", and vLLM's share of the GPU does not fit next to the training state.
+        ConfigError: the mode is "never", but vLLM's share of the GPU does not fit next to the training state.
     """
     offload = StateOffload(policy)
     if not offload.is_active or vllm_share is None:

@@ -1,4 +1,4 @@
-"""Functions that save checkpoints and exports during a run, after a signal or an error, and at the end of the run."""
+"""Saving of checkpoints and exports: during a run, after a signal or an error, and at the end of the run."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ WriteExport: TypeAlias = Callable[[Path, Literal["bf16", "fp32"], TrainerState],
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints and exports of a run. Every rank must make the same calls, each with the run's current state."""
+    """A run's checkpoints and exports. Every rank must make the same calls, each with the run's current state."""
 
     job: TrainingJob[Any]
     writer: CheckpointWriter
     write_export: WriteExport
     export_file: str
-    """Name of the file that marks a complete export; its modification time is used as the export's."""
+    """Name of the file that marks a complete export; its modification time stands for that of the export."""
     metrics: Metrics
     progress: Progress
     total_steps: int
     exported: set[Path] = field(default_factory=set)
-    """Exports that this job has written, which it need not check."""
+    """Exports that this job has written, so it does not check them for damage."""
 
     @property
     def folder(self) -> Path:
@@ -80,7 +80,7 @@ class Checkpoints:
         self.metrics.log_scalars(step, {"time/save": time.perf_counter() - started})
 
     def export_resumed(self, state: TrainerState) -> None:
-        """Write the export of the resumed checkpoint if the earlier job was killed before it wrote the export."""
+        """Write the export for the resumed checkpoint if the earlier job was killed before it could write it."""
         checkpoint, output = self.folder / format_step(state.step), self.exports / format_step(state.step)
         if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not is_sound(output / self.export_file)):
             self.export(output, state, last=False)
@@ -92,10 +92,10 @@ class Checkpoints:
             raise Stopped(f"stopped by {name}")
 
     def save_before_error(self, error: DsReasonError, state: TrainerState) -> None:
-        """Save the last finished step unless it is saved already, and add the outcome to the message of `error`.
+        """Save the last finished step unless it has already been saved, and add the outcome to the message of `error`.
 
         Raises:
-            SaveError: the step could not be saved, and `error` is only a request to stop.
+            SaveError: the step could not be saved, and `error` was only a request to stop.
         """
         step, is_stop = state.step, isinstance(error, Stopped)
         outcome = "is saved"
@@ -122,7 +122,7 @@ class Checkpoints:
         error.args = (f"{text}{advice}",)
 
     def save_if_missing(self, state: TrainerState) -> None:
-        """Complete the pending checkpoint, then write one of the current step if there is none. Return once it is complete."""
+        """Complete the pending checkpoint, then write one for the current step if it has none. Return once it is complete."""
         checkpoint = self.folder / format_step(state.step)
         with self.job.watchdog.track_phase("checkpoint"), self.progress.track_phase("saving checkpoint"):
             self.upload_and_prune(self.writer.wait(), state)
@@ -131,14 +131,14 @@ class Checkpoints:
                 self.upload_and_prune(self.writer.wait(), state)
 
     def upload_and_prune(self, written: Path | None, state: TrainerState) -> None:
-        """Upload the checkpoint `written`, if any, and delete the checkpoints beyond `checkpoint.keep`."""
+        """Upload the checkpoint `written`, if any, and delete old checkpoints beyond `checkpoint.keep`."""
         job = self.job
         if written is None or not job.world.is_first_of_folder:
             return
         config = job.config.checkpoint
         self.metrics.log_scalars(state.step, {"time/save_complete": self.writer.completing})
         job.uploads.add(written, last=written.name == format_step(self.total_steps))
-        # The best checkpoint may not be on disk yet; until then, also keep the one that was best when `written` was saved.
+        # The best checkpoint may not be on disk yet. Until it is, also keep the one that was best when `written` was saved.
         bests = {state.best_step, read_state(written).state.best_step} if config.keep_best else set()
         spared = {self.folder / format_step(best) for best in bests if best} | job.uploads.list_in_use()
         self.writer.prune(config.keep, spared)
@@ -175,7 +175,7 @@ class Checkpoints:
 
 
 def is_sound(file: Path) -> bool:
-    """Return whether the export marked by `file` exists and no file in it is damaged; warn if it is damaged."""
+    """Return whether the export marked by `file` exists and none of its files is damaged; log a warning if one is."""
     if not file.exists():
         return False
     try:
@@ -187,7 +187,7 @@ def is_sound(file: Path) -> bool:
 
 
 def is_outdated(file: Path, checkpoint: Path) -> bool:
-    """Return whether the export marked by `file` is missing, damaged, from another step, or older than the checkpoint, if any."""
+    """Return whether the export marked by `file` is missing, damaged, from a different step, or older than the checkpoint."""
     if not is_sound(file) or read_exported_step(file.parent) not in (None, parse_step(checkpoint)):
         return True
     marker = checkpoint / MARKER

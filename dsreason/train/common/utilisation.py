@@ -1,4 +1,4 @@
-"""Device utilisation: the shares of the peak FLOP/s and of the computed tokens that are spent on samples."""
+"""Device utilisation: how much of the peak FLOP/s, and how many of the computed tokens, are spent on samples."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from dsreason.monitor.flops import ModelFlops, Work, compute_model_flops, find_p
 
 @dataclass(frozen=True)
 class UtilisationMeter:
-    """The FLOPs that a model needs, and the peak FLOP/s of the job's devices."""
+    """A meter of device utilisation, based on the FLOPs that the model needs and the peak FLOP/s of the job's devices."""
 
     flops: ModelFlops
     peak: float | None
     """Peak FLOP/s of all devices together; None if the peak of this type of device is unknown."""
     ranks_per_row: int = 1
-    """Number of ranks that compute a row together; each of them reports the work of the full row."""
+    """Number of ranks that compute a row together; each of them reports the work for the full row."""
 
     def metrics(self, work: Work, batches: Sequence[Batch], seconds: float) -> dict[str, float]:
-        """Compute the utilisation of one step over all ranks. Collective.
+        """Compute the utilisation in one step over all ranks. Collective.
 
-        `perf/mfu` is the number of FLOPs of the samples' forward and backward passes, divided by `seconds` and by the peak. It
-        excludes activations recomputed in the backward pass, padding, and passes without gradients. `perf/padding` is the
-        share of the computed tokens that belong to no sample: padding, and dummy media,
-        which make all ranks run the same collectives.
+        `perf/mfu` is the number of FLOPs in the samples' forward and backward passes, divided by `seconds` and by the peak.
+        It excludes activations recomputed in the backward pass, padding, and passes without gradients. `perf/padding` is
+        the share of the computed tokens that do not belong to a sample: padding, and dummy media that make all ranks run
+        the same collectives.
 
         Args:
             work: this rank's work.
             batches: this rank's micro-batches.
-            seconds: duration of the step. In SFT, it includes the wait for data; in GRPO, it is `time/train`, which
-                excludes sampling but, in the first step after a rollout, includes the forward passes of the old policy and
+            seconds: duration of the step. In SFT, it includes the wait for data. In GRPO, it is `time/train`, which
+                excludes sampling; in the first step after a rollout, it includes the forward passes of the old policy and
                 the reference.
         """
         computed = reduce_sum(sum(batch.input_ids.numel() for batch in batches))
@@ -46,7 +46,7 @@ class UtilisationMeter:
 
 
 def build_utilisation_meter(engine: DeepSpeedEngine, world: World) -> UtilisationMeter:
-    """Build the `UtilisationMeter` of a policy. Collective, because all ranks must agree on whether the peak is known."""
+    """Build the `UtilisationMeter` for a policy. Collective, because all ranks must agree on whether the peak is known."""
     return UtilisationMeter(
         compute_model_flops(engine.module.model), broadcast_object(find_job_peak_flops(world)), world.ranks_per_row
     )

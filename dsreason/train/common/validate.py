@@ -1,4 +1,4 @@
-"""Validation on held-out rows: teacher-forced loss, and accuracy and rewards of generated answers."""
+"""Validation on held-out rows: the teacher-forced loss, and the accuracy and rewards of generated answers."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def validate(
 ) -> ValidationResult | None:
     """Measure the policy on the held-out rows; return None if the data set has no rows.
 
-    Collective: every rank runs the same number of forward passes and gathers. Metrics to which no row contributes are
-    omitted:
+    Collective: every rank runs the same number of forward passes and gathers. The metrics are as follows; those to which no
+    row contributes are omitted:
 
-    - `val/loss`: mean negative log-likelihood of the trained tokens;
-    - with `validation.generate`, `val/accuracy`: share of correct answers, and `val/accuracy/<name>` for each modality and
-      each `meta["kind"]`;
-    - with a `scorer` as well, `val/reward/mean` and `val/reward/<function>/mean`, which include rows without a reference
-      answer.
+    - `val/loss`: mean negative log-likelihood of the tokens that have a loss;
+    - `val/accuracy`, if `validation.generate` is set: share of correct answers; also `val/accuracy/<name>` for each
+      modality and each `meta["kind"]`;
+    - `val/reward/mean` and `val/reward/<function>/mean`, if there is a `scorer` as well; these include rows without a
+      reference answer.
 
     Args:
-        version: version of the weights for the rollout engine: the step.
+        version: version of the weights in the rollout engine, which is the step number.
 
     Raises:
         DataError: a row is bad, and the configuration does not skip bad rows.
@@ -82,7 +82,7 @@ def validate(
 def answer_rows(
     sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult:
-    """Generate and score answers to the held-out rows, which is the second part of `validate`. Collective."""
+    """Generate and score answers to the held-out prompts; this is the second part of `validate`. Collective."""
     with (
         sampler.awake(version) as engine,
         progress.track_phase("validation: answers", len(held_out.rows), "samples") as advance,
@@ -101,7 +101,7 @@ def answer_rows(
 
 @dataclass(frozen=True)
 class HeldOut(Generic[C]):
-    """The held-out rows of a run, with everything needed to read them."""
+    """A run's held-out rows, with everything needed to read them."""
 
     dataset: SampleDataset
     encoder: Encoder
@@ -110,12 +110,12 @@ class HeldOut(Generic[C]):
 
     @cached_property
     def shown(self) -> set[int]:
-        """Row numbers of the displayed answers, evenly spaced."""
+        """Row numbers of the answers to display, evenly spaced."""
         return {self.rows[i] for i in pick_evenly(len(self.rows), self.config.validation.show)}
 
     @cached_property
     def rows(self) -> list[int]:
-        """Row numbers on all ranks, evenly spaced if `validation.max_samples` is less than the number of rows."""
+        """Row numbers to validate, over all ranks; evenly spaced if `validation.max_samples` is less than the number of rows."""
         return pick_evenly(len(self.dataset), self.config.validation.max_samples)
 
     def build_groups(self) -> list[list[int]]:
@@ -126,7 +126,7 @@ class HeldOut(Generic[C]):
         return [rows[i * size : (i + 1) * size] for i in range(num_groups)]
 
     def read(self, use: Callable[[Sample], T]) -> Iterator[list[tuple[int, T]]]:
-        """Yield, for each group, the number and `use(sample)` of each usable row; worker processes call `use`.
+        """Yield a list per group, with (row number, `use(sample)`) for each usable row. `use` is called in worker processes.
 
         Raises:
             DataError: a row is bad, and the configuration does not skip bad rows; raised on all ranks.
@@ -147,9 +147,10 @@ class HeldOut(Generic[C]):
 
 @torch.no_grad()
 def compute_held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advance: Advance) -> float | None:
-    """Compute the mean negative log-likelihood of the trained tokens over all ranks; it does not depend on the grouping.
+    """Compute the mean negative log-likelihood, over all ranks, of the tokens that have a loss.
 
-    Return None if the rows have no trained tokens because they are only prompts.
+    The result does not depend on how the rows are grouped. It is None if no token has a loss, because all rows consist only
+    of prompts.
     """
     encoder = held_out.encoder
     was_training = policy_engine.training
@@ -179,7 +180,11 @@ def compute_held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any]
 def generate_answers(
     rollout: RolloutEngine, version: int, held_out: HeldOut[Any], advance: Advance, scorer: Scorer | None = None
 ) -> tuple[list[GeneratedAnswer], dict[int, Image.Image]]:
-    """Generate this rank's answers, scored if there is a scorer, and contact sheets of the displayed answers by row number."""
+    """Generate this rank's answers, and score them if there is a scorer.
+
+    Returns:
+        The answers, and the contact sheets for the displayed answers, keyed by row number.
+    """
     tokenizer = held_out.encoder.processor.tokenizer
     settings = held_out.config.validation
     sampling = Sampling(
@@ -214,7 +219,7 @@ def generate_answers(
 def read_prompts(
     held_out: HeldOut[Any], advance: Advance, *, with_pixels: bool, need_reference: bool
 ) -> Iterator[list[tuple[int, EncodedPrompt]]]:
-    """Yield the encoded prompts of each group; with `need_reference`, skip rows that have no reference answer."""
+    """Yield each group's encoded prompts with their row numbers. With `need_reference`, skip rows without a reference answer."""
     encoder = held_out.encoder
     for encoded_rows in held_out.read(
         encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)
@@ -231,7 +236,7 @@ def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
 def score(
     prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling, scorer: Scorer | None
 ) -> list[dict[str, float | None]]:
-    """Return the rewards of each completion by function name, with the weighted sum under ""; no rewards without a scorer."""
+    """Return each completion's rewards by function name, with the weighted sum under ""; the dicts are empty without a scorer."""
     if scorer is None:
         return [{} for _ in completions]
     scores = score_completions(scorer, prompts, completions, sampling)

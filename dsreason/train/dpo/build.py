@@ -59,7 +59,7 @@ class DPOTrainer:
     run: TrainingRun[DPOConfig]
     engine: DeepSpeedEngine
     sampler: Sampler
-    """Sampler that generates answers to held-out rows."""
+    """Sampler that generates answers to the held-out prompts."""
     held_out: HeldOut[DPOConfig]
     loader: PairLoader
     reference: PairReference
@@ -69,7 +69,7 @@ class DPOTrainer:
     watch: ChosenWatch = field(default_factory=ChosenWatch)
 
     def validate(self, step: int) -> PreferenceResult | None:
-        """Measure the policy on the held-out rows; return None if the run has no such rows. Collective."""
+        """Measure the policy on the held-out rows; return None if the run has no held-out rows. Collective."""
         if len(self.held_out.dataset) == 0:
             return None
         metrics = validate_preferences(self.engine, self.reference, self.held_out, self.baseline, self.run.progress)
@@ -113,7 +113,7 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
 def open_reference(
     job: TrainingJob[DPOConfig], rows: TrainingRows, engine: DeepSpeedEngine, order: StepOrder
 ) -> PairReference:
-    """Open the reference of the log-ratios while `engine` still holds the initial weights. Collective."""
+    """Open the reference for the log-ratios while `engine` still holds the initial weights. Collective."""
     config = job.config
     if config.dpo.reference == "none":
         return NoReference()
@@ -153,7 +153,7 @@ def measure_missing(
     num_rows: int,
     job: TrainingJob[DPOConfig],
 ) -> None:
-    """Compute the reference log-probabilities of the rows in `batches` with the engine's weights; add them to
+    """Compute the reference log-probabilities for the rows in `batches` with the engine's weights, and add them to
     `stored`. Collective."""
     num_done, logged = 0, time.monotonic()
     while num_done < num_rows:

@@ -1,4 +1,4 @@
-"""A loader of preference pairs: row indices of a step → its micro-batches."""
+"""A loader for preference pairs: a step's row indices → its micro-batches."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class PairFacts:
     """Metadata of a pair, without its tensors."""
 
     row: int
-    """Index of the row in its data set, from 0."""
+    """Index of the row in its data set, starting at 0."""
     id: str
     where: str
     """File and row number, for error messages."""
     fingerprint: str
     lengths: tuple[int, int]
-    """Numbers of trained tokens in the chosen and in the rejected answer."""
+    """Number of tokens with a loss in the chosen answer, and in the rejected answer."""
     ref_logprobs: tuple[float, float] | None
-    """Log-probabilities of both answers under the reference; None if the row has none."""
+    """Log-probabilities of both answers under the reference, as read from the row; None if the row has none."""
 
 
 @dataclass(frozen=True)
 class PairMicroBatch:
     """Pairs that share one forward pass.
 
-    The trained tokens of `batch` are ordered by pair, with the chosen answer before the rejected one. `pairs` is empty for
-    a dummy batch, which exists only so that all ranks run the same number of forward passes.
+    The tokens with a loss in `batch` are ordered by pair, with the chosen answer before the rejected one. `pairs` is empty
+    for a dummy batch, which exists only so that all ranks run the same number of forward passes.
     """
 
     batch: Batch
@@ -51,16 +51,16 @@ class PairMicroBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Number of trained tokens in each chosen and rejected answer, `[P, 2]` int64."""
+        """Number of tokens with a loss in each pair's chosen and rejected answer, `[P, 2]` int64."""
         return torch.tensor([pair.lengths for pair in self.pairs], dtype=torch.int64).view(-1, 2)
 
 
 @dataclass(frozen=True)
 class StepPairs(StepBatches):
-    """This rank's part of a global batch of pairs; `num_samples` is the number of pairs."""
+    """This rank's part of a global batch of pairs; `num_samples` counts pairs."""
 
     pairs: list[tuple[PairFacts, ...]]
-    """Pairs of each micro-batch."""
+    """Each micro-batch's pairs."""
 
     @property
     def parts(self) -> list[PairMicroBatch]:
@@ -74,7 +74,7 @@ class PairShare(RankShare):
 
 @dataclass(frozen=True)
 class Chunks:
-    """An order of steps that uses each row once, in the order of `rows`, with `size` rows per step."""
+    """A step order that uses each row once, in the order of `rows`, with `size` rows per step."""
 
     rows: Sequence[int]
     size: int
@@ -89,7 +89,7 @@ class Chunks:
 
 @dataclass
 class PairLoader(StepLoader):
-    """A `StepLoader` that keeps both answers of a pair in the same micro-batch."""
+    """A `StepLoader` that keeps the two answers of a pair in the same micro-batch."""
 
     encoder: PairEncoder
     config: DPOConfig
@@ -132,14 +132,14 @@ def build_pair_loader(
 def iter_pair_batches(
     dataset: SampleDataset, encoder: Encoder, rows: Sequence[int], config: DPOConfig, world: World, *, batch_size: int
 ) -> Iterator[StepPairs]:
-    """Yield the pairs of `rows` in the given order, `batch_size` at a time. Collective."""
+    """Yield the pairs from `rows` in the given order, `batch_size` pairs at a time. Collective."""
     return iter(build_pair_loader(dataset, encoder, Chunks(rows, batch_size), config, world))
 
 
 def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig, rows: Sequence[int]) -> PairShare:
     """Encode the rows into micro-batches of pairs.
 
-    A fatal error is returned in the result instead of being raised, so that all ranks can report the full message.
+    A fatal error is returned in the result rather than raised, so that all ranks can report the full message.
     """
     encoded = read_rows(dataset, encoder.encode_pair, rows)
     pairs = {row: item for row, item in zip(rows, encoded, strict=True) if isinstance(item, Pair)}

@@ -25,7 +25,7 @@ SHOWN = {"loss": "train/loss", "accuracy": "dpo/accuracy"}
 
 
 def run(config: DPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Run DPO training; every rank of a job calls this. It returns once the last checkpoint and the export are on disk."""
+    """Run DPO training; every rank of a job calls this. Return once the last checkpoint and the export are on disk."""
     with build_dpo(config, output_dir, resume) as dpo:
         train_on_loader(dpo.run, dpo.loader, partial(train_on_batches, dpo), dpo.validate)
 

@@ -1,4 +1,4 @@
-"""Functions that encode preference pairs (a better and a worse answer to the same prompt) and divide them into micro-batches."""
+"""Encoding of preference pairs (a better and a worse answer to the same prompt), and their division into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dsreason.data.types import EncodedSample, Message, Sample
 from dsreason.errors import DataError
 
 GIVEN = ("ref_chosen_logprob", "ref_rejected_logprob")
-"""Fields of a row that contain its reference log-probabilities; data adapters copy them to `sample.meta`."""
+"""Row fields that contain the reference log-probabilities; data adapters copy them to `sample.meta`."""
 LOWEST_LOGPROB = -1e12
-"""Lower bound for the log-probability of an answer: a million tokens, each far less probable than any model can represent."""
+"""Lower bound for an answer's log-probability: that of a million tokens, each far less probable than models can represent."""
 ROUNDING = 1e-3
-"""Tolerance for rounding errors that raise a sum of log-probabilities above 0."""
+"""Amount by which rounding errors may raise a sum of log-probabilities above 0."""
 LOGPROB = f"the log-probability of an answer, a number from {LOWEST_LOGPROB:g} to 0"
 
 
@@ -36,20 +36,20 @@ class Pair:
     fingerprint: str
     """Hash of the prompt's tokens and media and of both answers."""
     ref_logprobs: tuple[float, float] | None = None
-    """Log-probabilities of both answers under the reference; None if the row has none."""
+    """Log-probabilities of both answers under the reference, as read from the row; None if the row has none."""
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Number of tokens trained on in each answer: chosen, rejected."""
+        """Number of tokens with a loss in the chosen answer, and in the rejected answer."""
         return int(self.chosen.loss_mask.sum()), int(self.rejected.loss_mask.sum())
 
     def samples(self, *, share_prompt: bool) -> list[EncodedSample]:
-        """Return both answers as training samples: with the prompt as a shared parent, or each after a copy of the prompt."""
+        """Return both answers as training samples that share the prompt as their parent or each start with a copy of it."""
         both = [self.chosen, self.rejected]
         return both if share_prompt else [join_parent(sample) for sample in both]
 
     def size(self, config: DPOConfig) -> int:
-        """Count the tokens, including padding, of a forward pass with only this pair."""
+        """Count the tokens, including padding, in a forward pass over only this pair."""
         lengths = [len(self.chosen), len(self.rejected)]
         prompt = len(self.chosen.parent or ())
         if not config.train.packing:
@@ -58,10 +58,10 @@ class Pair:
 
 
 class PairEncoder(Encoder):
-    """An encoder for preference rows; the length of a row is the total length of its prompt and both answers."""
+    """An encoder for preference rows. The length of a row is the total length of its prompt and both answers."""
 
     def measure(self, sample: Sample) -> int:
-        """Count the tokens of a row, reading only the headers of its media; the result may exceed `max_length`."""
+        """Count a row's tokens, reading only the headers of its media; the result may exceed `max_length`."""
         prompt, better, worse = split_conversations(sample)
         _, segments = self._render_prompt(prompt)
         prompt_ids = [token for segment in segments for token in segment.ids]
@@ -91,12 +91,12 @@ def build_pair_encoder(encoder: Encoder) -> PairEncoder:
 
 
 def split_conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
-    """Return the prompt, the better conversation and the worse conversation of a row.
+    """Return a row's prompt, its better conversation and its worse conversation.
 
     The prompt consists of the leading messages that both conversations share; each conversation continues it with an answer.
 
     Raises:
-        DataError: the row has only one conversation, or its conversations do not diverge at an assistant answer to the user.
+        DataError: the row has only one conversation, or its conversations do not diverge where the assistant answers the user.
     """
     better, worse = sample.messages, sample.rejected
     if worse is None:
@@ -130,9 +130,9 @@ def count_common_messages(better: Sequence[Message], worse: Sequence[Message]) -
 
 
 def check_answers_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None:
-    """Raise DataError if both answers have the same tokens.
+    """Raise DataError if both answers consist of the same tokens.
 
-    Different texts may have the same tokens, because the chat template strips trailing spaces, for example.
+    Different texts may yield the same tokens, for example because the chat template strips trailing spaces.
     """
     if chosen == rejected:
         raise build_same_answer_error(sample)
@@ -145,7 +145,7 @@ def build_same_answer_error(sample: Sample) -> DataError:
 
 
 def read_reference_logprobs(sample: Sample) -> tuple[float, float] | None:
-    """Return the reference log-probabilities of both answers from a row, or None if the row has none."""
+    """Read both answers' reference log-probabilities from a row; return None if the row has none."""
     logprobs = {name: sample.meta[name] for name in GIVEN if sample.meta.get(name) is not None}
     if not logprobs:
         return None
@@ -171,7 +171,7 @@ def compute_fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: 
 
 
 def cut_pairs(pairs: Sequence[Pair], config: DPOConfig) -> list[list[Pair]]:
-    """Divide pairs into micro-batches: by number of tokens if the config sets a token budget, otherwise by number of pairs.
+    """Divide pairs into micro-batches by number of tokens if the config sets a token budget, otherwise by number of pairs.
 
     Raises:
         DataError: a single pair exceeds the token budget.

@@ -1,4 +1,4 @@
-"""Checks of a DPO run before the model is loaded."""
+"""Preflight checks for a DPO run, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.train.dpo.reference import NOTHING_GIVEN, FileReference, read_refe
 
 
 def check(config: DPOConfig) -> None:
-    """Raise an error for any problem that the user can fix, without loading weights or training.
+    """Check for problems that the user can fix, without loading weights or training.
 
     Raises:
         DsReasonError: the model folder, the reference file or a row is unusable, there is no data, or there are too few rows
@@ -35,7 +35,7 @@ def check(config: DPOConfig) -> None:
 
 
 def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
-    """Raise ConfigError if `checkpoint.best_metric` is set, but there are no held-out rows to measure it on."""
+    """Raise ConfigError if `checkpoint.best_metric` is set but there are no held-out rows on which to measure it."""
     set_keys = config.checkpoint.model_fields_set
     if len(validation) == 0 and "best_metric" in set_keys and config.checkpoint.keep_best:
         raise ConfigError(
@@ -51,7 +51,7 @@ def open_reference_file(config: DPOConfig) -> FileReference | None:
 def check_reference_logprobs(
     config: DPOConfig, file: FileReference | None, sample: Sample, fingerprint: str | None = None
 ) -> None:
-    """Raise DataError if a row lacks required reference log-probabilities or has changed since they were measured."""
+    """Raise DataError if a row lacks its required reference log-probabilities or has changed since they were measured."""
     if file is not None and (problem := file.find_problem(sample.id, fingerprint)):
         raise DataError(f"sample {sample.id!r}: {problem}")
     if config.dpo.reference == "precomputed" and file is None and read_reference_logprobs(sample) is None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers under the reference: measured and saved in the run folder, or read from rows or a file."""
+"""Reference log-probabilities of answers: measured and saved in the run folder, or read from rows or a file."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 log = logging.getLogger(__name__)
 
 FILE = "reference.jsonl"
-"""Name of the file of measured rows in the run folder. Its first line identifies the model; each of the other lines
-contains one row."""
+"""Name of the file in the run folder that contains the measured rows. Its first line identifies the model; each further
+line holds one row."""
 START = b'{"model"'
 VALUES = ("chosen", "rejected")
 REMOVE = "remove the file to measure its rows again"
@@ -60,7 +60,7 @@ class NoReference:
 
 
 class AdapterOff:
-    """A reference that evaluates the current model without its LoRA adapters in every step."""
+    """A reference that evaluates the current model, with its LoRA adapters turned off, in every step."""
 
     def __init__(self, base: BaseReference) -> None:
         self.base = base
@@ -91,7 +91,7 @@ class RowReference:
 
 @dataclass(frozen=True)
 class ReferenceLine:
-    """A line of `dpo.reference_file`. The fingerprint is that of the row, or None if the file was not written by a run."""
+    """A line of `dpo.reference_file`. `fingerprint` identifies the row; it is None if the file was not written by a run."""
 
     chosen: float
     rejected: float
@@ -105,7 +105,7 @@ class FileReference:
     file: str
     by_id: dict[str, ReferenceLine] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
-    """Fingerprints of the models that computed the file's log-probabilities; empty if the file names no model."""
+    """Fingerprints of the models that computed the file's log-probabilities; empty if the file does not name a model."""
 
     def compute_logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return to_tensor([self.get_logprobs(pair) for pair in micro_batch.pairs], engine)
@@ -117,7 +117,7 @@ class FileReference:
         return line.chosen, line.rejected
 
     def find_problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
-        """Return the reason why the file cannot be used for a row, or None. Without a fingerprint, check only the id."""
+        """Return why the file cannot be used for a row, or None if it can. Without a fingerprint, check only the id."""
         line = self.by_id.get(row_id)
         if line is None:
             return f"dpo.reference_file ({self.file}) has no line with this id; add it"
@@ -130,7 +130,7 @@ class FileReference:
         return None
 
     def warn_if_model_differs(self, model: str) -> None:
-        """Warn if the file was computed by a different model than the initial one, whose fingerprint is `model`."""
+        """Warn if the file was computed with a model other than the initial one, whose fingerprint is `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
                 "dpo.reference_file (%s) was computed by a model with fingerprint %s, but training starts with %s, so "
@@ -143,7 +143,7 @@ class FileReference:
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """A row's measured log-probabilities; each row is one line of `FILE`.
+    """A row's measured log-probabilities, which form one line of `FILE`.
 
     Example: `{"part": "training", "row": 3, "id": "7", "fingerprint": "…", "chosen": -10.5, "rejected": -9.8}`.
     """
@@ -180,7 +180,7 @@ class StoredReference:
         return sorted(row for row in set(rows) if (part, row) not in self.rows)
 
     def measure(self, engine: DeepSpeedEngine, part: str, batch: StepPairs, world: World) -> None:
-        """Measure the rows of `batch` with the engine's weights and add the results to `rows` and the file. Collective."""
+        """Measure the rows in `batch` with the engine's weights, and add the results to `rows` and to the file. Collective."""
         local_rows = [row for micro_batch in batch.parts for row in measure_rows(engine, micro_batch, part)]
         rows = [row for rank in world.select_group_values(gather_objects(local_rows)) for row in rank]
         for row in rows:
@@ -201,7 +201,7 @@ def measure_rows(engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str
 
 @torch.no_grad()
 def compute_policy_pairs(engine: DeepSpeedEngine, micro_batch: PairMicroBatch) -> Pairs:
-    """Run a forward pass and return the pairs, with reference log-probabilities of 0. Collective."""
+    """Run a forward pass and return the pairs with the policy's log-probabilities; those of the reference are 0. Collective."""
     lengths = micro_batch.lengths.to(engine.device)
     zeros = torch.zeros(len(micro_batch.pairs), 2, dtype=torch.float64, device=engine.device)
     return build_pairs(engine(micro_batch.batch.to(engine.device)), lengths, zeros)
@@ -215,7 +215,7 @@ def to_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Ten
 
 
 def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> StoredReference:
-    """Load the rows measured by the resumed run or by an earlier start of this run. Call this only on rank 0.
+    """Load the rows that were measured by the resumed run, or by an earlier start of this run. Call this only on rank 0.
 
     Args:
         model: fingerprint of the initial model.
@@ -255,12 +255,12 @@ def append(file: Path, rows: Iterable[ReferenceRecord]) -> None:
 
 
 def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
-    """Read a file with one JSON object per line; return each object with its location for error messages.
+    """Read a file with one JSON object per line; return (location for error messages, object) for each line.
 
-    If the file was written by a run, an incomplete last line, left by a killed process, is skipped.
+    If the file was written by a run, an incomplete last line is skipped; a killed process may have left it.
 
     Args:
-        advice: end of the error messages, which says what the user should do.
+        advice: what the user should do; error messages end with it.
 
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
@@ -288,7 +288,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_reference_file(path: str) -> FileReference:
-    """Read `dpo.reference_file`, which contains the log-probabilities of the chosen and the rejected answer for each id.
+    """Read `dpo.reference_file`, which has the log-probabilities of the chosen and the rejected answer for each row id.
 
     Raises:
         ConfigError: the file does not exist.

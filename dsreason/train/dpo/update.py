@@ -21,14 +21,14 @@ from dsreason.train.dpo.loader import PairMicroBatch, StepPairs
 from dsreason.train.dpo.reference import PairReference
 
 WINDOW = 20
-"""Number of recent steps to watch; the later half is compared with the earlier half."""
+"""Number of recent steps to watch; the later half of them is compared with the earlier half."""
 
 
 @dataclass
 class Baseline:
     """The mean reward (β · log-ratio) of the answers in all previous steps, which BCO regards as neutral.
 
-    The current step is excluded; otherwise, its gradient would depend on the order of its micro-batches.
+    The current step is excluded, because its gradient would otherwise depend on the order of its micro-batches.
     """
 
     total: float = 0.0
@@ -39,7 +39,7 @@ class Baseline:
         return self.total / max(self.count, 1)
 
     def add(self, pairs: Pairs, beta: float) -> None:
-        """Add the rewards of a step's pairs, unless a reward is not finite."""
+        """Add the rewards of a step's pairs; if any of them is not finite, add nothing."""
         rewards = beta * torch.cat([pairs.chosen_ratio, pairs.rejected_ratio])
         if bool(rewards.isfinite().all()):
             self.total = math.fsum([self.total, *rewards.tolist()])
@@ -53,7 +53,7 @@ def build_settings(config: PreferenceConfig, baseline: Baseline) -> PairSettings
 def compute_reference_logprobs(
     engine: DeepSpeedEngine, reference: PairReference, micro_batches: Sequence[PairMicroBatch], part: str
 ) -> list[Tensor]:
-    """Return the reference log-probabilities `[P, 2]` of each micro-batch. Collective.
+    """Return the reference log-probabilities, `[P, 2]` per micro-batch. Collective.
 
     An error on any rank is raised on all ranks.
     """
@@ -79,9 +79,10 @@ def accumulate_gradients(
     router = RouterTerm(engine.module, batches.num_tokens)
     micro_batches, settings = batches.parts, build_settings(config, baseline)
     all_pairs = []
+    # All ranks have the same number of micro-batches, because the forward pass is collective.
     for i, (micro_batch, ref) in enumerate(
         zip(micro_batches, compute_reference_logprobs(engine, reference, micro_batches, "training"), strict=True)
-    ):  # all ranks have the same number of micro-batches, because the forward pass is collective
+    ):
         with record_phase("forward"):
             pairs = build_pairs(engine(micro_batch.batch.to(engine.device)), micro_batch.lengths.to(engine.device), ref)
             loss = compute_preference_loss(
@@ -107,11 +108,11 @@ NAMES = [item.name for item in fields(Pairs)]
 
 
 def compute_pair_metrics(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -> dict[str, float]:
-    """Compute the metrics of the pairs, which are means over pairs; at least one pair is required.
+    """Compute metrics as means over the pairs; at least one pair is required.
 
-    `accuracy` is the fraction of pairs with a positive margin: the policy prefers the chosen answer more strongly than the
-    reference does. `ranking` is the fraction of pairs whose chosen answer is more probable than the rejected one. `chosen`
-    and `rejected` are log-ratios.
+    `accuracy` is the fraction of pairs with a positive margin, in which the policy prefers the chosen answer more strongly
+    than the reference does. `ranking` is the fraction of pairs in which the chosen answer is more probable than the rejected
+    one. `chosen` and `rejected` are log-ratios.
     """
     count = len(pairs.chosen)
     total = compute_preference_loss(pairs, settings, config.weights, config.sft, num_pairs=count)
@@ -132,10 +133,10 @@ def compute_pair_metrics(pairs: Pairs, config: PreferenceConfig, settings: PairS
 
 @dataclass
 class ChosenWatch:
-    """A detector for a known failure of preference losses: both answers become less probable, but the rejected one faster."""
+    """A detector for a known failure of preference losses: both answers become less probable, the rejected one faster."""
 
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """(Mean log-ratio of the chosen answers, accuracy) of each recent step."""
+    """(Mean log-ratio of the chosen answers, accuracy) for each recent step."""
     has_warned: bool = False
 
     def record(self, chosen: float, accuracy: float) -> str | None:

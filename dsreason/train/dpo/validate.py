@@ -1,4 +1,4 @@
-"""Validation on held-out preference pairs: loss, margins, accuracies and, if enabled, generated answers."""
+"""Validation on held-out preference pairs: the loss, margins, accuracies and, if enabled, generated answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dsreason.train.dpo.update import (
 log = logging.getLogger(__name__)
 
 NAMES = {"total": "loss", "accuracy": "preference_accuracy", "ranking": "ranking_accuracy"}
-"""Pair metrics that are named differently in validation: name in training → name in validation."""
+"""Pair metrics with a different name in validation: name in training → name in validation."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def validate_preferences(
     baseline: Baseline,
     progress: Progress,
 ) -> dict[str, float]:
-    """Compute the loss (`val/loss`), margins and accuracies of the policy on the held-out pairs. Collective."""
+    """Compute the policy's loss (`val/loss`), margins and accuracies on the held-out pairs. Collective."""
     config = held_out.config
     pairs = measure_pairs(engine, reference, held_out, progress)
     metrics = compute_pair_metrics(pairs, config.dpo, build_settings(config.dpo, baseline))
@@ -76,7 +76,7 @@ def validate_preferences(
 def measure_pairs(
     engine: DeepSpeedEngine, reference: PairReference, held_out: HeldOut[DPOConfig], progress: Progress
 ) -> Pairs:
-    """Compute the log-probabilities of all held-out pairs, and gather the pairs of all ranks. Collective.
+    """Compute the log-probabilities of the held-out pairs, and gather the pairs from all ranks. Collective.
 
     Raises:
         DataError: none of the rows is usable.

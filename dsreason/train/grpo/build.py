@@ -57,15 +57,15 @@ class GRPOTrainer:
     engine: DeepSpeedEngine
     rows: TrainingRows
     prompt_encoder: Encoder
-    """Prompt encoder that leaves room for the longest completion."""
+    """Encoder for prompts that leaves room for the longest completion."""
     sampler: Sampler
     held_out: HeldOut[GRPOConfig]
     rollouts: RolloutSampler
     scorer: Scorer
     reference: KLReference | None
-    """Reference policy of the KL term; None if there is no KL term."""
+    """Reference policy for the KL term; None if there is no KL term."""
     teacher: Teacher | None
-    """Teacher to distill from; None without distillation."""
+    """Teacher to distill from; None if distillation is off."""
     objective: Objective
     utilisation: UtilisationMeter
     banned_ids: Tensor
@@ -74,7 +74,7 @@ class GRPOTrainer:
     """Number of prompt batches per epoch."""
     watch: LearningWatch[RolloutCounts]
     num_untrained: int = 0
-    """Number of consecutive rollouts, counted back from the latest, that had no trainable completion."""
+    """Number of consecutive rollouts, up to and including the latest, that had no trainable completion."""
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
 def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, KLReference | None, TrainerState]:
     """Load the policy and its optimizer, the KL reference (None without a KL term) and the initial state. Collective."""
     config, model_path = job.config, job.model_path
-    # Without a shared folder, only the first host would have the latest reference, so a resumed run could not load it.
+    # Without a shared folder, only the first host would hold the latest reference, so a resumed run could not load it.
     if job.world.folder_ranks and config.grpo.reference_reset_every:
         raise ConfigError(
             f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, but "
@@ -185,7 +185,7 @@ def build_engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
 
 
 def count_completions_per_engine(config: GRPOConfig, world: World) -> int:
-    """Return the maximum number of completions per engine and rollout, or `MIN_SEQUENCES` if that is larger, because
+    """Return the maximum number of completions that one engine samples per rollout, but at least `MIN_SEQUENCES`, because
     validation may need more."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)

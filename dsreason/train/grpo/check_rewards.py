@@ -1,4 +1,4 @@
-"""Checks of the rewards before sampling starts: names, options, the server's URL, rows and prompts."""
+"""Checks on the rewards before sampling starts: their names and options, the server's URL, the rows and the prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def check_functions(config: GRPOConfig) -> None:
-    """Raise ConfigError if a reward cannot be loaded with its options or the settings of the reward server are invalid.
+    """Raise ConfigError if a reward cannot be loaded with its options, or if the settings for the reward server are invalid.
 
     No request is sent to the server.
     """
@@ -77,13 +77,12 @@ def check_selected(
     check: Callable[[Sequence[str], Mapping[str, Mapping[str, Any]], Sample], None],
     sample: Sample,
 ) -> None:
-    """Apply `check` to the sample's reference answers, passing only those rewards that score the sample (see
-    `reward.only`)."""
+    """Apply `check` to a sample, passing only the rewards that score it (see `reward.only`)."""
     check([name for name in names if applies(reward.only, name, sample)], reward.options, sample)
 
 
 def check_answer(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]], sample: Sample) -> None:
-    """Raise DataError if any of the built-in `rewards` cannot use one of the sample's accepted answers.
+    """Raise DataError if one of the built-in `rewards` cannot use one of the sample's accepted answers.
 
     Args:
         options: name of a reward → its options.
@@ -112,10 +111,10 @@ def try_user_functions(
     """Call each user-defined reward function once, on a row that it scores, with the row's reference answer as the
     completion.
 
-    Servers are not queried, because they may start later.
+    Servers are not queried, because they may be started later.
 
     Args:
-        rows: (location, sample) of some rows.
+        rows: the rows to choose from, as (location, sample).
 
     Raises:
         RewardError: a function raises, exceeds its time limit or returns an invalid value; the message names the row.
@@ -182,8 +181,8 @@ UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
     "gsm8k": find_number_problem,
     "boxed_math": find_latex_problem,
 }
-"""Reward → function that checks a reference answer and the sample's options; it returns a description of the answers
-that the reward can use, or None if the reward can use this one."""
+"""Reward → function that checks a reference answer, given the sample's options. The function returns None if the reward
+can use the answer; otherwise, it returns a description of the answers that the reward can use."""
 
 
 def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:

@@ -1,4 +1,4 @@
-"""Self-test before the first step: checks the weight transfer to the rollout engine and its log-probabilities."""
+"""Self-test before the first step: checks that the rollout engine receives the weights and agrees on log-probabilities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_ROWS = 64
 
 
 class SelfTestError(DsReasonError):
-    """Error that is raised if the rollout engine fails its self-test."""
+    """Error raised if the rollout engine fails its self-test."""
 
 
 def check_engine(
@@ -41,7 +41,7 @@ def check_engine(
     """Run the engine's self-test and compare its log-probabilities with the trainer's. Collective.
 
     Raises:
-        SelfTestError: the engine did not receive or did not restore some tensors; the message names them.
+        SelfTestError: some tensors were not received or not restored by the engine; the message names them.
         MismatchError: the log-probabilities differ by more than `rollout.mismatch_stop`.
     """
     sampler.offload.offload()
@@ -58,9 +58,8 @@ def check_engine(
     pairs = zip(prompts, test_result.completions, strict=True)
     rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
     micro_batches = split_into_micro_batches(rollouts, config, encoder)
-    logprobs = compute_current_logprobs(
-        sampler.policy, micro_batches, 1.0, banned_ids
-    )  # the temperature is 1, because engines report log-probabilities of greedy tokens at 1
+    # Engines report the log-probabilities of greedily chosen tokens at temperature 1.
+    logprobs = compute_current_logprobs(sampler.policy, micro_batches, 1.0, banned_ids)
     local_differences = [
         difference
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
@@ -81,7 +80,7 @@ def check_engine(
 
 
 def encode_prompt_per_modality(training: SampleDataset, encoder: Encoder) -> list[EncodedPrompt]:
-    """Encode the first usable prompt of each modality among the first `NUM_ROWS` rows; all ranks get the same prompts.
+    """Encode, for each modality, the first usable prompt among the first `NUM_ROWS` rows. All ranks get the same prompts.
 
     Raises:
         DataError: none of these rows is usable.

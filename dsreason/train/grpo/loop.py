@@ -1,4 +1,4 @@
-"""The GRPO training loop: prompts → completions of the policy → rewards → advantages → policy gradient."""
+"""The GRPO training loop: prompts → completions from the policy → rewards → advantages → policy gradient."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs,
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 """Metrics displayed in the progress bar: label → metric key."""
 SHOWN_OF_TEACHER = {"distance": "distill/kl", "length": "completion/length_mean"}
-"""Metrics displayed in the progress bar of a run with a teacher and no reward."""
+"""Metrics displayed in the progress bar of a run that has a teacher but no reward."""
 MAX_UNTRAINED = 10
 """Number of consecutive rollouts without a trainable completion after which the run stops."""
 
@@ -87,12 +87,12 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
             times = {"time/rollout": sampling_seconds, "time/train": now - train_started}
             learned = counts.learned > 0 or grpo.teacher is not None
             finish_step(grpo, micro_batches, metrics | times, rollout_metrics, learned=learned)
-        # The time spent on sampling counts only towards a rollout's first step.
+        # The time spent on sampling counts only towards the first step after a rollout.
         sampling_seconds, train_started = 0.0, now
 
 
 def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> tuple[dict[str, float], RolloutCounts]:
-    """Log the completions; return the rollout's metrics and the counts of what the policy can learn from it."""
+    """Log the completions; return the rollout's metrics, and counts that show whether the policy can learn from it."""
     job = grpo.job
     return show_rollouts(
         sampled,
@@ -112,8 +112,8 @@ def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[Roll
     steps = cut_into_steps(rollouts, grpo.objective, config, grpo.rows.encoder, world)
     grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
     check_trained(grpo.num_untrained, run.state.step, config, grpo.watch.list_recent())
-    # The last rollout may yield more steps than the run has left, if earlier rollouts yielded fewer steps than
-    # planned.
+    # The last rollout may yield more steps than remain in the run, because earlier rollouts may have yielded fewer steps
+    # than planned.
     remaining_steps = run.total_steps - run.state.step
     return add_fixed_logprobs(
         steps[:remaining_steps], grpo.engine, grpo.reference, grpo.teacher, config, grpo.banned_ids
@@ -143,9 +143,9 @@ def train_on_step(grpo: GRPOTrainer, micro_batches: list[RolloutMicroBatch]) -> 
 def cut_into_steps(
     rollouts: list[Rollout], objective: Objective, config: GRPOConfig, encoder: Encoder, world: World
 ) -> list[list[RolloutMicroBatch]]:
-    """Split the trained rollouts into optimizer steps, and each step into micro-batches. Collective.
+    """Split the rollouts to train on into optimizer steps, and each step into micro-batches. Collective.
 
-    Steps that have no rollouts on any rank are omitted.
+    Steps without rollouts on any rank are omitted.
     """
     numbers = [rollout.group for rollout in rollouts if rollout.group is not None]
     num_groups = 1 + max(gather_objects(max(numbers, default=-1)))
@@ -163,7 +163,7 @@ def check_trained(num_untrained: int, step: int, config: GRPOConfig, problems: S
     """Raise NothingLearned after `MAX_UNTRAINED` consecutive rollouts without a trainable completion.
 
     Args:
-        problems: problems of the recent rollouts, which are the likely causes.
+        problems: problems found in recent rollouts, which are the likely causes.
     """
     if num_untrained == MAX_UNTRAINED:
         causes = problems or [
@@ -193,7 +193,7 @@ def run_grpo_step(
     to `mismatch_folder`.
     """
     metrics, mismatches = accumulate_gradients(engine, micro_batches, config, world, banned_ids)
-    # If the loss is not finite, a mismatch does not show that the policies differ.
+    # If the loss is not finite, a mismatch is no evidence that the engine and the trainer compute different policies.
     if math.isfinite(metrics["train/loss"]):
         mismatch.check(metrics, mismatches, config.rollout, step, mismatch_folder)
     return metrics | take_optimizer_step(engine, lr)
@@ -211,7 +211,7 @@ def finish_step(
     *,
     learned: bool,
 ) -> None:
-    """Finish a step: count it, reset the reference if a reset is due, and log the metrics."""
+    """Finish a step: count it, reset the reference if a reset is due, and log the step's metrics."""
     run, job, config = grpo.run, grpo.job, grpo.job.config
     epoch = grpo.rollouts.next_batch / grpo.batches_per_epoch
     run.count_step(epoch=epoch, extra=grpo.extra, learned=learned)

@@ -25,7 +25,7 @@ NUM_WORST = 8
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The mismatch in one completion.
+    """The mismatch between rollout engine and trainer in one completion.
 
     `kl` is the k3 estimate of KL(engine ‖ trainer), summed over the tokens; `largest` is the largest |Δ log-probability|.
 
@@ -50,7 +50,7 @@ def measure_mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mi
     """Measure the mismatch of each rollout in a micro-batch.
 
     Args:
-        logprobs: `[N]` log-probabilities of the trainer, in the order of the rollouts.
+        logprobs: the trainer's log-probabilities of the sampled tokens, `[N]`, in the order of the rollouts.
     """
     results, start = [], 0
     logprobs = logprobs.double().cpu()
@@ -88,9 +88,9 @@ def compute_mismatch_metrics(mismatches: Sequence[Mismatch]) -> dict[str, float]
 
 
 def drop_most_texts(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
-    """Drop the texts of all but this rank's worst completions, so that ranks exchange less data.
+    """Drop the texts of all completions except this rank's worst, so that the ranks exchange less data.
 
-    The completions that are worst over all ranks always keep their texts.
+    The completions that are worst over all ranks keep their texts, because they are also among the worst on their own rank.
     """
     worst_ids = set(map(id, find_worst(mismatches)))
     return [mismatch if id(mismatch) in worst_ids else replace(mismatch, completion="") for mismatch in mismatches]
@@ -106,12 +106,12 @@ def find_worst(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
 def check(
     metrics: dict[str, float], mismatches: Sequence[Mismatch], config: RolloutConfig, step: int, folder: Path | None
 ) -> None:
-    """Warn or raise if the mean KL per token is too large, and write the worst completions to `folder/step_N.jsonl`.
+    """Log a warning or raise if the mean KL per token is too large, and write the worst completions to `folder/step_N.jsonl`.
 
-    With top_p or top_k, nothing is checked, because the engine then renormalises its probabilities over fewer tokens.
+    Nothing is checked if top_p or top_k is set, because the engine then renormalises its probabilities over fewer tokens.
 
     Args:
-        folder: folder for the worst completions; None writes no file.
+        folder: folder for the worst completions; if None, no file is written.
 
     Raises:
         MismatchError: `mismatch/kl` exceeds `rollout.mismatch_stop` or is NaN.

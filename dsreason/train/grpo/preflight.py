@@ -1,4 +1,4 @@
-"""Checks of a GRPO run before the model is loaded, and the order of its prompts."""
+"""Preflight checks for a GRPO run, before the model is loaded, and the order of its prompts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ from dsreason.train.grpo.teacher import check_teacher
 log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
-"""Number of rows of a data set whose prompts or reference answers are checked before training."""
+"""Number of rows per data set whose prompts or reference answers are checked before training."""
 
 
 def check(config: GRPOConfig) -> None:
-    """Raise an error for any problem that the user can fix, such as a reward that cannot be loaded or can never be
-    earned."""
+    """Check for problems that the user can fix, such as a reward that cannot be loaded or can never be earned.
+
+    Raises:
+        DsReasonError: a problem was found.
+    """
     check_functions(config)
     check_engine_choice(config)
     check_distillation(config)
@@ -64,7 +67,7 @@ def check(config: GRPOConfig) -> None:
 
 
 def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
-    """Raise ConfigError if `checkpoint.best_metric` needs reference answers and the held-out rows have none."""
+    """Raise ConfigError if `checkpoint.best_metric` needs reference answers but the held-out rows have none."""
     best = config.checkpoint.best_metric
     if not len(validation) or not config.checkpoint.keep_best or best == "val/reward/mean":
         return
@@ -127,7 +130,8 @@ def build_prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
 
 
 def build_rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
-    """Build the order in which rollouts use the prompts. Its steps are rollouts; `train.max_steps` counts optimizer steps."""
+    """Build the order in which rollouts use the prompts. A step of this order is a rollout, not an optimizer step as in
+    `train.max_steps`."""
     train, steps = config.train, config.grpo.optimizer_steps_per_rollout
     return StepOrder(
         build_order_parts(training, config.data),
@@ -141,7 +145,7 @@ def build_rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrde
 
 
 def count_optimizer_steps(order: StepOrder, config: GRPOConfig) -> int:
-    """Return the number of optimizer steps of the run; a step of `order` is a rollout."""
+    """Return the run's number of optimizer steps; a step of `order` is a rollout."""
     return order.num_steps * config.grpo.optimizer_steps_per_rollout
 
 

@@ -1,4 +1,4 @@
-"""Resets of the reference policy, and loading the latest reference in a resumed run."""
+"""Resetting the reference policy, and loading the latest reference in a resumed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def find_reference_step(step: int, every: int) -> int:
-    """Return the step whose policy serves as the reference after `step`; 0 stands for the initial model.
+    """Return the step whose policy serves as the reference after `step`; 0 means the initial model.
 
     Example: with `every` = 100, step 250 → 200.
     """
@@ -49,7 +49,7 @@ def reset_reference(
 
 
 def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
-    """Delete the references that are needed neither by the run nor by any checkpoint, complete or still being written."""
+    """Delete references needed neither by the run nor by a checkpoint, whether that is complete or still being written."""
     checkpoints = output_dir / "checkpoints"
     steps = [step, *map(parse_step, find_complete_checkpoints(checkpoints)), *find_unfinished_steps(checkpoints)]
     needed = {format_step(find_reference_step(used_step, every)) for used_step in steps}
@@ -61,10 +61,10 @@ def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
 def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: Path, output_dir: Path) -> None:
     """Load the reference that was in use at a checkpoint.
 
-    Before the first reset, this is the initial model, which is already loaded.
+    Before the first reset, the reference is the initial model, which is already loaded.
 
     Raises:
-        CheckpointError: the run that saved the checkpoint does not have the reference.
+        CheckpointError: the reference is missing from the run that saved the checkpoint.
     """
     step = find_reference_step(parse_step(checkpoint), config.grpo.reference_reset_every)
     if step == 0:

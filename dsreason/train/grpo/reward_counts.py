@@ -1,4 +1,4 @@
-"""Counts that show whether a policy can learn from the rewards of rollouts, and warnings derived from these counts."""
+"""Counts that show whether a policy can learn from its rollouts' rewards, and warnings based on these counts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dsreason.losses.objective import build_objective
 from dsreason.rewards import BUILT_IN
 
 MOST = 0.9
-"""Minimum share of groups without signal, or of truncated completions, for a warning."""
+"""Share of groups without signal, or of truncated completions, from which a warning is logged."""
 OFTEN = 0.05
-"""Minimum share of calls that time out, or number of repeated requests per completion, for a warning."""
+"""Share of calls that time out, or number of retried requests per completion, from which a warning is logged."""
 BEST_SCORES = dict.fromkeys(BUILT_IN, 1.0) | {"overlong": 0.0}
-"""Highest score of each built-in reward; a reward that always gives its highest score has been learned."""
+"""Highest possible score for each built-in reward. If all completions get it, the policy has learned the reward."""
 
 
 @dataclass(frozen=True)
 class ScoreCounts:
-    """Number and range of a reward function's scores, excluding None, and the number of its calls that timed out or
-    were retried."""
+    """Number and range of a reward function's scores (excluding None), and how many of its calls timed out or were
+    retried."""
 
     number: int = 0
     lowest: float = math.inf
@@ -58,15 +58,15 @@ class RolloutCounts:
     rollouts: int
     groups: int
     groups_without_signal: int
-    """Number of groups in which all rewards are equal, or in which no completion has a reward."""
+    """Number of groups in which all rewards are equal or no completion has a reward."""
     truncated: int
-    """Number of completions that were cut off at the maximum length."""
+    """Number of completions cut off at the maximum length."""
     learned: int
-    """Number of completions that are trained on with an advantage other than 0."""
+    """Number of completions used for training with an advantage other than 0."""
     total: ScoreCounts
-    """Counts of the completions' total rewards, which are weighted sums of the scores."""
+    """Counts for the completions' total rewards, which are weighted sums of the scores."""
     by_function: dict[str, ScoreCounts]
-    """Name of the reward function → its scores; empty without rewards or completions."""
+    """Name of the reward function → counts for its scores; empty if there are no rewards or no completions."""
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
         names = dict.fromkeys([*self.by_function, *other.by_function])
@@ -85,11 +85,11 @@ class RolloutCounts:
 def count_rewards(
     rows: Sequence[Mapping[str, Any]], reward_sums: Sequence[Mapping[str, tuple[float, int]]], config: GRPOConfig
 ) -> RolloutCounts:
-    """Build the `RolloutCounts` of one rollout.
+    """Build the `RolloutCounts` for one rollout.
 
     Args:
-        rows: completions of all ranks (`show.describe`); completions of the same prompt must be adjacent.
-        reward_sums: additional metrics of the reward functions (`CompletionScores.metric_sums`), of all ranks.
+        rows: completions from all ranks (`show.describe`); completions of the same prompt must be adjacent.
+        reward_sums: additional metrics from the reward functions on all ranks (`CompletionScores.metric_sums`).
     """
     objective, size = build_objective(config.grpo), config.grpo.num_generations
     tolerance = config.grpo.dynamic_tolerance if objective.dynamic_sampling else 0.0
@@ -126,7 +126,7 @@ def count_scores(scores: Sequence[float]) -> ScoreCounts:
 
 
 def find_reward_problems(counts: RolloutCounts, config: GRPOConfig) -> dict[str, str]:
-    """Return a warning for each problem that the counts of one or more rollouts reveal, keyed by the kind of problem."""
+    """Return a warning for each problem that the counts reveal, keyed by the kind of problem."""
     if not counts.by_function:
         return {}
     problems, rollouts = {}, f"{counts.rollouts} rollout{'s' * (counts.rollouts > 1)}"
@@ -165,7 +165,7 @@ def find_reward_problems(counts: RolloutCounts, config: GRPOConfig) -> dict[str,
 
 
 def advise_on_equal_groups(counts: RolloutCounts, config: GRPOConfig) -> str:
-    """Return the likely cause of groups whose completions all score the same, and what to do about it."""
+    """Return the likely reason why all completions of a group score the same, and what to do about it."""
     total = counts.total
     if not total.number:
         return "no reward applied to any completion: check reward.only and which rows the functions return None for"

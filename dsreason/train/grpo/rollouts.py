@@ -18,12 +18,12 @@ from dsreason.rewards.scoring import CompletionScores, to_optional
 from dsreason.rollout.protocol import Completion, CompletionSegment
 
 PromptPlace = tuple[int, int]
-"""(Index of the prompt batch, index of the prompt in that batch over all ranks); independent of the number of ranks."""
+"""(Index of the prompt batch, index of the prompt within that batch over all ranks); independent of the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion of a prompt, with its rewards and its advantage.
+    """A prompt and a completion of it, with the completion's rewards and advantage.
 
     Example: `Rollout(prompt, completion, reward=1.5, rewards={"format": 1.0, "single_choice": 0.5}, advantage=0.7, group=3)`.
     """
@@ -36,18 +36,18 @@ class Rollout:
     """Name of the reward function → unweighted reward; None if the function does not apply to the sample."""
     advantage: float = 0.0
     group: int | None = 0
-    """Index of the rollout's group among the trained groups of all ranks; None if the group is not trained."""
+    """Index of the rollout's group among the groups that are trained on, over all ranks; None if it is not among them."""
     place: PromptPlace = (0, 0)
-    """Index of the prompt batch, and index of the prompt in the batch."""
+    """Index of the prompt batch, and index of the prompt within that batch."""
 
 
 Group = list[Rollout]
-"""The rollouts of one prompt."""
+"""The rollouts for one prompt."""
 
 
 @dataclass(frozen=True)
 class RolloutSample(EncodedSample):
-    """The prompt and the completion of a rollout, encoded for the model."""
+    """A rollout's prompt and completion, encoded for the model."""
 
     rollout: Rollout
 
@@ -56,24 +56,24 @@ class RolloutSample(EncodedSample):
 class RolloutMicroBatch:
     """Rollouts that share one forward pass.
 
-    The rollouts are in the order of their tokens in `batch`; rollouts of the same prompt are adjacent. `rollouts` is
+    The rollouts are in the order of their tokens in `batch`; rollouts for the same prompt are adjacent. `rollouts` is
     empty for a dummy batch, which exists only so that all ranks run the same number of forward passes.
     """
 
     batch: Batch
     rollouts: list[Rollout]
     old_logprobs: Tensor | None = None
-    """`[N]` log-probabilities under the policy that sampled the tokens; None if that policy has not been updated
-    since."""
+    """`[N]` log-probabilities under the policy that sampled the tokens; None if the policy has not been updated since
+    then."""
     ref_logprobs: Tensor | None = None
-    """`[N]` log-probabilities under the reference; None without a KL term."""
+    """`[N]` log-probabilities under the reference; None if there is no KL term."""
     teacher_logprobs: Tensor | None = None
-    """`[N]` log-probabilities under the teacher; None without a teacher."""
+    """`[N]` log-probabilities under the teacher; None if there is no teacher."""
 
 
 @dataclass(frozen=True)
 class FlatRollouts:
-    """Loss inputs that come from the rollouts, with one entry per sampled token of a micro-batch (`N` in total)."""
+    """Loss inputs from the rollouts in a micro-batch, with one element per sampled token (`N` in total)."""
 
     rollout_logprobs: Tensor  # [N] float32, log-probabilities from the rollout engine
     advantages: Tensor  # [N] float32
@@ -86,7 +86,7 @@ def make_rollouts(
     completions: Sequence[Completion],
     scores: CompletionScores,
 ) -> list[Rollout]:
-    """Build rollouts from scored completions. `add_advantages` sets their groups and advantages later."""
+    """Build rollouts from scored completions; `add_advantages` sets their groups and advantages later."""
     return [
         Rollout(
             prompt=prompt,
@@ -103,9 +103,9 @@ def make_rollouts(
 def is_informative(group: Group, tolerance: float) -> bool:
     """Return whether dynamic sampling keeps the group, whose rewards must differ by more than `tolerance` (DAPO, 2503.14476).
 
-    A tolerance is needed because continuous rewards are rarely exactly equal, and dividing by the std would amplify their
-    noise. The range is compared instead of the std, because rounding errors can keep the std from being exactly 0. Rollouts
-    without a reward do not count.
+    A tolerance is needed because continuous rewards are rarely exactly equal, and dividing by their std would amplify the
+    noise. The tolerance applies to the range rather than the std, because rounding errors can keep the std from being
+    exactly 0. Rollouts without a reward are ignored.
     """
     rewards = [rollout.reward for rollout in group if rollout.reward is not None]
     return max(rewards, default=0.0) - min(rewards, default=0.0) > tolerance
@@ -120,9 +120,9 @@ def add_advantages(
 ) -> list[Rollout]:
     """Return this rank's rollouts with their group indices and advantages. Collective.
 
-    The first usable groups of all ranks, at most `num_trained`, are trained on. They are numbered in the order of their
-    prompts, and `compute_advantages` (`[P, G]` → `[P, G]`) gets the rewards of all of them at once, with NaN for each
-    rollout without a reward. Rollouts of the other groups have the group index None and an advantage of 0.
+    The policy is trained on the first `num_trained` usable groups over all ranks. These groups are numbered in the order of
+    their prompts. `compute_advantages` (`[P, G]` → `[P, G]`) gets the rewards of all of them at once, with NaN for each
+    rollout without a reward. Rollouts in all other groups get the group index None and an advantage of 0.
     """
     local_rewards = [
         (group[0].place, [math.nan if rollout.reward is None else rollout.reward for rollout in group])
@@ -144,11 +144,11 @@ def add_advantages(
 def join_group(
     rollouts: Sequence[Rollout], prompts: Mapping[PromptPlace, EncodedPrompt], exchange: Exchange
 ) -> list[Rollout]:
-    """Gather the trained rollouts of all ranks that compute the same rows as this one, ordered by prompt. Collective.
+    """Gather the rollouts to train on from all ranks that compute the same rows as this rank, ordered by prompt. Collective.
 
     Args:
-        prompts: the prompts of all of these ranks. Each rank has all of them, so they are not exchanged.
-        exchange: a function that gathers objects from these ranks.
+        prompts: the prompts of all these ranks. Each rank already has all of them, so they are not exchanged.
+        exchange: function that gathers objects from these ranks.
     """
     local_rollouts = [
         {name: value for name, value in vars(rollout).items() if name != "prompt"}
@@ -162,9 +162,9 @@ def join_group(
 
 
 def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> list[list[Rollout]]:
-    """Split this rank's trained rollouts into optimizer steps; the split does not depend on the number of ranks.
+    """Split this rank's rollouts to train on into optimizer steps; the split does not depend on the number of ranks.
 
-    Example: 10 groups in 4 steps → groups 0 to 2, 3 to 4, 5 to 7, and 8 to 9.
+    Example: 10 groups in 4 steps → groups 0 to 2, 3 and 4, 5 to 7, and 8 and 9.
     """
     steps: list[list[Rollout]] = [[] for _ in range(num_steps)]
     for rollout in rollouts:
@@ -174,7 +174,7 @@ def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: in
 
 
 def build_training_sample(rollout: Rollout) -> RolloutSample:
-    """Build the training sample of a rollout: the completion, with its prompt as parent. Only sampled tokens are trained on."""
+    """Build a rollout's training sample: the completion, with its prompt as parent. Only sampled tokens have a loss."""
     prompt, segments = rollout.prompt.encoded, list(map(encode_segment, rollout.completion.segments))
     positions, start = [], prompt.position_ids.max() + 1  # a segment starts after the largest position on any axis
     for segment in segments:
@@ -208,7 +208,7 @@ def encode_segment(segment: CompletionSegment) -> EncodedSample:
 
 
 def flatten(rollouts: Sequence[Rollout], device: torch.device) -> FlatRollouts:
-    """Build the per-token loss inputs of a micro-batch's rollouts, in the order of the policy's log-probabilities."""
+    """Build the per-token loss inputs for a micro-batch's rollouts, in the order of the policy's log-probabilities."""
     by_rollout = [rollout.completion.logprobs for rollout in rollouts]
     lengths = torch.tensor(list(map(len, by_rollout)), dtype=torch.int64)
     logprobs = [logprob for part in by_rollout for logprob in part]

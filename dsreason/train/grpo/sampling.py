@@ -1,4 +1,4 @@
-"""A sampler of rollouts: it reads prompts, generates completions with the current policy, and adds rewards and advantages."""
+"""Rollout sampling: read prompts, generate completions with the current policy, and add rewards and advantages."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from dsreason.train.grpo.rollouts import Group, PromptPlace, Rollout, add_advant
 
 @dataclass
 class SampledRollouts:
-    """This rank's scored completions, and the metrics of sampling them."""
+    """This rank's scored completions, with metrics about how they were sampled."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     prompts: dict[PromptPlace, EncodedPrompt] = field(default_factory=dict)
-    """Place → prompt, for all prompts of the ranks that compute the same rows as this one. Each of these ranks
-    samples completions for a part of the prompts."""
+    """Place → prompt, for the prompts of all ranks that compute the same rows as this rank. Each of these ranks samples
+    completions for some of the prompts."""
     metrics: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     )
     reward_sums: list[dict[str, tuple[float, int]]] = field(default_factory=list)
-    """Additional metrics of this rank's reward functions, one dict per scored batch (`CompletionScores.metric_sums`)."""
+    """Additional metrics from this rank's reward functions, one dict per scored batch (`CompletionScores.metric_sums`)."""
 
 
 @dataclass
@@ -48,15 +48,15 @@ class RolloutSampler:
     world: World
     watchdog: Watchdog
     count_skipped: Callable[[Sequence[str]], None]
-    """Callback that gets one message per skipped row."""
+    """Callback that receives one message per skipped row."""
     next_batch: int
     """Index of the prompt batch to sample next."""
 
     def sample(self, step: int) -> SampledRollouts:
         """Sample completions from the policy as it is after optimizer step `step`. Collective.
 
-        With dynamic sampling, up to `grpo.max_refills` more prompt batches are sampled until enough groups are
-        trainable.
+        With dynamic sampling, up to `grpo.max_refills` more prompt batches are sampled until there are enough groups to
+        train on.
         """
         config, num_prompts, dynamic = (
             self.config.grpo,
@@ -93,7 +93,7 @@ class RolloutSampler:
     def sample_groups(
         self, engine: RolloutEngine, prompts: Prompts, step: int, sampled: SampledRollouts
     ) -> list[Group]:
-        """Sample and score `num_generations` completions per prompt, and add the metrics to `sampled`."""
+        """Sample and score `num_generations` completions per prompt, and add their metrics to `sampled`."""
         rollout, size = self.config.rollout, self.config.grpo.num_generations
         seed = int(np.random.SeedSequence((self.config.train.seed, prompts.batch)).generate_state(1)[0])
         sampling = build_sampling(rollout, seed)

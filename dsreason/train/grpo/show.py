@@ -1,4 +1,4 @@
-"""Reports on rollouts: a file with all completions, the metrics, and some examples with their media."""
+"""Reports on rollouts: a file with all completions, metrics, and a few examples with their media."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
 def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
     """Compute the metrics of a rollout from its rows, in which the completions of a prompt must be adjacent.
 
-    The metrics cover all sampled completions, including those that dynamic sampling or the overlong filter discards.
+    The metrics cover all sampled completions, including those discarded by dynamic sampling or the overlong filter.
     Missing rewards (None) are excluded from means and standard deviations.
     """
     if not rows:  # all rows were skipped
@@ -113,7 +113,7 @@ def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str,
 
 
 def compute_stds(rewards: Sequence[dict[str, float | None]]) -> dict[str, float]:
-    """Compute `reward/std` of the weighted sum, which has the name "", and `reward/<function>/std`; see `summarise_rewards`."""
+    """Compute `reward/std` for the weighted sum (whose key is ""), and `reward/<function>/std`; see `summarise_rewards`."""
     by_name = {
         name: [value for completion_rewards in rewards if (value := completion_rewards[name]) is not None]
         for name in rewards[0]
@@ -126,7 +126,7 @@ def compute_stds(rewards: Sequence[dict[str, float | None]]) -> dict[str, float]
 
 
 def compute_reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Compute `reward/<function>/<metric>`, each the mean over the calls that returned the metric."""
+    """Compute `reward/<function>/<metric>` for each metric, as the mean over the calls that returned it."""
     names = sorted({name for rank_sums in sums for name in rank_sums})
     values_by_name = {name: [rank_sums[name] for rank_sums in sums if name in rank_sums] for name in names}
     return {
@@ -136,7 +136,7 @@ def compute_reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[s
 
 
 def draw_contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_size: int) -> list[tuple[str, Any]]:
-    """Return the text and the contact sheet of one completion for each of this rank's first prompts.
+    """Return the text and the contact sheet for one completion of each of this rank's first prompts.
 
     The number of prompts per rank is `rollout.show` divided by the number of ranks, rounded up.
     """

@@ -32,11 +32,11 @@ from dsreason.train.grpo.teacher_server import TeacherServer, check_server
 log = logging.getLogger(__name__)
 
 PIXELS_AS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
-"""Settings of the image and video processors that determine which pixels the model sees for an image of a given size."""
+"""Settings of the image and video processors that determine which pixels the model sees of an image of a given size."""
 
 
 class Teacher(Protocol):
-    """A model that the student learns from."""
+    """A model from which the student learns."""
 
     fingerprint: str
     """Fingerprint of the teacher; a run can only be resumed with the same teacher."""
@@ -46,7 +46,7 @@ class Teacher(Protocol):
 
 
 class TeacherModel:
-    """A `Teacher` on the GPUs of the job: a frozen model, sharded with ZeRO-3, that gets the student's batches."""
+    """A `Teacher` on the job's GPUs: a frozen model, sharded with ZeRO-3, that gets the student's batches."""
 
     def __init__(self, path: Path, config: GRPOConfig, banned_ids: Tensor, world: World) -> None:
         settings = build_teacher_deepspeed(config, world)
@@ -73,7 +73,7 @@ class TeacherModel:
 
 
 def build_teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
-    """Build the DeepSpeed config of a teacher: ZeRO-3, regardless of the student's stage, and no optimizer."""
+    """Build the DeepSpeed config for a teacher: ZeRO-3, regardless of the student's stage, and no optimizer."""
     zero: dict[str, Any] = {"stage": 3, "stage3_max_reuse_distance": 0}
     if world.device.type == "cuda" and config.distill.offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -88,7 +88,7 @@ def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, saved: Ma
     """Open the configured teacher; return None if distillation is off. Collective.
 
     Args:
-        saved: GRPO-specific state of the checkpoint to resume from; it may contain the teacher's fingerprint.
+        saved: GRPO-specific state from the checkpoint to resume from; it may contain the teacher's fingerprint.
 
     Raises:
         ConfigError: the resumed run had a different teacher.
@@ -110,7 +110,7 @@ def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, saved: Ma
 
 
 def find_teacher(config: GRPOConfig) -> Path:
-    """Return the teacher's local folder; download or build it if necessary. Safe to call on several ranks at once."""
+    """Return the teacher's local folder; download or build the model if necessary. Safe to call on several ranks at once."""
     assert config.distill.teacher is not None
     model_settings = {"path": config.distill.teacher, "revision": config.distill.revision}
     model = ModelConfig.model_validate(model_settings | {"trust_remote_code": config.model.trust_remote_code})
@@ -148,7 +148,7 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
 
 
 def check_vocabularies(key: str, teacher: Mapping[str, int], student: Mapping[str, int]) -> None:
-    """Raise a ConfigError that names `key` unless both vocabularies contain the same tokens with the same ids."""
+    """Raise a ConfigError that names `key` unless the two vocabularies contain the same tokens with the same ids."""
     differing = sorted(
         (student.items() | teacher.items()) - (student.items() & teacher.items()), key=lambda item: item[1]
     )

@@ -32,11 +32,11 @@ KEY = "TEACHER_API_KEY"
 FIRST_PAUSE = 1.0
 """Seconds before the first retry."""
 PROBES = 256
-"""Number of tokens, evenly spread over the student's vocabulary, that are compared with the server's vocabulary."""
+"""Number of tokens, spread evenly over the student's vocabulary, that are compared with those of the server."""
 ROUNDING = 1e-3
 """Amount by which rounding errors may raise a log-probability above 0."""
 LOWEST = -1e6
-"""Lower bound for the log-probability of a token. Models never return less, and float32 cannot represent -1e300."""
+"""Lower bound for a token's log-probability. Models never return less, and a value such as -1e300 does not fit into float32."""
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -50,16 +50,16 @@ class ScoredChoice(BaseModel):
 
 
 class ScoredPrompt(BaseModel):
-    """The fields of a server response that the client uses."""
+    """The fields of the server's response that the client uses."""
 
     choices: list[ScoredChoice] = Field(min_length=1, max_length=1)
 
 
 class TeacherServer:
-    """A `Teacher` on a server, which gets each prompt and completion as token ids; media are not supported.
+    """A `Teacher` on a server, which gets each prompt and completion as token ids. Media are not supported.
 
-    Unlike `TeacherModel`, the server does not ban media tokens, which the student must not sample, so these tokens
-    keep their probability.
+    The student must not sample media tokens. Unlike `TeacherModel`, the server does not ban these tokens, so they keep
+    their probability.
     """
 
     def __init__(self, config: DistillConfig, world: World) -> None:
@@ -69,7 +69,7 @@ class TeacherServer:
     def compute_logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the sampled tokens, `[N]` per micro-batch. Collective.
 
-        Ranks that compute rows together have the same rollouts, so each rank queries the server only for its part of them.
+        Ranks that compute rows together hold the same rollouts, so each of them queries the server only for its part.
         """
         rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
         part = self.world.row_part
@@ -87,7 +87,7 @@ class Client:
     """A client that requests log-probabilities from the server. The API key is read only from the environment.
 
     Args:
-        config: settings in which `teacher` is the base URL of the endpoint `/completions` and `server_model` is set.
+        config: settings with `server_model`, and with `teacher` as the base URL of the `/completions` endpoint.
     """
 
     def __init__(self, config: DistillConfig) -> None:
@@ -106,7 +106,7 @@ class Client:
         """Request the log-probability of each token except the first, which has no context.
 
         Args:
-            ids: the tokens.
+            ids: token ids.
             subject: description of the tokens, for error messages.
 
         Raises:
@@ -141,7 +141,7 @@ class Client:
 
 
 def read_tokens(response: bytes, ids: Sequence[int]) -> list[ScoredToken]:
-    """Read the entries of all tokens except the first. Raise ValueError if the response does not match `ids`."""
+    """Read the response's entries for all tokens except the first. Raise ValueError if the response does not match `ids`."""
     entries = ScoredPrompt.model_validate_json(response).choices[0].prompt_logprobs
     if len(entries) != len(ids):
         raise ValueError(f"it has entries for {len(entries)} tokens, but the request has {len(ids)}")
@@ -169,7 +169,7 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> N
         raise ConfigError(str(error)) from None
     for number, token in zip(ids[1:], tokens, strict=True):
         decoded = tokenizer.decode([number])
-        # The token is a part of a character, or the server has no text for it.
+        # The token is only part of a character, or the server has no text for it.
         if UNREADABLE in decoded or token.decoded_token is None:
             continue
         if token.decoded_token != decoded:

@@ -1,4 +1,4 @@
-"""Completions of some rows by the initial policy of a run, for `dsreason reward try`."""
+"""Completions from a run's initial policy for a few rows, for `dsreason reward try`."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ from dsreason.train.grpo.teacher import Teacher
 def split_into_micro_batches(
     rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE
 ) -> list[RolloutMicroBatch]:
-    """Divide the rollouts of a step into micro-batches. Collective.
+    """Divide a step's rollouts into micro-batches. Collective.
 
-    All ranks get the same number of micro-batches, each with media if the model accepts them.
+    All ranks get the same number of micro-batches, each of which contains media if the model accepts them.
 
     Args:
         part: part of each row that this rank computes; ranks that compute rows together pass the same rollouts.
@@ -52,7 +52,7 @@ def split_into_micro_batches(
 def compute_current_logprobs(
     engine: DeepSpeedEngine, micro_batches: Sequence[RolloutMicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
-    """Compute the log-probabilities under the engine's current weights, `[N]` per micro-batch. Collective."""
+    """Compute log-probabilities under the engine's current weights, `[N]` per micro-batch. Collective."""
     return [engine(micro_batch.batch.to(engine.device), temperature, banned_ids) for micro_batch in micro_batches]
 
 
@@ -64,7 +64,7 @@ def add_fixed_logprobs(
     config: GRPOConfig,
     banned_ids: Tensor,
 ) -> list[list[RolloutMicroBatch]]:
-    """Add those log-probabilities of the old policy, the reference and the teacher that the loss needs. Collective.
+    """Add the log-probabilities under the old policy, the reference and the teacher, as far as the loss needs them. Collective.
 
     This must happen before the first optimizer step changes the policy.
     """
@@ -118,7 +118,7 @@ def accumulate_gradients(
     The gradient does not depend on how the global batch is divided.
 
     Returns:
-        The metrics, and the mismatch between rollout engine and trainer for the completions of all ranks.
+        The metrics, and the mismatch between rollout engine and trainer for the completions on all ranks.
     """
     objective = build_objective(config.grpo)
     counts = gather_counts(micro_batches, config, world)

@@ -37,7 +37,7 @@ class SFTTrainer:
     world: World
     engine: DeepSpeedEngine
     sampler: Sampler
-    """Sampler that generates answers to the held-out rows."""
+    """Sampler that generates answers to the held-out prompts."""
     held_out: HeldOut[SFTConfig]
     loader: StepLoader
     utilisation: UtilisationMeter
@@ -90,9 +90,9 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
 
 
 def compute_validation_tokens(config: SFTConfig, model_path: Path, world: World) -> int:
-    """Return the token budget of a validation batch.
+    """Return the token budget for a validation batch.
 
-    The budget is the number of tokens that fit into a quarter of the GPU's memory; on a CPU it is 0, which means unset.
+    The budget is the number of tokens that fit into a quarter of the GPU's memory. On a CPU, it is 0, which means unset.
     """
     if world.device.type != "cuda":
         return 0

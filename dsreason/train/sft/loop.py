@@ -33,7 +33,7 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
         metrics = run_sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
     if not batches.num_tokens:
-        metrics.pop("train/loss")  # without trained tokens, there is no mean loss
+        metrics.pop("train/loss")  # without tokens to train on, there is no mean loss
     seconds = time.perf_counter() - started
     run.count_step(epoch=engine.global_steps / sft.steps_per_epoch, learned=batches.num_tokens > 0)
     progress_values = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}

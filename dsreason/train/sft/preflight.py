@@ -1,4 +1,4 @@
-"""Checks of an SFT run before the model is loaded."""
+"""Preflight checks for an SFT run, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsreason.train.common.preflight import describe_modules as describe_modules
 
 
 def check(config: SFTConfig) -> None:
-    """Raise an error for any problem that the user can fix, without reading weights or training.
+    """Check for problems that the user can fix, without reading weights or training.
 
     Raises:
         DsReasonError: the model folder is unusable, a freeze pattern matches nothing, there is no data, there are too few

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dsreason.models.fused_kernels import FusedRMSNorm
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
@@ -35,6 +36,7 @@ from dsreason.tools.planning.pieces import build_pieces
 from dsreason.tools.planning.shape import read_shape
 from dsreason.train.grpo.rollouts import Rollout, build_training_sample
 from tests.integration.rows import write_mixed_rows
+from tests.published_layout import write_published_layout
 from tests.unit.media.videos import write_video
 
 FAMILY = FAMILIES["cosmos3_edge"]
@@ -120,6 +122,12 @@ def test_generator_tensors_are_not_loaded(name: str) -> None:
     assert FAMILY.rename(name) is None
 
 
+def test_weights_load_from_published_layout(folder: Path, tmp_path: Path) -> None:
+    published = write_published_layout(folder, tmp_path / "published")
+    result, expected = (load_model(item, dtype=torch.float32).state_dict() for item in (published, folder))
+    assert all(result[name].equal(expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 def test_mixed_media_logprobs_match_transformers(
@@ -133,6 +141,14 @@ def test_mixed_media_logprobs_match_transformers(
     batch = pack(encoded) if layout == "packed" else collate(encoded, pad_id=0)
     with torch.no_grad():
         torch.testing.assert_close(policy(batch), expected, rtol=0, atol=5e-6)
+
+
+def test_fused_norms_keep_logprobs(folder: Path, encoded: list[EncodedSample], expected: Tensor) -> None:
+    """Only the norms are fused, because the feed-forward blocks have no gate."""
+    model = load_model(folder, dtype=torch.float32, fused_kernels=True)
+    assert {type(module) for module in model.modules() if "RMSNorm" in type(module).__name__} == {FusedRMSNorm}
+    with torch.no_grad():
+        torch.testing.assert_close(Policy(model)(pack(encoded)), expected, rtol=0, atol=5e-6)
 
 
 def test_answers_sharing_prompt_match_separate_rows(folder: Path, encoder: Encoder, tmp_path: Path) -> None:

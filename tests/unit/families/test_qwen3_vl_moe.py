@@ -156,7 +156,7 @@ def test_merged_experts_compute_the_adapted_output(tiny_qwen3_vl_moe: Path, mode
         a, b = (parameters[adapter_name].detach() for adapter_name in get_adapter_names(name))
         weight = weights[to_base_name(name)]
         delta = Delta(a, b, scales[get_adapted_layer(name)])
-        result = delta.add_to(weight, torch.float32)
+        result = delta.merge_with(weight, torch.float32)
         assert delta.relative_to(weight) == pytest.approx(float((result - weight).norm() / weight.norm()), rel=1e-4)
         weight.copy_(result)
     ids = torch.arange(20, 60)[None]
