@@ -10,7 +10,9 @@ import typer
 from dsreason.cli.job import find_trainers
 from dsreason.config.load import read_config, read_values
 from dsreason.errors import ConfigError
+from dsreason.families import get_family
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import read_json_object
 from dsreason.screen import print_message, write
 from dsreason.tools.cosmos_rl.convert import convert, is_evaluation, is_importable
 from dsreason.tools.cosmos_rl.tables import show
@@ -48,6 +50,8 @@ def import_(
     imported = convert(document, accept or ())
     show(imported)
     imported.check(str(file))
+    if imported.trainer != "world":
+        check_family(Path(imported.config["model"]["path"]))
     text = write_toml(imported, file.name)
     read_values(find_trainers()[imported.trainer].schema, imported.config, f"{file} ({imported.tool})")
     if output is None:
@@ -61,3 +65,11 @@ def import_(
         f"written to {output}, for {describe_gpus(imported)}. Next: {write_command(imported, str(output))} --dry-run",
         err=True,
     )
+
+
+def check_family(model: Path) -> None:
+    """Raise CheckpointError if the folder `model` contains a model of an unsupported family. A model on the Hub is checked when
+    it is used, before its weights are downloaded."""
+    model_type = read_json_object(model / "config.json").get("model_type")
+    if model_type is not None:
+        get_family(model_type)

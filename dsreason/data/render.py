@@ -229,7 +229,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
     if not sample.messages or sample.messages[0]["role"] == "assistant":
         raise DataError(f"sample {sample.id!r}: the first message must be from the user or the system")
     template_tokens = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
-    reserved = template_tokens | {tokens.image, tokens.video, processor.tokenizer.eos_token}
+    reserved = (template_tokens | {tokens.image, tokens.video, processor.tokenizer.eos_token}) - {""}
     cleaned = []
     for number, message in enumerate(sample.messages):
         location = f"sample {sample.id!r}, message {number}"

@@ -12,7 +12,7 @@ from torch import nn
 from dsreason.config.schema import OptimConfig
 from dsreason.errors import ConfigError
 from dsreason.models.freeze import find_similar_names
-from dsreason.models.lora import A, B, to_base_name
+from dsreason.models.lora import A, B, get_adapted_weight, to_base_name
 from dsreason.monitor.flops import count_values
 from dsreason.problems import join_first
 
@@ -104,7 +104,7 @@ def get_multipliers(parameters: Mapping[str, nn.Parameter], optim: OptimConfig) 
 def get_base_name(name: str) -> str:
     """Return a parameter's name in a model without adapters; for an adapter, the name of the weight that it changes."""
     layer = name.removesuffix(A).removesuffix(B)
-    return to_base_name(name) if layer == name else f"{layer}.weight"
+    return to_base_name(name) if layer == name else get_adapted_weight(layer)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,10 @@ def return_grids(vision: Any, grids: Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Texts of the tokenizer's special tokens. Example: `FAMILIES["qwen3_vl"].tokens`."""
+    """Texts of the tokenizer's special tokens. The media tokens of a text-only family without such tokens are empty.
+
+    Example: `FAMILIES["qwen3_vl"].tokens`.
+    """
 
     image: str
     """Placeholder for an image."""
@@ -89,7 +92,7 @@ class Tokens:
     @property
     def media(self) -> tuple[str, ...]:
         """Tokens that are never sampled: a placeholder in a completion has no pixels, so the policy's forward would fail."""
-        return (self.image, self.video, *self.unused_media, self.media_start, self.media_end)
+        return tuple(filter(None, (self.image, self.video, *self.unused_media, self.media_start, self.media_end)))
 
     @property
     def control(self) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ BASE = ".base_layer"
 """String that peft inserts into the names of a layer's original parameters when the layer gets an adapter."""
 INNER_EXPERTS = "gate_up_proj"
 """Parameter of the experts that gets its adapter first."""
+OUTER_EXPERTS = "down_proj"
+"""Parameter of the experts that gets its adapter second."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 """Suffixes of the names of an adapter's two matrices."""
 
@@ -242,6 +244,17 @@ def get_adapted_layer(name: str) -> str | None:
     if not module.endswith(BASE + BASE):
         return None
     return module.removesuffix(BASE if parameter == INNER_EXPERTS else BASE + BASE)
+
+
+def get_adapted_weight(layer: str) -> str:
+    """Return the name that the weight of an adapted layer has in a model without adapters; see `get_adapted_layer`.
+
+    `….mlp.experts.base_layer` holds the adapter of `gate_up_proj`, and `….mlp.experts` that of `down_proj`.
+    """
+    module = layer.removesuffix(BASE)
+    if layer != module:
+        return f"{module}.{INNER_EXPERTS}"
+    return f"{layer}.{OUTER_EXPERTS}" if layer.endswith(".experts") else f"{layer}.weight"
 
 
 def get_adapter_scales(model: nn.Module) -> dict[str, float]:

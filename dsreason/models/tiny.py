@@ -168,7 +168,7 @@ def build_tiny(
 def list_special_tokens(tokens: Tokens) -> tuple[str, ...]:
     """Return all special tokens of a family, in the order of their ids."""
     media = (tokens.media_start, tokens.media_end, *tokens.unused_media, tokens.image, tokens.video)
-    return (tokens.padding, tokens.turn_start, tokens.turn_end, *tokens.others, *media)
+    return (tokens.padding, tokens.turn_start, tokens.turn_end, *tokens.others, *filter(None, media))
 
 
 def build_tokenizer(family: Family) -> Qwen2Tokenizer:

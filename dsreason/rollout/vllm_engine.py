@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dsreason.families import get_family
+from dsreason.families import Family, get_family
 from dsreason.families.layer_types import has_delta_nets
 from dsreason.job.ranks import World, gather_objects
 from dsreason.models.load import build_empty_model, read_model_config
@@ -70,6 +70,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def merge_overrides(family: Family, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's options for vLLM, whose `hf_overrides` also contain the values that the family needs in config.json."""
+    overrides: dict[str, Any] = {}
+    if family.fixed_settings:
+        overrides["text_config"] = dict(family.fixed_settings)
+    if family.vllm_class is not None:
+        overrides["architectures"] = [family.vllm_class]
+    merged = {"hf_overrides": overrides | options.get("hf_overrides", {})} if overrides else {}
+    return {**options, **merged}
+
+
 class VLLMEngine(RolloutEngine):
     """`RolloutEngine` based on vLLM. Each group of `tensor_parallel_size` consecutive ranks shares one copy of the policy.
 
@@ -123,12 +134,9 @@ class VLLMEngine(RolloutEngine):
             )
             if world.device.type == "cpu" and has_delta_nets(config.get_text_config()):
                 arguments["enable_prefix_caching"] = False  # vLLM caches their states only with chunked prefill
-            if self.family.fixed_settings:
-                arguments["hf_overrides"] = {"text_config": dict(self.family.fixed_settings)}
             if self.family.vllm_class is not None:
-                arguments["hf_overrides"] = {"architectures": [self.family.vllm_class]}
                 read_weights_beside_config(path)
-            arguments |= settings.engine_options
+            arguments |= merge_overrides(self.family, settings.engine_options)
             self.llm, self.max_num_seqs = LLM(str(path), **arguments), arguments["max_num_seqs"]
             (self.model,) = self.llm.apply_model(lambda model: model)
             self.slots = find_slots(self.model, list(self.expected), self.family)

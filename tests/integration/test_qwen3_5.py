@@ -22,8 +22,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.long
 def test_vllm_samples_from_policy_and_export_loads(tmp_path: Path) -> None:
-    config = CONFIG.replace("tiny:cosmos3_omni", "tiny:qwen3_5").replace('"fp32"', '"bf16"')
-    (tmp_path / "run.toml").write_text(config.format(rows=write_mixed_rows(tmp_path / "data")))
+    config = CONFIG.replace('"fp32"', '"bf16"').format(family="qwen3_5", rows=write_mixed_rows(tmp_path / "data"))
+    (tmp_path / "run.toml").write_text(config)
     (tmp_path / "rewards.py").write_text(REWARDS)
     done = dsreason("grpo", "--config", "run.toml", "--nproc", 2, "--output-dir", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

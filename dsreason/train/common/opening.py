@@ -105,9 +105,8 @@ def build_policy_engine(
     freeze(model, config.model.freeze)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
-    policy = Policy(
-        model, group, config.train.router_loss_weight
-    )  # must precede the adapters, because it needs the plain output layer
+    # The policy must be built before the adapters are added, because it needs the plain output layer.
+    policy = Policy(model, group, config.train.router_loss_weight)
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)

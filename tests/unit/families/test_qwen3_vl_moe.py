@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_lora import LoRAConfig
 from dsreason.data.collate import append_dummies, collate, pack
 from dsreason.data.sources import open_datasets
+from dsreason.engine.learning_rates import get_multipliers
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.families import FAMILIES
 from dsreason.losses.router import compute_routing
@@ -27,8 +29,10 @@ from dsreason.models.lora import (
     add_adapters,
     find_adapted_layers,
     get_adapted_layer,
+    get_adapted_weight,
     get_adapter_names,
     get_adapter_scales,
+    is_adapter,
     to_base_name,
 )
 from dsreason.models.policy import Policy
@@ -209,3 +213,17 @@ def test_plan_counts_active_experts_and_their_adapters(tiny_qwen3_vl_moe: Path) 
             assert parameters.num_trained == 2 * 4 * 8 * (384 + 128 + 128 + 192)
     more = traced[r"mlp\.experts"].peak - traced["q_proj"].peak
     assert more >= 4 * 8 * 384 * 128 + 4 * experts  # the larger gradient, and the copy to which the products are added
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"), [("gate_up_proj", "gate_up_proj"), (r"experts\.down_proj", "down_proj")]
+)
+def test_adapters_of_experts_get_their_learning_rates(model: Any, pattern: str, matched: str) -> None:
+    adapted = deepcopy(model)
+    add_adapters(adapted, LoRAConfig(rank=4, targets=(r"mlp\.experts", r"q_proj$")), seed=0)
+    optim = SFTConfig.model_validate({"optim": {"lr_multipliers": {pattern: 0.5}}}).optim
+    multipliers = get_multipliers(dict(adapted.named_parameters()), optim)
+    scaled = [name for name, factor in multipliers.items() if factor == 0.5 and is_adapter(name)]
+    assert len(scaled) == 2 * 2  # two matrices in each of two layers
+    weights = {get_adapted_weight(name.partition(".lora_")[0]) for name in scaled}
+    assert weights == {NAME.replace("1", number).format(matched) for number in "01"}

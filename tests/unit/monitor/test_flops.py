@@ -70,6 +70,7 @@ def tiny(family: str, *, tied: bool) -> Any:
         config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **common)
         config.text_config._experts_implementation = "eager"  # torch does not count the FLOPs of its grouped products
         return Qwen3VLMoeForConditionalGeneration(config)
+    assert family == "qwen3_vl"
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **common))
 
 

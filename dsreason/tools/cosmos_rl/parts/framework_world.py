@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
 from dsreason.tools.cosmos_rl.keys.key import to_list
 from dsreason.tools.cosmos_rl.parts.framework import convert_shared, leave_out
@@ -90,6 +88,8 @@ def compute_last_decay(width: float, steps: int) -> float:
     The width (standard deviation over length) is sqrt((gamma + 1) / ((gamma + 2)² (gamma + 3))), see arXiv 2312.02696.
     """
     scale = width**-2
+    import numpy as np  # imported on demand, because every command imports this module
+
     gamma = float(np.roots([1, 7, 16 - scale, 12 - scale]).real.max())
     return float((1 - 1 / (steps + 1)) ** (gamma + 1))
 
