@@ -129,7 +129,7 @@ def build_environment() -> dict[str, str]:
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # DeepSpeed searches PATH for ninja
     accelerator = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
-    # Otherwise, the allocator would keep freed memory, which would then be counted.
+    # Trim at once: otherwise, the allocator would keep freed memory, which would then be counted.
     return os.environ | accelerator | {"PATH": path, "PYTHONPATH": root, "MALLOC_TRIM_THRESHOLD_": "0"}
 
 

@@ -57,7 +57,9 @@ class NothingLearned(DsReasonError):
 
 
 class MismatchError(DsReasonError):
-    """Log-probabilities from the rollout engine that differ too much from the trainer's: the engine samples a different policy.
+    """A difference between the log-probabilities of the rollout engine and the trainer that is too large.
+
+    It means that the engine samples from a different policy.
 
     All ranks raise it before the optimizer step, so the weights are still those of the last finished step.
     """

@@ -70,7 +70,7 @@ def run_tiny_grpo(setup: BenchmarkSetup, name: str, family: str, precision: str,
     return Running("grpo", settings, setup.scratch / name).finish()
 
 
-# ---------------------------------------------------------------- a step, with a model of a real size
+# ---------------------------------------------------------------- one step with a realistically sized model
 
 
 def grpo(setup: BenchmarkSetup) -> Iterator[tuple[str, Value]]:

@@ -339,7 +339,10 @@ class _Reader:
         return False
 
     def _split(self, text: str) -> tuple[str | None, str, str]:
-        """Split a text into its first letter, the separator after it, and the remaining text; (None, "", "") without a letter."""
+        """Split a text into its leading option letter, the separator after it, and the remaining text.
+
+        Return (None, "", "") if the text does not start with an option letter.
+        """
         match = re.match(rf"{BEFORE_LETTER}({self.letter})(?![\w'’]){MARK}", text, re.IGNORECASE)
         return (self.to_key(match[1]), (match[2] or "").strip(), text[match.end() :]) if match else (None, "", "")
 

@@ -46,7 +46,8 @@ trained, use the merged model in the parent folder, or load the base model with
 and the output layer (`llm_int8_skip_modules`).
 """
 SMALLEST = 5e-3
-"""Relative change of a weight that survives rounding to bfloat16 (8 bits). About half of a change five times smaller is lost."""
+"""Smallest relative weight change that survives rounding to bfloat16 (8 bits). If a change is a fifth of this, about half of it
+is lost."""
 
 
 @dataclass

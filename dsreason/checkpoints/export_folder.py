@@ -97,7 +97,7 @@ def hold_draft(output: Path) -> Iterator[Path]:
 
 
 def lock_drafts(drafts: Path, lock: FolderLock) -> None:
-    """Create the folder for drafts and lock it; retry if another process that is just ending deletes it in between."""
+    """Create the folder for drafts and lock it; retry if another process, on its way out, deletes it in the meantime."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             if drafts.is_symlink() or not drafts.is_dir():

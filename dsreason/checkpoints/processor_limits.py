@@ -143,7 +143,8 @@ def write_limits(folder: Path, limits: ProcessorLimits) -> None:
 
 
 def change_limits(document: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """Return a processor's settings with `keys` changed, also under the older names `min_pixels` and `max_pixels`."""
+    """Return a processor's settings with `keys` applied, including under the older names `min_pixels` and `max_pixels` if
+    present."""
     older = {"min_pixels": keys["size"]["shortest_edge"], "max_pixels": keys["size"]["longest_edge"]}
     return document | keys | {name: value for name, value in older.items() if name in document}
 

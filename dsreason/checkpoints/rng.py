@@ -1,4 +1,4 @@
-"""Saving and restoring of a rank's random-number states in a safetensors file."""
+"""Save a rank's random-number states to a safetensors file and restore them from it."""
 
 from __future__ import annotations
 

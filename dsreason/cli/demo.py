@@ -68,7 +68,7 @@ def demo(
     overrides: SetOption = None,
     of_world: WorldOption = False,
 ) -> None:
-    """Train a tiny model on generated videos and images: SFT with some wrong rows, then GRPO. Nothing is downloaded."""
+    """Train a tiny model on generated videos and images: SFT on partly wrong answers, then GRPO. Nothing is downloaded."""
     if launch.is_rank():
         raise ConfigError("demo: starts its own ranks; run it without torchrun, deepspeed or srun")
     folder, changes = output_dir or build_default_output_dir("demo"), tuple(overrides or ())

@@ -139,5 +139,7 @@ def _find_only_function(module: ModuleType, name: str) -> Any:
             return public_functions[default]
     if len(public_functions) != 1:
         listed = f"it has {', '.join(public_functions)}" if public_functions else "it has no public functions"
-        raise ConfigError(f'reward "{name}" has no function "reward" ({listed}); specify one as :attr')
+        raise ConfigError(
+            f'reward "{name}" has no function "reward" ({listed}); append the function\'s name, for example {name}:my_function'
+        )
     return next(iter(public_functions.values()))

@@ -115,7 +115,7 @@ class TransformersEngine(RolloutEngine):
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.awake:
-            raise SyncError(f"weights version {version} were sent to a sleeping engine; wake it first")
+            raise SyncError(f"weights (version {version}) were sent to a sleeping engine; wake it first")
         self.version = None  # a sync that fails halfway leaves no usable weights
         model = self._awake_model
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}

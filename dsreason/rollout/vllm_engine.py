@@ -192,7 +192,7 @@ class VLLMEngine(RolloutEngine):
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.weights_awake:
-            raise SyncError(f"weights version {version} were sent to a sleeping engine; wake it first")
+            raise SyncError(f"weights (version {version}) were sent to a sleeping engine; wake it first")
         before = {name: self.sent[name] for name in retained if name in self.sent}
         reloaded_experts = find_expert_layers(self.slots, self.expected.keys() - before.keys())
         self.version, self.sent = None, {}  # a sync that fails halfway leaves no usable weights

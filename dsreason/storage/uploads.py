@@ -81,7 +81,7 @@ def open_uploads(config: CheckpointConfig, stopped_by: Callable[[], str] = str) 
         yield uploads
     except BaseException as error:
         uploads.finish_logs(error)
-        if missing := uploads.missing():
+        if missing := uploads.describe_missing():
             log.warning("%s", missing)
         raise
     uploads.finish(stopped_by)
@@ -113,7 +113,7 @@ class Uploads:
         thread.start()
         while thread.is_alive() and not stopped_by():
             thread.join(TICK)
-        if missing := self.missing():
+        if missing := self.describe_missing():
             name = stopped_by()
             raise (
                 Stopped(f"stopped by {name} before all uploads had finished; {missing}")
@@ -140,9 +140,9 @@ class Uploads:
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def missing(self) -> str:
+    def describe_missing(self) -> str:
         """Report, by target, the folders that were not uploaded, with reasons and upload commands; "" if there are none."""
-        return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.list_in_use())
+        return "\n".join(uploader.describe_missing() for uploader in self.uploaders if uploader.list_in_use())
 
 
 class Uploader:
@@ -229,7 +229,7 @@ class Uploader:
         if self._run is not None and self.has_logs():
             self._upload(self._run / LOGS)
         if self.list_in_use():
-            raise StorageError(self.missing())
+            raise StorageError(self.describe_missing())
 
     def has_logs(self) -> bool:
         """Return whether the run has logs and this target includes them."""
@@ -243,7 +243,7 @@ class Uploader:
             self._unfinished[logs] = WAITING
         return Thread(target=self._upload, args=[logs], name="logs", daemon=True)
 
-    def missing(self) -> str:
+    def describe_missing(self) -> str:
         """Report the folders that have not been uploaded, each with the reason and an upload command."""
         with self._lock:
             unfinished = dict(self._unfinished)

@@ -113,7 +113,7 @@ def is_repeated(messages: Sequence[Message], media: RowMedia) -> bool:
         return False
     if media.labels:
         raise DataError(
-            f"the messages name their media, so that the camera names ({', '.join(media.labels):.100}) have no place; write them "
+            f"the messages list their media, so the camera names ({', '.join(media.labels):.100}) have no place; write them "
             "into the messages"
         )
     for kind, parts in media.waiting.items():
@@ -121,8 +121,8 @@ def is_repeated(messages: Sequence[Message], media: RowMedia) -> bool:
             places = [place for place in media_parts if place.get(kind) == part[kind]]
             if not places:
                 raise DataError(
-                    f"the messages name their media, but not all media of the columns {', '.join(sorted(media.columns))}, such "
-                    f"as {part[kind]!r:.200}; add a part for each, or remove the columns"
+                    f"the messages list media, but some media from the columns {', '.join(sorted(media.columns))} are missing "
+                    f"from them (for example, {part[kind]!r:.200}); add a part for each, or remove the columns"
                 )
             for place in places:
                 if conflict := next((key for key in part if place.get(key, part[key]) != part[key]), None):

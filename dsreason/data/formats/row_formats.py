@@ -120,7 +120,7 @@ def read_history(history: Any) -> list[Message]:
     for turn in answers.parse_json_text(history) or []:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise DataError(
-                f"field 'history' must be a list of pairs of a question and its reply; got {turn!r:.200} as a pair"
+                f"field 'history' must be a list of [question, reply] pairs, but one of its entries is {turn!r:.200}"
             )
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return messages

@@ -43,8 +43,8 @@ class Reply:
 
 class Answerer(Protocol):
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
-        """Yield the batches, possibly in parts, as soon as their media are decoded. `ask` may be called only for questions that
-        were yielded last."""
+        """Yield the batches, possibly in parts, as soon as their media are decoded. `ask` may be called only for the most
+        recently yielded questions."""
 
     def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
         """Yield each request with its reply as soon as the reply arrives, in any order.

@@ -187,7 +187,7 @@ def check_values(cosmos: Settings, draft: Draft) -> None:
 
 
 def copy_values(cosmos: Settings, draft: Draft) -> None:
-    """Convert the keys that are copied, and refuse the keys whose value does not permit leaving them out."""
+    """Convert the keys that are copied, and reject other keys whose values cannot safely be ignored."""
     for key, known_key in cosmos.keys.items():
         if draft.trainer not in known_key.trainers:
             continue

@@ -176,7 +176,9 @@ def list_videos(places: Iterable[Path]) -> list[Path]:
 def find_first_file(candidates: Sequence[Path]) -> Path:
     existing_path = next((path for path in candidates if path.exists()), None)
     if existing_path is None:
-        raise MissingRaw(f"its raw video was not found at any of {len(candidates)} paths, such as {candidates[0]}")
+        raise MissingRaw(
+            f"its raw video was not found at any of the {len(candidates)} paths tried (for example, {candidates[0]})"
+        )
     return existing_path
 
 

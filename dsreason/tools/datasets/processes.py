@@ -18,8 +18,8 @@ from dsreason.monitor.progress import track
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Workers are forked, like those of the DataLoader, so they share everything that is open or loaded, and import nothing
-# again.
+# Workers are forked, like those of the DataLoader, so they share everything that is open or loaded, and don't
+# re-import anything.
 FORK = multiprocessing.get_context("fork")
 
 

@@ -70,7 +70,7 @@ def check_replies(messages: list[Message], name: str) -> None:
 
 
 def check_conversation(messages: list[Message]) -> None:
-    """Raise DataError if no trainer accepts the conversation, because it starts with a reply or a reply has media."""
+    """Raise DataError if the conversation starts with a reply or a reply contains media; no trainer accepts either."""
     if messages and messages[0]["role"] == "assistant":
         raise DataError("the first message must be from the user or the system")
     for number, message in enumerate(messages):

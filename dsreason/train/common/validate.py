@@ -141,7 +141,7 @@ class HeldOut(Generic[C]):
                 if message := find_fatal_error(bad, self.config):
                     raise DataError(message)
             for error in bad:
-                log.warning("validation: skipped: %s", error)
+                log.warning("validation: skipped a row: %s", error)
             yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, DataError)]
 
 

@@ -88,7 +88,7 @@ def measure_pairs(
     with progress.track_phase("validation: preferences", len(rows), "pairs") as advance:
         for batches in iter_pair_batches(held_out.dataset, held_out.encoder, rows, config, world, batch_size=size):
             for message in batches.skipped:
-                log.warning("validation: skipped: %s", message)
+                log.warning("validation: skipped a row: %s", message)
             refs = compute_reference_logprobs(engine, reference, batches.parts, "validation")
             for micro_batch, ref in zip(batches.parts, refs, strict=True):
                 logprobs = engine(micro_batch.batch.to(engine.device))

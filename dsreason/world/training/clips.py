@@ -86,8 +86,8 @@ class SampledClips:
     advantages: Tensor
     """Advantages of the clips: `[B]`, float32; zero until the rewards arrive."""
     fixed: Mapping[str, Mapping[int, Tensor]]
-    """Velocities of the policies "reference" and "old", `[B, C, T, h, w]`, by the number of the trained step or, for nft, of the
-    drawn noise level. They are bfloat16 if that is lossless; see `to_lossless_bfloat16`."""
+    """Velocities of the policies "reference" and "old", `[B, C, T, h, w]`, keyed by policy, then by step number or, for nft, by
+    the index of the sampled noise level. They are bfloat16 if that is lossless; see `to_lossless_bfloat16`."""
 
 
 def to_lossless_bfloat16(tensor: Tensor) -> Tensor:

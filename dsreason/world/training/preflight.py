@@ -70,7 +70,7 @@ def check(config: WorldConfig) -> None:
     check_bad_rows(config)
     if config.world.algorithm in ("flow_grpo", "ddrl"):
         list_trained_steps(config, [float(s) for s in compute_sigmas(config, folder)])
-    check_division(config, folder)
+    check_divisible_by_ranks(config, folder)
     training, validation = open_data(config)
     order = build_step_order(config, len(training))
     num_steps = total_steps(config, order)
@@ -273,7 +273,7 @@ def check_exchange(config: WorldConfig) -> None:
         )
 
 
-def check_division(config: WorldConfig, folder: Path) -> None:
+def check_divisible_by_ranks(config: WorldConfig, folder: Path) -> None:
     """Raise ConfigError if a clip cannot be divided evenly among the ranks of a context-parallel group."""
     data, size = config.data, config.train.context_parallel_size
     if size > 1:

@@ -95,7 +95,7 @@ def test_fetched_videos_are_cut_and_inspected(hub: Hub) -> None:
     missing = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0")
     assert missing.exit_code == 1
     assert (
-        f"{CLIP}: its raw video was not found at any of 40 paths, such as observations/327/648642/videos/head.mp4"
+        f"{CLIP}: its raw video was not found at any of the 40 paths tried (for example, observations/327/648642/videos/head.mp4)"
         in missing.stdout
     )
     assert "0 cut, 0 already present, 1 without a raw video, 0 failed" in missing.stderr

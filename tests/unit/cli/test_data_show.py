@@ -144,7 +144,7 @@ def test_nan_in_meta_is_null(rows: Path) -> None:
     assert '"meta": {"score": [null, 1.5]}' in result.stdout and "1 row has the format question" in result.stderr
 
 
-def test_missing_reply_names_other_columns(rows: Path) -> None:
+def test_missing_reply_error_lists_other_columns(rows: Path) -> None:
     rows.write_text('{"prompt": "Up?", "text": "Yes.", "completion": null}')
     result = call(rows, "--row", 1)
     assert f"{rows}, row 1: the sample has no reply to train on: the row has no reply" in result.stdout

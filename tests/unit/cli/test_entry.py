@@ -93,7 +93,7 @@ def test_folder_named_in_pythonpath_is_kept(tmp_path: Path, named: str) -> None:
 
 
 @pytest.mark.parametrize(("hosts", "stays"), [("1", True), ("2", False)])
-def test_deepspeed_multi_host_folder_is_removed(tmp_path: Path, hosts: str, stays: bool) -> None:
+def test_folder_from_multi_host_deepspeed_is_removed(tmp_path: Path, hosts: str, stays: bool) -> None:
     path, environment = shown(tmp_path, PYTHONPATH=python_path(tmp_path), CROSS_SIZE=hosts)
     assert (str(tmp_path) in path) is stays
     assert (environment["PYTHONPATH"] == str(ROOT)) is not stays

@@ -130,7 +130,7 @@ def test_text_tokens_and_loss_mask_match_chat_format(encoder):
     assert list(zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True)) == expected
 
 
-def test_no_vision_token_is_trained(encoder, files):
+def test_vision_tokens_are_never_trained(encoder, files):
     encoded = encoder.encode(conversation(files))
     assert not (encoded.loss_mask & (encoded.mm_token_type_ids > 0)).any()
     merged = {key: int(encoded.mm_kwargs[key].prod(dim=1).sum()) // 4 for key in ("image_grid_thw", "video_grid_thw")}
@@ -250,7 +250,7 @@ def test_template_omitting_media_is_rejected(encoder, files):
         [("video", "one", {})],
     ],
 )
-def test_measure_is_exact_and_decodes_nothing(encoder, files, parts, monkeypatch):
+def test_length_is_measured_exactly_without_decoding(encoder, files, parts, monkeypatch):
     make: dict[str, Callable] = {"image": image, "video": video}
     sample = Sample("1", [user(*(make[kind](files[name], **s) for kind, name, s in parts), "?"), assistant("yes")])
     length = len(encoder.encode(sample))
@@ -423,7 +423,7 @@ def test_encoder_can_be_pickled(encoder, files):
         ([user(video("x.mp4", fps=1, nframes=4)), assistant("b")], "message 0: x.mp4: no such file"),
     ],
 )
-def test_bad_rows_name_sample_and_message(encoder, messages, message):
+def test_errors_name_bad_sample_and_message(encoder, messages, message):
     with pytest.raises(DataError, match=rf"sample 'r1'.*{message}"):
         encoder.encode(Sample("r1", messages))
 

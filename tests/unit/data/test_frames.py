@@ -80,7 +80,7 @@ def test_embedded_frames_are_kept_in_the_cache(folder):
     assert [read_number(np.asarray(Image.open(path))) for path in frames.paths] == [4, 2]
 
 
-def test_frame_rate_is_not_a_sampling_rate(folder):
+def test_frame_rate_is_separate_from_sampling_rate(folder):
     source = open_row(folder, {"vision": {"fps": 1, "max_pixels": 5000}}, video="pour", fps=2)
     part = read_part(source)
     assert part == {"type": "video", "video": part["video"], "fps": 1.0, "max_pixels": 5000}

@@ -155,7 +155,7 @@ def test_workers_do_not_change_the_batches(rows, tiny_qwen2_5_vl):
     assert all(same(a, b) for a, b in zip(alone, helped, strict=True))
 
 
-def test_start_step_yields_the_remaining_steps(rows, tiny_qwen2_5_vl):
+def test_loading_continues_at_the_start_step(rows, tiny_qwen2_5_vl):
     settings = config(rows, tiny_qwen2_5_vl, epochs=2)
     [full], [remainder] = all_steps(settings), all_steps(settings, start_step=3)
     assert [step.step for step in remainder] == [3]
@@ -303,7 +303,7 @@ def test_error_of_one_rank_is_raised_on_all(
         all_steps(config(rows, tiny_qwen2_5_vl), world_size=2)
 
 
-def test_process_group_signal_spares_workers() -> None:
+def test_workers_have_a_separate_process_group() -> None:
     assert next(run_in_workers(lambda task: os.getpgrp(), [0], workers=1)) != os.getpgrp()
 
 
@@ -317,7 +317,7 @@ def test_unpicklable_worker_result_is_reported() -> None:
         guarded(wait)
 
 
-def test_worker_ends_quietly_when_trainer_left() -> None:
+def test_worker_ends_quietly_after_trainer_exits() -> None:
     """Check that no error reaches the trainer; torch would raise one at an arbitrary point of its code."""
     assert loader.end_worker(BrokenPipeError(errno.EPIPE, "Broken pipe"), "a batch") is None
 

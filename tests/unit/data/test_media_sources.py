@@ -108,7 +108,7 @@ def test_private_url_requires_allow_private_urls(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [{"media_path": "."}, {"allow_absolute_paths": False}])
-def test_url_is_refused_when_absolute_paths_are(folder: Path, keys: dict[str, Any]) -> None:
+def test_url_is_refused_if_absolute_paths_are(folder: Path, keys: dict[str, Any]) -> None:
     write(folder, image="https://me:secret@host/a.png?key=1")
     with pytest.raises(DataError, match=r"image: https://…@host/a\.png\?… is outside of .*allow_absolute_paths = true"):
         open_rows(folder, **keys).read(0)
@@ -130,7 +130,7 @@ def test_fetched_non_image_file_is_reported(folder: Path) -> None:
         probe_image(sample.messages[0]["content"][0]["image"])
 
 
-def test_question_with_missing_url_has_a_problem(folder: Path) -> None:
+def test_question_with_missing_url_records_the_problem(folder: Path) -> None:
     with misbehaving(content(b"", status="404 Not Found")) as server:
         write(folder, image=f"{server.url}/a.png")
         source = {"adapter": "auto", "path": str(folder / "rows.jsonl"), "allow_private_urls": True}
@@ -205,13 +205,13 @@ def test_payloads_are_hidden_in_texts(text: str, shown: str) -> None:
     assert hide_payloads(text) == hide_secrets(text) == shown
 
 
-def test_shown_rows_have_no_payload_in_meta(folder: Path) -> None:
+def test_displayed_rows_have_no_payload_in_meta(folder: Path) -> None:
     write(folder, note={"thumbnail": URI})
     (entry,) = iter_json(open_rows(folder, adapter="jsonl"), range(1), "sft", None)
     assert entry["meta"]["note"] == {"thumbnail": "data:image/png;base64,…"}
 
 
-def test_bad_urls_follow_the_policy_for_rows(folder: Path) -> None:
+def test_bad_urls_follow_the_bad_row_policy(folder: Path) -> None:
     from dsreason.data.loader import find_fatal_error
     from dsreason.data.loader import read_row as read_one
 

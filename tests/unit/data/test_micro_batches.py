@@ -98,7 +98,7 @@ def test_micro_batches_follow_the_configuration(train: dict[str, object], expect
         ),
     ],
 )
-def test_oversized_sample_is_reported_with_the_key(train: dict[str, object], message: str) -> None:
+def test_oversized_sample_error_names_the_key(train: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         cut_samples([sample(2, sample(7))], config_of(**train))
 

@@ -163,7 +163,7 @@ def test_text_shared_by_options_is_ambiguous():
     assert find_option_letter("left", {"A": "left", "B": "Left."}) is None
 
 
-def test_option_resembling_an_announcement_matches_literally():
+def test_option_worded_like_an_announcement_matches_literally():
     assert find_option_letter("option B", {"A": "Option B", "B": "Option A"}) == "A"
     assert find_option_letter("$5", {"A": "$5", "B": "5"}) == "A"
 
@@ -203,7 +203,7 @@ def dataset(tmp_path: Path) -> Any:
     return open_datasets(DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl")))[0]
 
 
-def test_file_row_gains_options_without_prompt_change(dataset):
+def test_options_are_read_without_changing_the_prompt(dataset):
     sample = dataset[0]
     assert (sample.options, sample.answer, get_question_kind(sample)) == (OPTIONS, "B", "multiple_choice")
     assert get_text(sample.messages[0]) == QUESTION
@@ -217,7 +217,7 @@ def test_validation_and_rewards_use_options_in_question(dataset, completion):
     assert single_choice_lenient(completion, dataset[0]) == 1
 
 
-def test_ordinal_reward_scores_near_letters_higher(dataset):
+def test_ordinal_reward_scores_closer_letters_higher(dataset):
     assert not is_correct("C) The cyclist", dataset[0])
     assert [ordinal_choice(letter, dataset[0]) for letter in "ABCD"] == [0.5, 1, 0.5, 0]
 

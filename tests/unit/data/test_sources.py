@@ -79,7 +79,7 @@ def test_sources_are_concatenated_with_weights(folder):
     assert (ids(last), weights(last)) == (["0"], [([0], 3.0)])  # no rows of the first source
 
 
-def test_source_name_is_data_source_of_rows_without_one(folder):
+def test_rows_without_data_source_get_source_name(folder):
     write(folder, [row(0), row(1, data_source="own")])
     training, _ = open_datasets(config(folder, name="general"))
     assert [training[i].meta["data_source"] for i in range(2)] == ["general", "own"]
@@ -300,7 +300,7 @@ def test_video_pattern_is_rejected_by_other_adapters(folder):
     assert open_datasets(model_copy)[0][0].id == "0"
 
 
-def test_missing_file_gets_no_path_advice(folder):
+def test_missing_file_error_has_no_path_advice(folder):
     (folder / "a.png").unlink()
     with pytest.raises(DataError, match=r"image: no such file: .*/a\.png$"):
         open_datasets(config(folder))[0][0]

@@ -168,7 +168,7 @@ def test_recorded_arguments_are_read_back(tmp_path: Path) -> None:
         read_template_arguments(tmp_path)
 
 
-def test_training_on_export_warns_about_other_arguments(
+def test_training_on_export_warns_about_different_arguments(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     export = write_thinking_model(model, tmp_path / "export")

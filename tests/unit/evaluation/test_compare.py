@@ -53,7 +53,7 @@ def test_mcnemars_test_is_exact(gained: int, lost: int, p: float) -> None:
     assert compute_mcnemar(gained, lost) == pytest.approx(p)
 
 
-def test_difference_interval_follows_newcombe() -> None:
+def test_difference_interval_matches_newcombes_formula() -> None:
     # Fagerland, Lydersen, Laake, BMC Med Res Methodol 14 (2014): (1, 1, 7, 12), difference -0.286, -0.507 to -0.026.
     assert compute_newcombe_interval(1, 1, 7, 12) == pytest.approx((-0.507, -0.026), abs=5e-4)
 

@@ -76,7 +76,7 @@ def test_any_accepted_answer_is_right(parser, text, right):
     ("text", "answer", "right"),
     [("4", "4", True), ("It gets 4 of 5.", "4", True), ("3 balls: 4", "4", False), ("plausible", "4", False)],
 )
-def test_digit_parser_grades_first_rating(text, answer, right):
+def test_digit_parser_grades_the_first_rating(text, answer, right):
     assert is_right("ordinal", text, answer, parser="digit") is right
 
 
@@ -303,7 +303,7 @@ def test_format_scorer_sees_the_opened_tag():
     assert [grade.scores for grade in graded] == [{"format": 0.0}, {"format": 1.0}]
 
 
-def test_unparsed_answer_is_never_right_by_scorer(tmp_path):
+def test_scorer_cannot_make_unparsed_answer_right(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def always(completion, sample):\n    return 1.0\n")
     texts = ["I cannot say.", "A or B", "", "<think>B", "A"]
@@ -324,7 +324,7 @@ def test_scorer_does_not_change_compat_verdict(judge):
     assert (graded.scores, graded.is_correct) == ({"share": 1}, False)
 
 
-def test_raising_scorer_is_reported_with_sample(judge):
+def test_error_in_scorer_names_the_sample(judge):
     with grader_for("letter", scorer=judge) as grader, pytest.raises(RewardError, match=r"share(.|\n)*clip7"):
         grader.grade(asks("open", "red", number=7), "bang")
 

@@ -108,7 +108,7 @@ def test_infer_is_rejected_under_a_launcher(monkeypatch) -> None:
         call("--model=tiny:qwen2_5_vl", "--image=a.png", "--prompt=?")
 
 
-def test_only_set_options_become_frame_settings() -> None:
+def test_only_specified_options_become_frame_settings() -> None:
     assert cli.build_frame_settings(None, None, None, None) == {}
     assert cli.build_frame_settings(None, 8, 500, 900) == {"nframes": 8, "max_pixels": 500, "total_pixels": 900}
     assert cli.build_frame_settings(1.5, None, None, 900) == {"fps": 1.5, "total_pixels": 900}
@@ -207,7 +207,7 @@ def test_too_long_prompt_reports_both_lengths(media, tiny) -> None:
         check_length(encoder, sample, length)
 
 
-def test_answer_length_is_limited_to_available_room() -> None:
+def test_answer_length_is_limited_to_remaining_tokens() -> None:
     message: list[str] = []
     sampling = Sampling(temperature=0.5, max_completion_length=100, seed=3)
     assert limit_length(sampling, 100, message.append) == sampling
@@ -281,7 +281,7 @@ def test_run_folder_resolves_to_final_export(tmp_path) -> None:
         ("./no/such/folder", r"^--model \./no/such/folder: the folder does not exist"),
     ],
 )
-def test_unavailable_model_is_named_as_specified(name, text, tmp_path, monkeypatch) -> None:
+def test_error_quotes_unavailable_model_as_specified(name, text, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=text):

@@ -140,7 +140,7 @@ def test_concurrent_exports_are_separate_and_removed(small_exports: None, run: P
     assert list(results.iterdir()) == []
 
 
-def test_export_of_killed_process_is_deleted_next(small_exports: None, run: Path, tmp_path: Path) -> None:
+def test_next_export_deletes_that_of_killed_process(small_exports: None, run: Path, tmp_path: Path) -> None:
     remaining = tmp_path / f"{models.EXPORT}killed"
     (remaining / "model").mkdir(parents=True)
     (remaining / models.LOCK).write_text("")  # an unlocked lock file

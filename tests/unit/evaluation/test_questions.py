@@ -95,7 +95,7 @@ def test_reasoning_prompt_requests_thoughts_and_answer(folder: Path) -> None:
         (3, "open", "Which way?\nAnswer the question using a single word or phrase."),
     ],
 )
-def test_question_kind_without_options_follows_answer(folder: Path, answer: Any, kind: str, text: str) -> None:
+def test_answer_determines_kind_of_question_without_options(folder: Path, answer: Any, kind: str, text: str) -> None:
     pair = {"question": "Which way?", "answer": answer}
     [question] = load(folder, [item("1", pair)])
     assert (question.kind, question.answer, question.options) == (kind, str(answer), None)
@@ -221,7 +221,7 @@ def test_data_folder_may_be_a_relative_path(folder: Path, tmp_path: Path, monkey
     assert (question.problem, question.video_id) == (None, "1")
 
 
-def test_equal_clip_names_in_folders_stay_distinct(folder: Path) -> None:
+def test_clips_with_equal_names_stay_distinct(folder: Path) -> None:
     rows = [{"video": f"clips/{name}.mp4", "qa_pairs": CHOICE} for name in ("left/1", "right/1")]
     first, second = load(folder, rows)
     assert (first.video_id, second.video_id) == ("left/1", "right/1")
@@ -263,7 +263,7 @@ def test_malformed_question_error_names_its_row(folder: Path, changes: Any, text
     assert str(caught.value).startswith(f"{file}, row 2 (clips/2.mp4): {text}")
 
 
-def test_malformed_question_among_several_is_named(folder: Path) -> None:
+def test_error_locates_malformed_question_in_its_row(folder: Path) -> None:
     with pytest.raises(DataError, match=r"row 1, question 2 \(clips/1.mp4\): field 'question' is missing"):
         load(folder, [item("1", CHOICE, {"answer": "yes"})])
 
@@ -362,7 +362,7 @@ def test_options_in_benchmark_question_imply_multiple_choice(folder: Path) -> No
     assert text_asked(question) == f"{LISTED}\nAnswer with the option's letter from the given choices directly."
 
 
-def test_options_in_other_question_kinds_stay_text(folder: Path) -> None:
+def test_options_in_non_choice_questions_stay_text(folder: Path) -> None:
     row = {"id": "a", "question": LISTED, "answer": "the tram"}
     [question] = load_rows(folder, [row], kind="open")
     assert (question.kind, question.answer) == ("open", "the tram")
@@ -395,7 +395,7 @@ def test_rows_with_equal_ids_stay_distinct(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["clips/1.mp4", "clips/9.mp4"])
-def test_rows_without_id_use_file_or_text(folder: Path, path: str) -> None:
+def test_rows_without_id_use_path_or_text(folder: Path, path: str) -> None:
     def row(*content: dict[str, Any]) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": list(content)}, {"role": "assistant", "content": "left"}]}
 
@@ -448,7 +448,7 @@ def test_segments_of_one_clip_are_distinct_questions(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["clips/9.mp4", "/nowhere/9.mp4"])
-def test_missing_clip_of_row_keeps_its_question(folder: Path, path: str) -> None:
+def test_row_with_missing_clip_keeps_its_question(folder: Path, path: str) -> None:
     questions = load_rows(folder, [ROW, ROW | {"id": "x", "video": path}])
     assert questions[0].problem is None
     clip = str(folder / "robovqa" / path)
@@ -476,7 +476,7 @@ def test_label_without_video_is_reported(folder: Path) -> None:
     assert [question.problem for question in questions] == [None, f"video: no such file: {folder}/videos/9.*"]
 
 
-def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
+def test_missing_clip_of_adapter_source_is_reported(folder: Path) -> None:
     file = folder / "robovqa" / "robovqa_benchmark_qa_pairs.json"
     file.write_text(json.dumps([item("1"), item("9")]))
     source = {"adapter": "cosmos_reason1_rl", "path": str(folder), "subset": "robovqa", "split": "benchmark"}

@@ -105,7 +105,7 @@ def test_folder_of_result_files_gets_reports(tmp_path: Path) -> None:
     assert len(page(tmp_path).cards()) == 1
 
 
-def test_each_of_several_runs_is_scored(folder: Path) -> None:
+def test_every_run_in_a_folder_is_scored(folder: Path) -> None:
     write_results(folder.parent / "reasoning", "av", "2", [made("2", datasource="av")])
     reports = write_reports(folder.parent, with_html=False)
     assert [report.summary.run for report in reports] == ["big/letter", "big/reasoning"]
@@ -114,14 +114,14 @@ def test_each_of_several_runs_is_scored(folder: Path) -> None:
         score_run(folder.parent)
 
 
-def test_partial_report_names_datasets_left_out(folder: Path) -> None:
+def test_partial_report_lists_omitted_datasets(folder: Path) -> None:
     (report,) = write_reports(folder, ["robovqa"])
     assert report.summary.left_out == ("av",)
     assert "Data sets not included: av" in (folder / "report.md").read_text()
     assert "Data sets not included: av" in page(folder).text
 
 
-def test_no_report_is_written_when_result_malformed(folder: Path) -> None:
+def test_malformed_result_prevents_every_report(folder: Path) -> None:
     (folder / "av" / "2.json").write_text("[{")
     with pytest.raises(DataError, match=r"av/2\.json: is not valid JSON"):
         score_run(folder)
@@ -183,7 +183,7 @@ def test_run_without_saved_settings_is_scored(folder: Path) -> None:
     score_run(folder)
 
 
-def test_settings_that_are_not_object_are_rejected(folder: Path) -> None:
+def test_non_object_settings_are_rejected(folder: Path) -> None:
     (folder / "run.json").write_text("[]")
     with pytest.raises(DataError, match=r"run\.json: must contain a JSON object"):
         score_run(folder)
@@ -270,7 +270,7 @@ def test_hostile_text_is_escaped_in_markdown(hostile: Path) -> None:
     assert all(row.endswith("|") for row in rows)
 
 
-def test_bar_in_answer_is_escaped_in_markdown(tmp_path: Path) -> None:
+def test_pipe_in_answer_is_escaped_in_markdown(tmp_path: Path) -> None:
     write_results(tmp_path, "d", "1", [made("1", answer="a|b\nc `d` [e](f)")])
     score_run(tmp_path)
     assert r"| A | a\|b c \`d\` \[e\](f) | letter |" in (tmp_path / "report.md").read_text()
@@ -311,7 +311,7 @@ def images(folder: Path) -> list[Image.Image]:
     return [Image.open(io.BytesIO(base64.b64decode(uri))) for uri in uris]
 
 
-def test_six_frames_span_whole_video(tmp_path: Path) -> None:
+def test_six_frames_span_the_whole_video(tmp_path: Path) -> None:
     video = write_video(tmp_path / "v.mp4", 26)
     write_results(tmp_path / "r", "d", "1", [made("1", media=[str(video)])])
     score_run(tmp_path / "r")

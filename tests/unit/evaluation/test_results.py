@@ -144,7 +144,7 @@ def test_cosmos_reason1_result_files_are_read(tmp_path: Path) -> None:
     assert (second.id, second.is_correct) == (f"robovqa/0123/{key}-2", True)
 
 
-def test_parts_without_type_are_also_read(tmp_path: Path) -> None:
+def test_content_parts_without_type_are_read(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": [{"video": "1.mp4"}, {"text": "Which way?"}, {"text": "Say it."}]}]
     [result] = read_file(put(tmp_path / "robovqa" / "1.json", [COSMOS | {"prompt": prompt}]))
     assert result.prompt == ["Which way?\nSay it."]
@@ -256,7 +256,7 @@ def test_runs_are_found_from_every_level(root: Path, level: str, names: list[str
     assert all([file.name for file in run.files] == ["1.json", "1.json"] for run in runs)
 
 
-def test_cyclic_links_exceed_the_folder_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cyclic_links_stop_at_folder_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "MOST_FOLDERS", 8)
     assert len(find_runs(root)) == 2
     for name in ("a", "b"):

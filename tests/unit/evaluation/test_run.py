@@ -228,7 +228,7 @@ def fails(question: Question) -> Reply:
     return Reply(error="the server responds with 500: out of order")
 
 
-def test_server_answering_nothing_ends_evaluation_early(evaluate: Any, tmp_path: Path) -> None:
+def test_evaluation_ends_early_if_server_never_answers(evaluate: Any, tmp_path: Path) -> None:
     rows = [{"id": f"{i:02}", "question": f"What is {i}?", "answer": "x"} for i in range(40)]
     with pytest.raises(
         ConfigError, match=r"server.url \(.*8000\): the server answered none of the first 16 questions.*500"
@@ -248,13 +248,13 @@ def broken(question: Question) -> Reply:
     return Reply(error="v.mp4: not a usable video", sent=False)
 
 
-def test_unsendable_questions_do_not_blame_server(evaluate: Any, tmp_path: Path) -> None:
+def test_server_is_not_blamed_for_unsendable_questions(evaluate: Any, tmp_path: Path) -> None:
     many = [{"id": f"{i:02}", "question": f"What is {i}?", "answer": "x"} for i in range(20)]
     evaluate(many, broken, server=SERVER)
     assert {result.error for result in stored(tmp_path).values()} == {"v.mp4: not a usable video"}
 
 
-def test_broken_clips_are_counted_with_healthy_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_clips_do_not_stop_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (*PROXIES, "OPENAI_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     (tmp_path / "v.mp4").write_bytes(b"no video")

@@ -31,7 +31,7 @@ def several(*changes: dict[str, Any]) -> list[Any]:
 # ---------------------------------------------------------------- accuracy
 
 
-def test_interval_follows_wilson() -> None:
+def test_interval_matches_wilsons_formula() -> None:
     result = compute_proportion(7, 10)
     assert (result.count, result.total, result.share) == (7, 10, 0.7)
     assert result.interval == pytest.approx(
@@ -43,13 +43,13 @@ def test_proportion_of_zero_results_is_undefined() -> None:
     assert compute_proportion(0, 0) == Proportion(0, 0, None, None)
 
 
-def test_unanswered_counts_as_wrong_only_over_all() -> None:
+def test_unanswered_question_lowers_only_overall_accuracy() -> None:
     accuracy = score(several({}, {}, WRONG, UNPARSED, UNANSWERED)).accuracy
     assert (accuracy.over_all.count, accuracy.over_all.total) == (2, 5)
     assert (accuracy.over_answered.count, accuracy.over_answered.total) == (2, 4)
 
 
-def test_error_is_wrong_despite_is_correct() -> None:
+def test_result_with_error_never_counts_as_correct() -> None:
     assert score(several({}, UNANSWERED | {"is_correct": True})).accuracy.over_all.count == 1
 
 
@@ -102,7 +102,7 @@ def test_unparsed_and_truncated_are_shares_of_answers() -> None:
     assert (summary.truncated.count, summary.truncated.total) == (1, 3)
 
 
-def test_parser_rules_report_their_accuracy() -> None:
+def test_accuracy_is_reported_per_parser_rule() -> None:
     summary = score(several({}, {}, WRONG, {"rule": "letter and text"}, UNPARSED, UNANSWERED))
     result = {rule: (part.count, part.total) for rule, part in summary.rules.items()}
     assert result == {"letter": (2, 3), "letter and text": (1, 1), "none": (0, 1)}
@@ -128,7 +128,7 @@ def test_long_choice_answer_counts_as_other() -> None:
     assert letters.answers["A"].total == 1
 
 
-def test_letters_require_multiple_choice() -> None:
+def test_letters_are_counted_only_for_multiple_choice() -> None:
     assert score(several({"kind": "open"})).letters is None
 
 
@@ -165,7 +165,7 @@ def test_pearson_uses_only_numeric_answers() -> None:
 
 
 @pytest.mark.parametrize("pairs", [[("x", "1")], [("1", "1")], [("2", "1"), ("2", "3")], [("1", "3"), ("2", "3")]])
-def test_undefined_pearson_has_no_value(pairs: list[tuple[str, str]]) -> None:
+def test_undefined_pearson_correlation_has_no_value(pairs: list[tuple[str, str]]) -> None:
     pearson = score(ordinal(*pairs)).pearson
     assert pearson is not None
     assert pearson.value is None
@@ -194,7 +194,7 @@ TRUE, FALSE = {"is_correct": True}, {"is_correct": False}
         ({"1.json": {"is_correct": True}, "2.json": [FALSE]}, 1, 0, "0.0000 (0.00%)"),
     ],
 )
-def test_compat_counts_as_cosmos_reason1(
+def test_compat_accuracy_matches_cosmos_reason1(
     tmp_path: Path, files: dict[str, Any], samples: int, correct: int, accuracy: str
 ) -> None:
     for name, content in files.items():

@@ -491,14 +491,14 @@ def test_slow_model_list_is_reported_with_limit(stand_in: StandIn, monkeypatch: 
         ("a page", "the server does not list its models$"),
     ],
 )
-def test_model_is_required_unless_server_has_one(stand_in: StandIn, models: Any, text: str) -> None:
+def test_model_is_required_unless_unique_on_server(stand_in: StandIn, models: Any, text: str) -> None:
     stand_in.models = models
     with pytest.raises(ConfigError, match=text):
         answerer(stand_in.url)
     assert answerer(stand_in.url, model="b").model == "b"
 
 
-def test_server_refusing_media_settings_ends_the_evaluation(stand_in: StandIn, tmp_path: Path) -> None:
+def test_evaluation_ends_if_server_refuses_media_settings(stand_in: StandIn, tmp_path: Path) -> None:
     text = "Per-request media_io_kwargs are disabled by default"
     stand_in.respond = lambda path, body: (400, {"error": {"message": text}})
     clip = {"type": "video", "video": str(write_video(tmp_path / "v.mp4")), "nframes": 4}

@@ -55,7 +55,7 @@ def test_changed_settings_or_weights_are_rejected(
 @pytest.mark.parametrize(
     "changes", [{"datasets": ["robovqa", "av"]}, {"evaluation": {"limit": 5, "batch_size": 2, "media_memory_gib": 1.0}}]
 )
-def test_more_questions_and_batch_sizes_may_continue(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_evaluation_may_continue_with_harmless_changes(tmp_path: Path, changes: dict[str, Any]) -> None:
     open_run_folder(with_results(tmp_path), config(**changes), MODEL)
 
 

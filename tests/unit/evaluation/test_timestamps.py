@@ -49,7 +49,7 @@ def test_label_shows_time_with_two_decimals() -> None:
 
 
 @pytest.mark.parametrize("width", [28, 56, 112])
-def test_too_wide_label_is_drawn_smaller(width: int) -> None:
+def test_overly_wide_label_is_drawn_smaller(width: int) -> None:
     border = stamp(grey_frames(1, width=width), [1234.56])[0, 56:]
     columns = np.flatnonzero(border.any(axis=(0, 2)))
     section = width // 2

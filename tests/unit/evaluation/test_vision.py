@@ -135,7 +135,7 @@ def test_evaluation_uses_template_arguments_of_export(export: Path) -> None:
     assert applied.evaluation.template_arguments == {"enable_thinking": True, "effort": "low"}
 
 
-def test_training_without_settings_has_no_rate(export: Path) -> None:
+def test_export_without_vision_settings_uses_defaults(export: Path) -> None:
     TrainedVision({}).write(export)
     local = config(model={"path": str(export)})
     assert apply_choice(local, choose_evaluation_vision(local)).merge_vision() == VisionConfig()

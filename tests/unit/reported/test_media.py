@@ -9,7 +9,7 @@ Covered by other tests:
 - Qwen3-VL#1031 and lmms-eval#1393 (temporal positions at more than 2 frames per second):
   tests/unit/models/test_mrope.py::test_qwen2_5_video_time_is_truncated
 - 2U1/Qwen-VL-Series-Finetune#218 and #125 (number of vision tokens and features):
-  tests/unit/data/test_chat.py::test_no_vision_token_is_trained,
+  tests/unit/data/test_chat.py::test_vision_tokens_are_never_trained,
   tests/unit/data/formats/test_media_columns.py::test_mismatched_media_are_rejected
 - LlamaFactory#8329, LlamaFactory#9313 and Qwen3-VL#556 (truncation cuts an image's tokens):
   tests/unit/data/test_chat.py::test_too_long_sample_error_shows_both_lengths,

@@ -6,7 +6,7 @@ Covered by other tests:
   group gives a std of NaN): tests/unit/losses/test_advantages.py::test_missing_rewards_do_not_change_the_others,
   tests/unit/train/test_rollouts.py::test_rollouts_without_reward_have_no_advantage
 - trl#3079 (None of one function beside a score of another):
-  tests/unit/rewards/test_scoring.py::test_remaining_functions_count_despite_missing_score
+  tests/unit/rewards/test_scoring.py::test_missing_score_does_not_affect_other_functions
 - ms-swift#8123 (None makes normalisation over the batch NaN):
   tests/unit/losses/test_advantages.py::test_batch_std_ignores_missing_rewards
 - open-r1#628 (a plain number as reference is not LaTeX):

@@ -54,7 +54,7 @@ def test_dotted_name_selects_a_nested_field():
     assert json_fields('{"car": "red"}', sample, fields={"car.colour": "text"}) == 0.0
 
 
-def test_threshold_requires_all_and_extras_can_fail():
+def test_threshold_requires_all_and_may_forbid_extras():
     assert json_fields(REFERENCE, SAMPLE, threshold=1.0) == 1.0
     assert json_fields('{"action": "turn left"}', SAMPLE, threshold=1.0) == 0.0
     more = REFERENCE.replace("{", '{"x": 1, ', 1)

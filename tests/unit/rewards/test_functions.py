@@ -59,7 +59,7 @@ def test_options_are_passed_to_every_call(file):
     assert find_reward("format", {"pattern": "x+"})("xx", SAMPLE) == 1
 
 
-def test_importing_rewards_brings_neither_torch_nor_sympy():
+def test_importing_rewards_loads_neither_torch_nor_sympy():
     code = "import sys, dsreason.rewards.worker; print([m for m in ('torch', 'sympy', 'pydantic') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

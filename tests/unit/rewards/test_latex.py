@@ -94,7 +94,7 @@ def test_answers_are_normalised_before_comparison(answer, expected):
 
 
 @pytest.mark.parametrize("tower", [r"\boxed{9^{9^{9^9}}}", r"\boxed{99999999!}"])
-def test_uncomputable_number_is_wrong_in_time(tower, monkeypatch):
+def test_uncomputable_number_is_graded_wrong_in_time(tower, monkeypatch):
     monkeypatch.setattr("dsreason.rewards.latex.SECONDS", 1)
     assert boxed_math(tower, asks(r"\boxed{5}")) == 0
 

@@ -117,7 +117,7 @@ def test_server_scores_only_selected_rows(server, monkeypatch):
     assert [body["completions"] for _, body in server.requests] == [[COMPLETIONS[0], COMPLETIONS[3]]]
 
 
-def test_given_frames_are_sent_by_file(server, tmp_path, monkeypatch):
+def test_given_frames_are_sent_as_file_list(server, tmp_path, monkeypatch):
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path))
     video = str(write_frame_list(["/d/1.png", "/d/2.png"], {"fps": 2}))
     content = [{"type": "video", "video": video}, {"type": "text", "text": "Which way?"}]
@@ -168,7 +168,7 @@ def test_pauses_double_and_respect_retry_after(server, pauses, headers, expected
     assert pauses == expected
 
 
-def test_unreachable_server_is_named(server):
+def test_error_names_the_unreachable_server(server):
     server.http.server_close()
     with pytest.raises(RewardError, match=r'127.0.0.1:\d+/score, samples "0" to "1": ConnectError.*refused'):
         remote(server, retries=1).score(["x", "y"], SAMPLES[:2])
@@ -210,7 +210,7 @@ def test_slowly_dripping_response_is_abandoned(server):
         ({TOKEN: TOKEN}, 'scores is missing in {"***": "***"}'),
     ],
 )
-def test_wrong_response_is_explained_without_token(server, answer, text):
+def test_invalid_response_is_reported_without_revealing_token(server, answer, text):
     server.answer = lambda body: (200, answer)
     with pytest.raises(RewardError) as error:
         remote(server).score(["x", "y"], SAMPLES[:2], ["a"])
@@ -275,7 +275,7 @@ def test_batches_with_different_scores_are_rejected(server):
         remote(server, batch_size=1).score(["l", "le"], SAMPLES[:2])
 
 
-def test_sample_not_serializable_to_json_is_named(server):
+def test_error_names_sample_not_serializable_to_json(server):
     with pytest.raises(RewardError, match='sample "9": its media or meta cannot be encoded'):
         remote(server).score(["x"], [Sample("9", [], meta={"image": b"..."})])
 

@@ -223,12 +223,12 @@ def test_nonfinite_or_non_numeric_result_is_rejected(file, value, text):
     assert text in str(error.value)
 
 
-def test_numpy_numbers_and_booleans_are_numbers(file):
+def test_numpy_numbers_and_booleans_are_valid_scores(file):
     completions = ["__import__('numpy').float32(0.5)", "True", "__import__('numpy').int64(2)", "(1, {})"]
     assert score({f"{file}:gives": 1.0}, completions=completions).total.tolist() == [0.5, 1, 2, 1]
 
 
-def test_scalars_of_other_packages_are_numbers(file):
+def test_scalars_of_other_packages_are_valid_scores(file):
     numpy, torch = "__import__('numpy')", "__import__('torch')"
     completions = [f"{numpy}.True_", f"{numpy}.array(0.25)", f"{torch}.tensor(3)", f"({torch}.tensor(0.5), {{}})"]
     assert score({f"{file}:gives": 1.0}, completions=completions).total.tolist() == [1, 0.25, 3, 0.5]
@@ -246,7 +246,7 @@ def test_missing_score_is_omitted_from_total(file):
     assert scores.metric_sums == {"gives/tried": (1.0, 1)}
 
 
-def test_remaining_functions_count_despite_missing_score(file):
+def test_missing_score_does_not_affect_other_functions(file):
     scores = score({f"{file}:gives": 2.0, "format": 1.0}, completions=["None"], samples=SAMPLES[:1])
     assert scores.total.tolist() == [0.0]
     assert np.isnan(scores.by_function["gives"]).tolist() == [True]
@@ -379,7 +379,7 @@ def test_unpicklable_sample_is_reported(file):
         score({f"{file}:length": 1.0}, completions=["a"], samples=[Sample("9", [], meta={"f": lambda: 0})])
 
 
-def test_workers_of_a_killed_trainer_end(file, tmp_path):
+def test_workers_exit_when_trainer_is_killed(file, tmp_path):
     """Include a worker that hangs in a reward."""
     code = f"""
 from dsreason.config.schema_grpo import RewardConfig

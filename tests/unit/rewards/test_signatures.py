@@ -222,7 +222,7 @@ FORMULAS = [r"it is \boxed{\frac{1}{3}}", r"it is \boxed{\frac{1}{2}}", "no form
         ("reasoning_accuracy_reward", [f"<think>so</think> {text}" for text in FORMULAS], r"\frac{1}{3}"),
     ],
 )
-def test_rewards_of_trl_equal_a_direct_call(name, completions, solution):
+def test_trl_reward_scores_match_a_direct_call(name, completions, solution):
     trl_rewards = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")
     messages = [[{"role": "assistant", "content": text}] for text in completions]
@@ -232,7 +232,7 @@ def test_rewards_of_trl_equal_a_direct_call(name, completions, solution):
     assert values == expected
 
 
-def test_length_reward_of_trl_is_built_in_a_file(tmp_path: Path):
+def test_trl_length_reward_may_come_from_file(tmp_path: Path):
     pytest.importorskip("trl.rewards")
     (tmp_path / "soft.py").write_text(
         "from trl.rewards import get_soft_overlong_punishment\n"

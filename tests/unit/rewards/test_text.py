@@ -142,6 +142,6 @@ def test_buffer_longer_than_completion_is_rejected():
         compute_soft_overlong(0, 2048, 4096)
 
 
-def test_overlong_error_names_missing_facts():
+def test_overlong_error_names_missing_values():
     with pytest.raises(ValueError, match="completion_length and max_completion_length"):
         overlong("…", asks("A"))

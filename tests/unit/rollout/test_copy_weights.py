@@ -52,14 +52,14 @@ def test_bfloat16_weights_are_cast_to_copy_dtype(model: nn.Module) -> None:
         ({"inner__weight": torch.ones(2)}, r"inner.weight has shape \(2,\) instead of \(2, 2\)"),
     ],
 )
-def test_missing_unknown_or_misshapen_tensor_is_named(
+def test_error_names_missing_unknown_or_misshapen_tensor(
     model: nn.Module, changes: dict[str, Tensor | None], text: str
 ) -> None:
     with pytest.raises(SyncError, match=text):
         copy(model, sent(**changes).items())
 
 
-def test_iterator_is_exhausted_after_wrong_tensor(model: nn.Module) -> None:
+def test_iterator_is_exhausted_after_unknown_tensor(model: nn.Module) -> None:
     read = []
 
     def weights() -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,7 @@ def pools_of(**tensors: Tensor) -> Callable[[int], str | None]:
     return tags.get
 
 
-def test_pool_tensors_are_found_everywhere() -> None:
+def test_tensors_in_pools_are_found_everywhere() -> None:
     cache, rows = torch.zeros(2, 3), torch.inference_mode()(torch.ones)(6)
     outside, frozen, loose, scratch = torch.ones(3), torch.arange(3), torch.arange(5), torch.ones(7)
     made = runner(cache)
@@ -83,7 +83,7 @@ def test_nothing_is_saved_without_pools() -> None:
     assert state == SleepState()
 
 
-def test_pools_belong_to_vllm_allocator() -> None:
+def test_addresses_map_to_pools_of_vllm_allocator() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     def allocation(start: int, size: int, tag: str) -> SimpleNamespace:

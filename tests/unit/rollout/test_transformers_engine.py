@@ -53,14 +53,14 @@ def test_prompt_stream_does_not_depend_on_batching() -> None:
     assert engine.batches == [([10, 20], [2, 4], 1.0), ([30], [6], 1.0)]
 
 
-def test_prompts_are_batched_by_settings() -> None:
+def test_prompts_with_equal_settings_share_a_batch() -> None:
     engine = StandIn()
     completed = dict(engine.iter_completions(prompts(5, 5, 5), [GREEDY, WARM, GREEDY], version=3, streams=[0, 1, 2]))
     assert [completed[i].text for i in range(3)] == ["0", "1", "2"]
     assert engine.batches == [([5, 5], [0, 2], 0.0), ([5], [1], 1.0)]
 
 
-def test_sampling_requires_held_weights_of_requested_version() -> None:
+def test_sampling_requires_weights_of_the_requested_version() -> None:
     engine = StandIn()
     with pytest.raises(StaleWeightsError, match="version 4 were requested, but the engine holds version 3"):
         engine.generate(prompts(5), WARM, version=4)

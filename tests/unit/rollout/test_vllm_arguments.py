@@ -35,7 +35,7 @@ def arguments(device: str = "cuda", *, sleep_mode: bool = True, **changes: Any) 
     return build_engine_arguments(world(device), settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=False)
 
 
-def test_delta_nets_need_bfloat16_on_cpu(tiny_qwen3_5: Path, tiny_qwen3_vl: Path) -> None:
+def test_delta_nets_require_bfloat16_on_cpu(tiny_qwen3_5: Path, tiny_qwen3_vl: Path) -> None:
     config, cpu = read_model_config(tiny_qwen3_5), torch.device("cpu")
     with pytest.raises(
         ConfigError, match=r"qwen3_5 on a CPU only in bfloat16, but the weights are float32; set train\."
@@ -57,7 +57,7 @@ def test_gpu_engine_arguments_follow_rollout_settings() -> None:
     assert not arguments(sleep_mode=False)["enable_sleep_mode"]
 
 
-def test_cpu_reads_prompt_in_one_pass() -> None:
+def test_cpu_processes_prompt_in_one_pass() -> None:
     result = arguments("cpu")
     assert (result["max_num_batched_tokens"], result["enable_chunked_prefill"]) == (16384, False)
     assert result["enforce_eager"]
@@ -99,7 +99,7 @@ def test_engine_has_room_for_rollout_share(
         ),
     ],
 )
-def test_unknown_vllm_option_is_named(options: dict[str, Any], text: str) -> None:
+def test_error_names_unknown_vllm_options(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_engine_options(options, "rollout.engine_options")
     assert text in str(error.value)

@@ -35,7 +35,7 @@ def test_vllm_uses_original_linear_despite_deepspeed(monkeypatch: pytest.MonkeyP
     assert torch.nn.functional.linear is zero3_linear_wrap
 
 
-def test_config_classes_of_vllm_are_removed_afterwards() -> None:
+def test_vllm_config_classes_are_removed_afterwards() -> None:
     """vLLM replaces transformers' class of Cosmos3-Edge, from which transformers could not build the model."""
     with preserve_process_state(WORLD):
         AutoConfig.register("cosmos3_edge", type("VLLMConfig", (Cosmos3EdgeConfig,), {}), exist_ok=True)

@@ -142,7 +142,7 @@ def test_fused_layer_parts_occupy_consecutive_rows() -> None:
     assert find_rows(SimpleNamespace(), None) == slice(None)
 
 
-def test_engine_names_separate_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_layer_names_separate_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM puts attention and feed-forward block into separate layers: `layers.N` → layers 2 N and 2 N + 1."""
     # setuptools, which vLLM imports, would refuse a distutils that another test has imported.
     monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")

@@ -386,7 +386,7 @@ def test_failed_upload_is_retried_with_next_folder(run: Path, storage: FakeStora
     uploader = Uploader(TARGET, what="all", include=EVERYTHING)
     first, second = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
     uploader.add(first, last=False)
-    while uploader.missing().count("busy") == 0:
+    while uploader.describe_missing().count("busy") == 0:
         time.sleep(0.01)
     uploader.add(second, last=True)  # also fails once
     while storage.sent != [f"{TARGET}/checkpoints/step_1"]:

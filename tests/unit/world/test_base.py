@@ -40,7 +40,7 @@ def test_export_is_joined_with_base_model(export: Path, tmp_path: Path) -> None:
     assert resolve(export, tmp_path / "cache") == folder
 
 
-def test_export_of_export_names_first_model(export: Path, tmp_path: Path) -> None:
+def test_export_of_export_names_the_original_model(export: Path, tmp_path: Path) -> None:
     joined = resolve(export, tmp_path / "cache")
     assert json.loads(describe_base({"path": str(export)}, joined))["path"] == str(tmp_path / "base")
 
@@ -62,7 +62,7 @@ def test_missing_base_model_error_explains_fix(export: Path, tmp_path: Path) -> 
         resolve(export, tmp_path / "cache")
 
 
-def test_adapter_export_is_not_trained_further(export: Path, tmp_path: Path) -> None:
+def test_training_from_an_adapter_export_is_rejected(export: Path, tmp_path: Path) -> None:
     (export / "transformer" / "origin").unlink()
     (export / "transformer").rmdir()
     with pytest.raises(CheckpointError, match="is an export of an adapter"):
@@ -73,7 +73,7 @@ def test_complete_folder_is_used_unchanged(export: Path, tmp_path: Path) -> None
     assert resolve(tmp_path / "base", tmp_path / "cache") == tmp_path / "base"
 
 
-def test_export_that_names_export_is_rejected(export: Path, tmp_path: Path) -> None:
+def test_export_that_names_another_export_is_rejected(export: Path, tmp_path: Path) -> None:
     """Check an export that names itself as its base, which would cause endless recursion."""
     (export / FILE).write_text(json.dumps({"path": str(export)}))
     with pytest.raises(
@@ -82,7 +82,7 @@ def test_export_that_names_export_is_rejected(export: Path, tmp_path: Path) -> N
         resolve(export, tmp_path / "cache")
 
 
-def test_linked_note_does_not_copy_other_content(tmp_path: Path) -> None:
+def test_only_known_keys_of_note_are_copied(tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text('{"password": "sentinel", "path": "user/name"}')
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / FILE).symlink_to(tmp_path / "secret.json")

@@ -91,7 +91,7 @@ def test_truncated_prompts_are_counted_and_listed(
     assert len(caplog.messages) == 1
 
 
-def test_length_dtype_and_encoder_separate_caches(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_caches_differ_by_length_dtype_and_encoder(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     name = "wan"
     other = tmp_path / "other"
     shutil.copytree(tiny_worlds[name], other)
@@ -118,13 +118,13 @@ def test_cache_fingerprint_depends_on_tokenizer(tiny_worlds: dict[str, Path], tm
     assert compute_fingerprint(other) != compute_fingerprint(tiny_worlds["wan"] / "tokenizer")
 
 
-def test_embeddings_keep_bfloat16(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_embeddings_stay_in_bfloat16(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.bfloat16, tmp_path)
     cache.encode(PROMPTS[:1])
     assert cache.read(PROMPTS[:1]).dtype == torch.bfloat16
 
 
-def test_damaged_or_missing_cache_file_is_named(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_error_names_damaged_or_missing_cache_file(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
     with pytest.raises(StorageError, match=r"\.safetensors: is missing"):
         cache.read(PROMPTS)
@@ -145,7 +145,7 @@ def test_latents_are_encoded_once(tiny_worlds: dict[str, Path], tmp_path: Path) 
     assert torch.equal(LatentCache(None, cache.folder).encode(clips.flip(0)), latents.flip(0))  # type: ignore[arg-type]
 
 
-def test_flipped_bit_in_an_embedding_is_noticed(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_flipped_bit_in_an_embedding_is_detected(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
     cache.encode(PROMPTS[:1])
     expected, file = cache.read(PROMPTS[:1]), next(cache.folder.iterdir())
@@ -161,7 +161,7 @@ def test_flipped_bit_in_an_embedding_is_noticed(tiny_worlds: dict[str, Path], tm
             assert f"{file}: " in str(error)  # noqa: PT017 (harmless damage is no error)
 
 
-def test_damage_to_older_entry_is_noticed(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_damage_to_older_entry_is_detected(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     """Check older entries, which have only a SHA-256."""
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
     cache.encode(PROMPTS[:1])

@@ -31,7 +31,7 @@ def adapted(folder: Path, alpha: float, seed: int = 3) -> Any:
     return transformer
 
 
-def test_new_adapter_is_neutral_and_exclusively_trained(tiny_worlds: dict[str, Path]) -> None:
+def test_adding_adapter_keeps_output_and_freezes_base(tiny_worlds: dict[str, Path]) -> None:
     base, transformer = load_transformer(tiny_worlds[NAME], torch.float32), adapted(tiny_worlds[NAME], 16)
     assert output(base).equal(output(transformer))
     trained = [name for name, parameter in transformer.named_parameters() if parameter.requires_grad]

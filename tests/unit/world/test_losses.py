@@ -189,7 +189,7 @@ def test_on_policy_nft_gradient_follows_reward(optimal: float, gradient: list[fl
     assert velocity.grad.flatten().tolist() == pytest.approx(gradient, abs=1e-6)
 
 
-def test_each_reward_weighs_its_own_clip() -> None:
+def test_each_reward_weights_its_own_clip() -> None:
     """Use rewards [1, 0], losses 2 and 4, and negative losses 1 and 2: the sum is 2 + 2, not that over all pairs."""
     clean = torch.zeros(2, 1, 1, 1, 1, dtype=torch.float64)
     # With s = 1 and x_s = 0 the estimates are -v±, and an adaptive loss is |v±|: v+ = v, v- = 2 v_old - v.
@@ -212,7 +212,7 @@ def test_rewards_of_wrong_shape_are_rejected(shape: tuple[int, ...]) -> None:
         compute_nft_loss(zero, zero, noisy=zero, clean=zero, times=values, optimal=other, beta=1.0, scale=5)
 
 
-def test_conditioning_frames_count_in_no_loss() -> None:
+def test_conditioning_frames_are_excluded_from_every_loss() -> None:
     free = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
     values, other = torch.tensor([100.0, 3.0]).view(1, 1, 2, 1, 1), torch.tensor([7.0, 1.0]).view(1, 1, 2, 1, 1)
     assert average_free(values, free).tolist() == [3.0]

@@ -132,7 +132,7 @@ def test_model_revision_is_downloaded_without_pickles(
     assert not any("bin" in pattern or "pt" in pattern for pattern in MODEL_FILES)
 
 
-def test_wrong_revision_without_diffusers_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_without_diffusers_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsreason.files.hub.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(
         CheckpointError, match=r"revision main has no model_index\.json.*model\.revision to one that is, such as diff"
@@ -331,7 +331,7 @@ def cosmos_parameters(heads: int, layers: int) -> int:
     ],
     ids=["Cosmos 2B", "Cosmos 14B", "Wan 1.3B", "Wan 14B"],
 )
-def test_published_configurations_are_built_without_memory(
+def test_published_configurations_are_built_without_allocating_memory(
     tiny_worlds: dict[str, Path], tmp_path: Path, name: str, values: dict[str, Any], parameters: int
 ) -> None:
     """Compare with Cosmos' parameter counts, computed by hand: 2,059,174,912 and 14,368,047,104."""

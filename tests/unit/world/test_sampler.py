@@ -81,7 +81,7 @@ def given_frames(folder: Path, image: Image.Image, mode: str) -> Conditioning | 
     ("name", "mode"),
     [("cosmos_predict2_5", "text"), ("cosmos_predict2_5", "image"), ("cosmos_predict2_5", "video"), ("wan", "text")],
 )
-def test_solver_equals_the_pipeline(
+def test_solver_matches_the_pipeline(
     tiny_worlds: dict[str, Path],
     pipelines: dict[str, Any],
     image: Image.Image,
@@ -173,7 +173,7 @@ def levels(count: int) -> list[float]:
     return [1 - i / count for i in range(count + 1)]
 
 
-def test_kept_steps_match_the_rollout() -> None:
+def test_recorded_steps_match_the_rollout() -> None:
     sigmas = levels(4)
     steps = [build_step("flow" if i in (1, 2) else "ode", sigmas[i], sigmas[i + 1], 0.7, sigmas[1]) for i in range(4)]
     drawn = {i: torch.randn(2, 3, 2, 2, 2, generator=torch.Generator().manual_seed(i)) for i in range(4)}
@@ -188,7 +188,7 @@ def test_kept_steps_match_the_rollout() -> None:
     torch.testing.assert_close(result.trajectory[1].log_prob, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_deterministic_steps_request_no_noise() -> None:
+def test_deterministic_steps_draw_no_noise() -> None:
     sigmas = levels(3)
     steps = [build_step("ode", sigmas[i], sigmas[i + 1]) for i in range(3)]
     sample(straight, torch.ones(1, 1, 1, 1, 1), sigmas, steps, {}.__getitem__, keep=())
@@ -214,6 +214,6 @@ def test_conditioning_frames_follow_ode_without_probability() -> None:
     assert result.trajectory[1].log_prob.tolist() == pytest.approx([expected.item()], abs=1e-5)
 
 
-def test_noise_levels_and_steps_must_fit() -> None:
+def test_mismatched_noise_levels_and_steps_are_rejected() -> None:
     with pytest.raises(ValueError, match="3 noise levels for 3 steps"):
         sample(straight, torch.ones(1, 1, 1, 1, 1), levels(2), [Step(1, -0.1, 0)] * 3, {}.__getitem__, keep=())

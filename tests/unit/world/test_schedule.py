@@ -56,7 +56,7 @@ def test_window_longer_than_first_half_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("changed", [{"seed": 5}, {"step": 5}, {"prompt": 5}, {"clip": 5}, {"purpose": "step 0"}])
-def test_noise_depends_on_all_of_its_key(changed: dict[str, object]) -> None:
+def test_noise_depends_on_every_part_of_key(changed: dict[str, object]) -> None:
     first = draw_noise((2, 3), **KEY)  # type: ignore[arg-type]
     assert torch.equal(first, draw_noise((2, 3), **KEY))  # type: ignore[arg-type]
     assert not torch.equal(first, draw_noise((2, 3), **KEY | changed))  # type: ignore[arg-type]

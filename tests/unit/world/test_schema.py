@@ -26,6 +26,6 @@ def test_settings_without_effect_are_rejected(sections: dict[str, Any], said: st
         WorldConfig.model_validate(sections)
 
 
-def test_rank_zero_disables_adapter_of_recipe() -> None:
+def test_lora_rank_zero_disables_recipe_adapter() -> None:
     """Check `--set lora.rank=0` for a recipe with an alpha, because no --set can remove that key."""
     assert WorldConfig.model_validate({"lora": {"rank": 0, "alpha": 64}}).lora.rank == 0

@@ -88,7 +88,7 @@ def test_ratio_includes_standard_deviation() -> None:
     assert difference.item() == pytest.approx(-0.0375, abs=1e-12)
 
 
-def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
+def test_ddim_recombines_predicted_data_and_noise() -> None:
     """Use s .8 → .5, eta .6: the posterior's std is s'·sqrt(1 − (s'(1 − s)/(s(1 − s')))²) = .5·sqrt(1 − .25²) = .484123."""
     step = build_step("ddim", 0.8, 0.5, 0.6)
     assert step.std == pytest.approx(0.6 * 0.4841229, abs=1e-6)
@@ -146,7 +146,7 @@ def test_invalid_step_settings_are_rejected(s: float, s_next: float, eta: float)
 
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
-def test_noise_share_above_one_is_rejected(kind: Kind) -> None:
+def test_eta_between_one_and_two_is_rejected(kind: Kind) -> None:
     with pytest.raises(ValueError, match=f"at most 1 with {kind}"):
         build_step(kind, 0.8, 0.5, 1.5)
 

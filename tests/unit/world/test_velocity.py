@@ -132,7 +132,7 @@ def keep_width(folder: Path, width: int) -> None:
     CosmosTransformer3DModel.from_config(config | widths).save_pretrained(folder)
 
 
-def test_text_keeping_its_width_is_projected_once(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_text_is_projected_once_despite_equal_width(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     from diffusers import CosmosTransformer3DModel
 
     folder = shutil.copytree(tiny_worlds["cosmos_predict2_5"], tmp_path / "model")

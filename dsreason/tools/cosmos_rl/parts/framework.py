@@ -123,7 +123,7 @@ def convert_batch(cosmos: Settings, draft: Draft) -> None:
 
 
 def convert_schedule(cosmos: Settings, draft: Draft) -> None:
-    """Convert the first cycle of the warmup and cosine decay. The values of the schedule are multiplied by `optimizer.lr`."""
+    """Convert the first cycle of the warmup and cosine decay. The schedule's values are multipliers for `optimizer.lr`."""
     values: dict[str, Any] = {}
     for name in ("warm_up_steps", "cycle_lengths", "f_start", "f_max", "f_min"):
         entries = to_list(cosmos[f"scheduler.{name}"])

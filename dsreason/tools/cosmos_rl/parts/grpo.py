@@ -21,7 +21,7 @@ REWARDS = {
     "direct_math": "",
     "overlong": "",
 }
-"""Name of a reward, the same in cosmos-rl and dsreason → how it differs, or "" if it does not."""
+"""Rewards with the same name in cosmos-rl and dsreason → how their behaviour differs, or "" if it does not."""
 
 
 def convert_algorithm(cosmos: Settings, draft: Draft) -> None:

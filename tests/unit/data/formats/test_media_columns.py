@@ -161,7 +161,7 @@ def test_media_appear_where_row_places_them(row, expected):
         ({"question": "Up?", "images": {"front": "a"}, "videos": ["v"]}, "others have none"),
         (
             {"messages": ask([{"image": "a.png"}]), "images": ["b.png"]},
-            "not all media of the columns images, such as 'b.png'",
+            "some media from the columns images are missing from them .for example, 'b.png'",
         ),
         (
             {"messages": [{"role": "assistant", "content": "Yes."}], "images": ["a"]},

@@ -102,7 +102,7 @@ BASE64 = base64.b64encode(PNG).decode()
         ({"messages": ask("Is <bbox>1, 2</bbox> red?"), "image": "a.png"}, [A, "Is <bbox>1, 2</bbox> red?"]),
     ],
 )
-def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> None:
+def test_alternative_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> None:
     assert show(row) == expected
 
 
@@ -183,7 +183,7 @@ def test_other_spellings_are_read(row: dict[str, Any], expected: list[Any]) -> N
         ({"question": "Up?", "text64": BASE64}, "'text64' seems to have a media file, 'bytes'"),
     ],
 )
-def test_unclear_spellings_are_rejected(row: dict[str, Any], reason: str) -> None:
+def test_ambiguous_spellings_are_rejected(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         read_row(row)
 
@@ -211,20 +211,20 @@ def read_sample(folder: Path, row: dict[str, Any]) -> Sample:
         {"image": f"data:image/png;base64,{BASE64}"},
     ],
 )
-def test_base64_text_is_an_image(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_base64_text_is_read_as_image(tmp_path: Path, row: dict[str, Any]) -> None:
     sample = read_sample(tmp_path, row)
     assert Path(sample.messages[0]["content"][0]["image"]).read_bytes() == PNG
     assert sample.id == ""
 
 
-def test_bytes_are_media() -> None:
+def test_bytes_are_read_as_media() -> None:
     assert show({"question": "Up?", "image": PNG})[0] == ("image", {"bytes": PNG, "path": None})
     assert show({"question": "Up?", "images": [PNG]})[0] == ("image", {"bytes": PNG, "path": None})
     frames = [{"bytes": PNG, "path": None}] * 2
     assert show({"question": "Up?", "video": [PNG, PNG], "fps": 2})[0] == ("video", frames, {"fps": 2})
 
 
-def test_bad_embedded_image_names_its_kind(tmp_path: Path) -> None:
+def test_error_names_kind_of_bad_embedded_image(tmp_path: Path) -> None:
     uri = f"data:image/png;base64,{base64.b64encode(b'no image').decode()}"
     with pytest.raises(
         DataError, match=r"image: the 8 embedded bytes, which start with b'no image', are not a usable"
@@ -233,7 +233,7 @@ def test_bad_embedded_image_names_its_kind(tmp_path: Path) -> None:
     assert "cache" not in str(error.value)
 
 
-def test_unknown_frame_rate_has_a_hint(tmp_path: Path) -> None:
+def test_error_suggests_known_key_for_frame_rate(tmp_path: Path) -> None:
     (tmp_path / "v.mp4").write_bytes(b"x")
     with pytest.raises(DataError, match="unknown key 'raw_fps'; use 'fps': the frames per second"):
         read_sample(
@@ -242,7 +242,7 @@ def test_unknown_frame_rate_has_a_hint(tmp_path: Path) -> None:
         )
 
 
-def test_facts_of_files_are_reported(tmp_path: Path) -> None:
+def test_unused_media_keys_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
     row = {
         "images": [{"path": "a.png", "width": 8, "camera": "front", "max_pixels": 9}],

@@ -16,7 +16,7 @@ LETTERED = ["user: Which?\n(A) x\n(B) y", "assistant: B"]
 
 
 @pytest.mark.parametrize("key", ["training", "trainable"])
-def test_axolotl_names_of_loss_are_read(key):
+def test_axolotl_loss_keys_are_read(key):
     messages = [ASK, turn("assistant", "No.", **{key: False}), ASK, turn("assistant", "Yes.", **{key: True})]
     assert shorten(read_row({"messages": messages}).messages)[1::2] == ["(assistant): No.", "assistant: Yes."]
 
@@ -63,7 +63,7 @@ def test_untrained_part_of_reply_is_refused():
         read_row({"messages": [ASK, turn("assistant", parts)]})
 
 
-def test_video_setting_beside_text_is_refused():
+def test_video_setting_outside_its_part_is_refused():
     with pytest.raises(DataError, match="key 'video_start': settings of a video belong in its part"):
         read_row({"messages": [turn("user", "Up?", video="a.mp4", video_start=1), REPLY]})
 
@@ -88,7 +88,7 @@ def test_column_with_meaning_is_refused(column, value):
             read_row({**row, column: value})
 
 
-def test_rows_of_tokens_are_refused():
+def test_tokenized_rows_are_refused():
     with pytest.raises(DataError, match="rows of tokens are not supported"):
         read_row({"messages": [ASK, REPLY], "input_ids": [1, 2], "labels": [-100, 2]})
 
@@ -146,7 +146,7 @@ def test_ambiguous_answer_is_refused(row, reason):
 
 
 @pytest.mark.parametrize(("value", "text"), [(True, "True"), (False, "False")])
-def test_truth_value_is_an_option(value, text):
+def test_boolean_answer_is_matched_to_option(value, text):
     assert read_row({"question": "Red?", "options": ["True", "False"], "answer": value}).answer == text
 
 
@@ -198,7 +198,7 @@ def test_reasoning_column_precedes_the_reply(row: dict[str, Any]) -> None:
         ({"prompt": "Up?", "chosen": [turn("tool", "1"), REPLY], "rejected": "No."}, "starts with a tool's message"),
     ],
 )
-def test_unclear_conversation_is_refused(row, reason):
+def test_ambiguous_conversation_is_refused(row, reason):
     with pytest.raises(DataError, match=reason):
         read_row(row)
 
@@ -217,5 +217,5 @@ def test_chosen_response_is_the_better_reply():
         [{"system": "", "input": "Up?", "output": "Yes."}],
     ],
 )
-def test_other_spellings_of_roles_are_read(turns):
+def test_alternative_role_names_are_read(turns):
     assert shorten(read_row({"conversation": turns}).messages) == ["user: Up?", "assistant: Yes."]

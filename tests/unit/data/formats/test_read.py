@@ -301,10 +301,10 @@ def test_null_arguments_of_tables_are_removed():
     assert sample.tools == [{"type": "function", "function": {"name": "lamp"}}]
 
 
-def test_options_of_a_prompt_are_read():
+def test_options_of_a_prompt_row_are_read():
     row = {"prompt": "Which?\n(A) left\n(B) right", "options": ["left", "right"], "answer": "B"}
     assert read_row(row).options == {"A": "left", "B": "right"}
 
 
-def test_null_id_is_empty():
+def test_null_id_becomes_an_empty_string():
     assert read_row({"id": None, "prompt": "Up?"}).id == ""

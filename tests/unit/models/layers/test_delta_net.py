@@ -67,7 +67,7 @@ def run_alone(layer: Any, hidden: Tensor, segments: Sequence[Segment]) -> Tensor
 
 
 @pytest.mark.parametrize("segments", LAYOUTS.values(), ids=LAYOUTS)
-def test_packed_row_matches_samples_alone(layer: Any, segments: list[Segment]) -> None:
+def test_packed_row_matches_samples_run_individually(layer: Any, segments: list[Segment]) -> None:
     random = torch.Generator().manual_seed(1)
     hidden, weights = (torch.randn(1, segments[-1].end, 16, generator=random) for _ in range(2))
     layout = build_delta_layout(segments, layer.conv_kernel_size, torch.device("cpu"))

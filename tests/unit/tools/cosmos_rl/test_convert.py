@@ -92,7 +92,7 @@ def refused(text: str, **changes: Any) -> str:
         ("[model.rl]\nnum_rollout = 8", "world"),
     ],
 )
-def test_command_follows_from_sections(text: str, trainer: str) -> None:
+def test_trainer_is_determined_by_the_sections(text: str, trainer: str) -> None:
     assert is_importable(tomllib.loads(text))
     assert convert(tomllib.loads(text)).trainer == trainer
 
@@ -334,7 +334,7 @@ def test_unnamed_reward_defaults_to_single_choice() -> None:
     assert config(without)["reward"]["functions"] == {"single_choice": 1.0}
 
 
-def test_overlong_penalty_converts_its_buffer() -> None:
+def test_buffer_of_overlong_penalty_is_converted() -> None:
     changed = config(
         GRPO,
         train__train_policy__reward_function=["gsm8k", "overlong"],
@@ -405,7 +405,7 @@ def test_teacher_settings_are_converted() -> None:
 DPO = SFT.replace('type = "sft"', 'type = "sft"\ntrainer_type = "dpo"')
 
 
-def test_dpo_converts_without_a_reference() -> None:
+def test_dpo_without_reference_is_converted() -> None:
     changed = config(DPO, custom__dpo_beta=0.2)
     assert changed["dpo"] == {"beta": 0.2, "loss_weights": {"sigmoid": 1.0}, "reference": "none"}
     assert changed["train"]["global_batch_size"] == 8
@@ -544,7 +544,7 @@ def test_named_data_set_is_converted(name: str, adapter: str) -> None:
     assert data["split"] == ["understanding", "reasoning"]
 
 
-def test_a_local_folder_of_labels_is_recognised(tmp_path: Path) -> None:
+def test_local_folder_of_labels_is_recognised(tmp_path: Path) -> None:
     for name in ("videos", "metas"):
         (tmp_path / name).mkdir()
     data = data_of(name=str(tmp_path), split="train")
@@ -603,7 +603,7 @@ def test_media_sampling_settings_are_converted(
     assert config(SFT, **changes)["data"]["vision"] == expected
 
 
-def test_validation_is_off_unless_it_is_enabled() -> None:
+def test_validation_is_off_unless_enabled() -> None:
     off = config(SFT, validation={"freq": 7}, train__train_policy__dataset={"test_size": 100})
     assert "validation" not in off["data"]
     assert off["validation"] == {"before_training": False}
@@ -639,7 +639,7 @@ def test_wandb_is_enabled_only_when_used() -> None:
     ("seed", "expected"),
     [({}, 0), ({"seed": 7}, 7), ({"deterministic": True}, 42), ({"train_policy": {"dataloader_seed": 3}}, 3)],
 )
-def test_seed_is_chosen_as_in_cosmos_rl(seed: dict[str, Any], expected: int) -> None:
+def test_seed_matches_that_of_cosmos_rl(seed: dict[str, Any], expected: int) -> None:
     text = SFT.replace('[train.train_policy]\ntype = "sft"\n', "")
     assert config(text, **{f"train__{name}": value for name, value in seed.items()})["train"]["seed"] == expected
 

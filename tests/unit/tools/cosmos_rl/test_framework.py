@@ -181,7 +181,7 @@ def test_imported_file_has_published_values(name: str) -> None:
 
 @needs_configs
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_key_of_file_has_finding(name: str) -> None:
+def test_every_key_in_file_is_reported_once(name: str) -> None:
     text = (SHARED / f"{name}.toml").read_text()
     written = {line.partition("=")[0].strip() for line in text.splitlines() if "=" in line and not line.startswith("#")}
     findings = convert(tomllib.loads(text)).findings
@@ -209,7 +209,7 @@ def test_context_parallel_ranks_share_a_row() -> None:
     assert (result.num_gpus, config.train.sequence_parallel_size, config.train.global_batch_size) == (8, 2, 8)
 
 
-def test_launcher_decides_number_of_gpus() -> None:
+def test_launcher_determines_the_number_of_gpus() -> None:
     key = "model.parallelism.data_parallel_shard_degree"
     verdict, text = note(
         REASONER_FILE, key, model__parallelism={"data_parallel_shard_degree": -1, "context_parallel_shard_degree": 2}
@@ -218,7 +218,7 @@ def test_launcher_decides_number_of_gpus() -> None:
     assert "taken as 8: train.global_batch_size = 8;" in text  # 4 ranks x 2 samples
 
 
-def test_rate_follows_the_framework_schedule() -> None:
+def test_learning_rate_follows_the_framework_schedule() -> None:
     """The framework's factor in step n is 0.1 + 0.9 n / 10, and then 0.5 + 0.25 (1 + cos(pi (n - 10) / 90)).
 
     Here the peak is reached one step earlier.
@@ -247,7 +247,7 @@ def test_multipliers_become_patterns() -> None:
     assert imported(REASONER_FILE, **{key: given}).optim.lr_multipliers == {r"model\.visual": 0.5, "lm_head": 2.0}
 
 
-def test_default_multiplier_needs_a_trained_tower() -> None:
+def test_default_multiplier_requires_a_trained_tower() -> None:
     assert imported(REASONER_FILE, optimizer__keys_to_select=["lm_head"]).optim.lr_multipliers == {}
     assert imported(REASONER_FILE, model__lora_enabled=True).optim.lr_multipliers == {}
 
@@ -303,7 +303,7 @@ def test_missing_samples_per_row_are_refused() -> None:
         load(convert(file))
 
 
-def test_generator_is_refused_with_supported_models() -> None:
+def test_refused_generator_error_lists_supported_models() -> None:
     with pytest.raises(ConfigError) as caught:
         imported(GENERATOR_FILE)
     assert "job.task: Cosmos 3's generator is not supported; dsreason world trains Cosmos-Predict2.5" in str(
@@ -336,10 +336,10 @@ def test_omitted_learning_rate_is_reported() -> None:
     ]
 
 
-def test_average_width_gives_the_last_decay() -> None:
+def test_last_decay_follows_from_average_width() -> None:
     """An average with weights t^7 has the relative width sqrt(8 / (81 · 10)), and its last decay is (T / (T + 1))^8."""
     assert compute_last_decay((8 / 810) ** 0.5, 99) == pytest.approx(0.99**8)
 
 
-def test_both_kinds_have_the_same_keys() -> None:
+def test_reasoner_and_generator_have_equal_keys() -> None:
     assert REASONER.keys() == GENERATOR.keys()

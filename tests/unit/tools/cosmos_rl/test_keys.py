@@ -56,7 +56,7 @@ def leaves(
 
 
 @needs_configs
-def test_every_leaf_of_schema_has_entry() -> None:
+def test_every_schema_key_has_an_entry() -> None:
     schema = json.loads((SHARED / "cosmos_rl_config.schema.json").read_text())
     result = {key for key, _ in leaves(schema, schema["$defs"])}
     assert len(result) == 186
@@ -64,7 +64,7 @@ def test_every_leaf_of_schema_has_entry() -> None:
 
 
 @needs_configs
-def test_defaults_are_those_of_the_schema() -> None:
+def test_defaults_match_the_schema() -> None:
     schema = json.loads((SHARED / "cosmos_rl_config.schema.json").read_text())
     nodes = dict(leaves(schema, schema["$defs"]))
     value = {key: node["default"] for key, node in nodes.items() if "default" in node and key in LANGUAGE_KEYS}
@@ -108,7 +108,7 @@ BEYOND_THE_SCHEMA = [
 
 
 @pytest.mark.parametrize("key", BEYOND_THE_SCHEMA)
-def test_keys_beyond_schema_have_entries(key: str) -> None:
+def test_keys_missing_from_schema_have_entries(key: str) -> None:
     assert key in LANGUAGE_KEYS
 
 
@@ -137,7 +137,7 @@ def test_keys_beyond_schema_have_entries(key: str) -> None:
         *((PREDICT_KEYS, name) for name in ("trainer.max_iter", "checkpoint.save_iter", "model.dp_replicate_size")),
     ],
 )
-def test_world_model_tables_have_their_keys(keys: dict[str, Key], name: str) -> None:
+def test_world_model_keys_are_in_key_table(keys: dict[str, Key], name: str) -> None:
     assert name in keys
 
 
@@ -146,7 +146,7 @@ def test_world_model_tables_have_their_keys(keys: dict[str, Key], name: str) -> 
     [LANGUAGE_KEYS, WORLD_KEYS, PREDICT_KEYS, REASONER, GENERATOR],
     ids=["language", "world", "predict", "reasoner", "generator"],
 )
-def test_entry_states_target_or_reason(keys: dict[str, Key]) -> None:
+def test_every_key_entry_has_target_or_reason(keys: dict[str, Key]) -> None:
     for name, key in keys.items():
         assert bool(key.becomes) != bool(key.because), name
         assert (key.only is None) == (key.instead == ""), name
@@ -328,7 +328,7 @@ def effect(found: Imported) -> tuple[object, ...]:
 
 @needs_configs
 @pytest.mark.parametrize("name", sorted(path.name for path in SHARED.glob("*.toml")) if SHARED.is_dir() else [])
-def test_every_key_of_real_file_has_finding(name: str) -> None:
+def test_every_key_of_real_file_is_reported(name: str) -> None:
     findings = convert(tomllib.loads((SHARED / name).read_text())).findings
     assert all(finding.text for finding in findings)
     assert [finding for finding in findings if finding.verdict == "error"] == []

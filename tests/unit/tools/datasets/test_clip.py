@@ -138,7 +138,7 @@ def test_invalid_action_file_is_reported(tmp_path: Path, content: str) -> None:
         choose_rule("holoassist", tmp_path)
 
 
-def test_holoassist_needs_its_file_of_actions(tmp_path: Path) -> None:
+def test_holoassist_requires_an_action_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nor its parent has a data-annotation\*\.json; pass the file with --events"):
         choose_rule("holoassist", tmp_path)
 
@@ -177,7 +177,7 @@ def test_impossible_range_is_reported(tmp_path: Path, dataset: str, name: str, w
 def test_missing_raw_video_raises_missing_raw(tmp_path: Path) -> None:
     with pytest.raises(
         MissingRaw,
-        match=r"^its raw video was not found at any of \d+ paths, such as .*observations/1/2/videos/head\.mp4",
+        match=r"^its raw video was not found at any of the \d+ paths tried \(for example, .*observations/1/2/videos/head\.mp4",
     ):
         choose_rule("agibot", tmp_path)("1-2-head-3-4")
     with pytest.raises(MissingRaw):

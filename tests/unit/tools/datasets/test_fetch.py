@@ -163,7 +163,7 @@ def test_damaged_content_is_refused_and_removed(hub: Hub, tmp_path: Path) -> Non
     assert names(tmp_path) == []
 
 
-def test_wrong_size_content_is_rejected_and_removed(hub: Hub, tmp_path: Path) -> None:
+def test_wrongly_sized_content_is_rejected_and_removed(hub: Hub, tmp_path: Path) -> None:
     requested = plan(tmp_path, patterns=["README.md"])
     hub.files["README.md"] = b"#"
     with pytest.raises(DataError, match=r"README\.md: received 1 bytes, but the Hub lists 6"):
@@ -244,7 +244,7 @@ def test_insufficient_disk_is_reported_before_fetching(
     assert hub.ranges == []
 
 
-def test_second_fetch_into_a_folder_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_concurrent_fetch_into_a_folder_is_refused(hub: Hub, tmp_path: Path) -> None:
     """Refuse the second fetch, because both would append to the same partial downloads."""
     missing = plan(tmp_path)
     with hold_folder(missing.folder), pytest.raises(ConfigError, match="benchmark: is in use by process"):

@@ -131,7 +131,7 @@ def test_media_sized_differently_by_qwen_are_listed(folder: Path, encoder: Encod
     ]
 
 
-def test_media_sized_alike_are_only_counted(folder: Path, encoder: Encoder) -> None:
+def test_equally_sized_media_are_only_counted(folder: Path, encoder: Encoder) -> None:
     large = {"min_pixels": 300 * 784, "max_pixels": 400 * 784}
     samples = open_rows(folder, row(0, video="a.mp4"), row(1, video="gone.mp4"), row(2), vision=large)
     pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
@@ -211,7 +211,7 @@ def test_answers_are_merged_ignoring_case_and_period(folder: Path) -> None:
     assert part.best_constant == pytest.approx(4 / 6)
 
 
-def test_letters_are_compared_with_even_chances(folder: Path) -> None:
+def test_letter_counts_are_compared_with_uniform_ones(folder: Path) -> None:
     four, two = {"A": "a", "B": "b", "C": "c", "D": "d"}, {"A": "a", "B": "b"}
     rows = [row(0, options=four, answer="B"), row(1, options=four, answer="B"), row(2, options=two, answer="A")]
     part = inspect(folder, *rows).parts["training"]
@@ -298,7 +298,7 @@ def test_different_clip_ranges_are_not_duplicates(folder: Path) -> None:
     assert data.parts["training"].media["video"].files == 1
 
 
-def test_equally_large_different_files_are_not_duplicates(folder: Path) -> None:
+def test_files_of_equal_size_are_not_duplicates(folder: Path) -> None:
     for name, colour in (("x.bmp", "red"), ("y.bmp", "blue")):
         Image.new("RGB", (8, 8), colour).save(folder / name)
     rows = [row(0, question="q", image="x.bmp"), row(1, question="q", image="y.bmp")]
@@ -324,13 +324,13 @@ def test_given_frames_are_inspected(folder: Path, encoder: Encoder, monkeypatch:
     assert re.search(r"x/0\.bmp … 2\.bmp: 4 frames of .*; qwen-vl-utils: 4 frames of 336x336", part.pixels.examples[0])
 
 
-def test_limit_inspects_only_some_rows(folder: Path) -> None:
+def test_limit_restricts_the_inspected_rows(folder: Path) -> None:
     part = inspect(folder, *[row(i) for i in range(10)], limit=4).parts["training"]
     assert (part.rows, part.inspected) == (10, 4)
 
 
 @needs_shared
-def test_real_media_are_measured(tmp_path: Path) -> None:
+def test_size_of_real_media_is_measured(tmp_path: Path) -> None:
     rows = [row(0, video="sample.mp4"), row(1, image="photo.jpg"), row(2, image="sample.png")]
     data = inspect_data({"training": open_rows(tmp_path, *rows, media_path=str(SHARED))})
     media = data.parts["training"].media
@@ -368,7 +368,7 @@ def test_contact_sheet_holds_media_at_displayed_size(folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_row_rejected_by_training_is_named(folder: Path, encoder: Encoder, workers: int) -> None:
+def test_every_row_rejected_by_training_is_reported(folder: Path, encoder: Encoder, workers: int) -> None:
     samples = open_rows(
         folder,
         row(0, image="c.png"),
@@ -398,7 +398,7 @@ def die_on(name: str, sample: Sample) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_row_that_kills_its_process_is_named(folder: Path) -> None:
+def test_row_that_kills_its_process_is_reported(folder: Path) -> None:
     samples = open_rows(folder, *[row(i) for i in range(6)])
     count, bad = render_rows("training", samples, partial(die_on, "3"), workers=2)
     assert count == 6

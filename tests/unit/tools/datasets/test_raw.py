@@ -107,7 +107,7 @@ def test_episode_views_are_extracted_from_tars(hub: Hub, tmp_path: Path) -> None
     assert hub.ranges == []
 
 
-def test_second_raw_fetch_into_a_folder_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_concurrent_raw_fetch_into_folder_is_refused(hub: Hub, tmp_path: Path) -> None:
     with hold_folder(tmp_path / "raw"), pytest.raises(ConfigError, match="raw: is in use by process"):
         fetch(tmp_path, "agibot", "327-150-head-1-2")
     assert hub.ranges == []
@@ -252,7 +252,7 @@ def test_only_frames_of_shard_are_kept(hub: Hub, tmp_path: Path) -> None:
     assert "bridge_dataset-train.tfrecord-00001-of-00002" not in requested(hub)  # the episode is in the first shard
 
 
-def test_known_shards_avoid_needless_fetches(hub: Hub, tmp_path: Path) -> None:
+def test_known_shards_prevent_needless_fetches(hub: Hub, tmp_path: Path) -> None:
     names = ["c-train.1.totalframe001.clipframe001", "a-b-val.9.totalframe001.clipframe001"]
     assert fetch(tmp_path, "bridgev2", *names) == []
     hub.ranges.clear()

@@ -51,7 +51,7 @@ def test_split_has_the_published_layout(hub: Hub, tmp_path: Path) -> None:
     assert [(folder / "media" / f"video_{name}.mp4").read_bytes() for name in "01"] == [b"first", b"second"]
 
 
-def test_rows_left_out_are_reported(hub: Hub, tmp_path: Path) -> None:
+def test_omitted_rows_are_reported(hub: Hub, tmp_path: Path) -> None:
     problems = fetch_split("val", tmp_path, allow_private=True).problems
     assert len(problems) == 2
     assert problems[0].startswith("row 4: must have a video_url and a pc from 1 to 5; got 'http")
@@ -84,7 +84,7 @@ def test_private_host_is_not_contacted(hub: Hub, tmp_path: Path) -> None:
     assert not (tmp_path / "videophy2_val" / "meta.json").exists()
 
 
-def test_second_table_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_split_with_two_tables_is_refused(hub: Hub, tmp_path: Path) -> None:
     hub.files["other.csv"] = b"a\n1\n"
     with pytest.raises(DataError, match="has 2 CSV files"):
         fetch_split("val", tmp_path)
@@ -98,7 +98,7 @@ def test_second_table_is_refused(hub: Hub, tmp_path: Path) -> None:
         ('a,"b', "is not a CSV"),
     ],
 )
-def test_unusable_table_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_unusable_table_is_reported(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         read_table(tmp_path / "t.csv")
@@ -107,7 +107,7 @@ def test_unusable_table_is_named(tmp_path: Path, text: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("text", "score"), [("4", 4), ("1.0", 1), ("4.5", None), ("0", None), ("6", None), ("", None), ("high", None)]
 )
-def test_only_whole_scores_are_read(text: str, score: int | None) -> None:
+def test_only_integer_scores_are_read(text: str, score: int | None) -> None:
     assert read_score(text) == score
 
 

@@ -67,7 +67,9 @@ def test_package_versions_are_checked_against_supported_ones(
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("3.11.7", "warn"), ("3.11.8", "pass"), ("3.12.0", "pass")])
-def test_python_with_hanging_forks_gets_warning(version: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_with_hanging_forks_causes_a_warning(
+    version: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(versions.platform, "python_version", lambda: version)
     assert next(finding for finding in versions.check_python()).verdict == verdict
 
@@ -106,7 +108,7 @@ def test_compiler_must_compile_a_test_program(path: Path) -> None:
     assert (result.verdict, "fatal error: vector" in result.what) == ("fail", True)
 
 
-def test_missing_compiler_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_compiler_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = only(machine.check_compiler())
     assert (result.verdict, result.cure) == (
@@ -124,7 +126,9 @@ def test_memory_verdict_follows_available_bytes(free: int, verdict: str, monkeyp
 
 
 @pytest.mark.parametrize(("mib", "verdict"), [(64, "fail"), (16 * 1024, "pass")])
-def test_small_shared_memory_fails(mib: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_small_shared_memory_is_a_failure(
+    mib: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=mib * 1024**2, free=0))
     assert only(machine.check_shared_memory(tmp_path)).verdict == verdict
 
@@ -138,7 +142,7 @@ def test_disk_verdict_follows_free_space(
     assert (disk.name, disk.verdict) == ("disk: cache", verdict)
 
 
-def test_unwritable_folder_fails() -> None:
+def test_unwritable_folder_is_a_failure() -> None:
     disk = machine.check_disk("cache", Path("/proc/nothing/here"), "set DSREASON_CACHE")
     assert (disk.verdict, disk.cure) == ("fail", "set DSREASON_CACHE")
 
@@ -194,7 +198,7 @@ def test_unresponsive_driver_is_reported_as_failure(path: Path, monkeypatch: pyt
     assert "version mismatch" in only(gpus.check_driver_responds()).what
 
 
-def test_gpus_unusable_by_torch_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_unusable_by_torch_are_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(gpu, "find_cuda_fault", lambda: "The NVIDIA driver on your system is too old")
     result = only(gpus.check_gpus())
@@ -242,7 +246,7 @@ def test_tokens_are_reported_without_their_values(monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------- network
 
 
-def test_occupied_port_gets_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_occupied_port_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as used:
         used.bind(("", 0))
         used.listen()
@@ -252,7 +256,7 @@ def test_occupied_port_gets_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("port", ["70000", "-1", "x", ""])
-def test_invalid_port_fails(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_port_is_a_failure(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", port)
     assert verdicts(network.check_ports()) == [("ports", "fail")]
 

@@ -38,13 +38,13 @@ def sft_2b(gpus: int = 1, ds_config: str = "zero3.json", **train: Any) -> PlanRe
     ("ds_config", "tokens_per_sample", "measured"),
     [("zero3.json", 273, 1.37), ("zero2.json", 432, 1.16)],  # 17,500 and 27,641 tokens per step
 )
-def test_sft_step_time_is_near_h200(ds_config: str, tokens_per_sample: int, measured: float) -> None:
+def test_sft_step_time_is_close_to_measurement(ds_config: str, tokens_per_sample: int, measured: float) -> None:
     duration = on_h200(sft_2b(ds_config=ds_config), Load(tokens_per_sample, media_share=0.1))
     assert duration.seconds == pytest.approx(measured, rel=0.25)
     assert duration.tokens == 64 * tokens_per_sample
 
 
-def test_grpo_step_time_is_near_h200() -> None:
+def test_grpo_step_time_is_close_to_measurement() -> None:
     request = grpo(
         TWO,
         1,
@@ -69,7 +69,7 @@ def test_reference_logprobs_take_an_extra_forward() -> None:
     assert extra == ["log-probabilities before training"]
 
 
-def test_row_flops_match_mfu() -> None:
+def test_planned_flops_match_flops_used_for_mfu() -> None:
     """Use samples without media: 6 FLOPs per matrix value and token, plus a second forward pass for recomputation."""
     request = sft_2b()
     model = FlopsModel(request)

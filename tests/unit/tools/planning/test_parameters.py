@@ -34,7 +34,7 @@ def counted(**sections: dict[str, Any]) -> Parameters:
     return count_parameters(build_meta_model(Architecture(build_from_table(CONFIG), "here"), config), config)
 
 
-def test_all_weights_count_and_tied_embedding_once() -> None:
+def test_tied_embedding_is_counted_only_once() -> None:
     result = counted()
     assert (result.numel, result.num_trained) == (ALL, ALL)
 
@@ -44,7 +44,7 @@ def test_frozen_parameters_are_counted_separately() -> None:
     assert (result.num_trained, result.count_kind("frozen")) == (ALL - EMBEDDING, EMBEDDING)
 
 
-def test_adapter_parameters_are_two_matrices_per_layer() -> None:
+def test_adapter_has_two_matrices_per_layer() -> None:
     result = counted(lora={"rank": 4})
     ends = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128)  # q, k and v, o, the feed-forward
     assert result.num_trained == result.count_kind("adapter") == 2 * 4 * ends

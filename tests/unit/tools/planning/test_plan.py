@@ -52,7 +52,7 @@ def test_7b_grpo_fits_on_four_gpus() -> None:
 
 
 @pytest.mark.parametrize(("ds_config", "fits"), [("zero3_offload.json", True), ("zero3.json", False)])
-def test_32b_fits_eight_gpus_with_offload(ds_config: str, fits: bool) -> None:
+def test_32b_fits_on_eight_gpus_with_offload(ds_config: str, fits: bool) -> None:
     assert plan_run(sft("Qwen/Qwen3-VL-32B-Instruct", 8, ds_config)).fits is fits
 
 
@@ -82,7 +82,7 @@ def test_vllm_shortage_is_reported_by_phase() -> None:
     assert [text.partition(":")[0] for text in plan.problems] == ["rollout"]
 
 
-def test_layer_inputs_move_to_host_when_offloaded() -> None:
+def test_offloaded_layer_inputs_move_to_the_host() -> None:
     """Expect inputs of 28 layers with 4,096 tokens of 3,584 values of 2 bytes; those of one layer stay on the GPU."""
     usual, moved = sft(), sft(train={"activation_offload": True})
     assert compute_activations(usual).inputs == 28 * 4096 * 3584 * 2
@@ -90,7 +90,7 @@ def test_layer_inputs_move_to_host_when_offloaded() -> None:
     assert compute_activations(moved).on_host == 28 * 4096 * 3584 * 2
 
 
-def test_sequence_parallel_rank_has_share_of_tokens() -> None:
+def test_sequence_parallel_ranks_divide_the_tokens() -> None:
     request = sft(train={"sequence_parallel_size": 4})
     assert request.tokens == 1024
     assert compute_activations(request).inputs == 28 * 1024 * 3584 * 2
@@ -117,7 +117,7 @@ def test_teacher_placement_follows_config(offload: bool, on_gpu: bool) -> None:
     )
 
 
-def test_generating_validation_needs_whole_model_copy() -> None:
+def test_validation_that_generates_needs_full_model_copy() -> None:
     plan = plan_run(sft(data={"validation": 100}))
     assert item(plan, "sampling with transformers", "full copy of the model") == 2 * 8_292_166_656
     silent = plan_run(sft(data={"validation": 100}, validation={"generate": False}))
@@ -144,7 +144,7 @@ def test_shipped_recipes_fit_their_stated_gpus(recipe: Path) -> None:
     assert plan.problems == []
 
 
-def test_held_out_forward_is_separate_phase() -> None:
+def test_held_out_forward_is_a_separate_phase() -> None:
     """Expect eight rows of 4,096 tokens, however long training rows are, with four copies of their hidden states."""
     plan = plan_run(sft(data={"validation": 100}, train={"max_tokens_per_micro_batch": 4096}))
     assert item(plan, "validation", "hidden states") == 4 * 8 * 4096 * 3584 * 2

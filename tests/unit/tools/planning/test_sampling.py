@@ -34,7 +34,7 @@ def test_delta_nets_keep_a_state_per_sequence(tiny_qwen3_5: Path) -> None:
     assert result.cache == result.share - result.weights - result.working - result.overhead - result.states
 
 
-def test_longer_rows_take_proportional_memory(tiny_qwen3_5: Path) -> None:
+def test_memory_grows_in_proportion_to_row_length(tiny_qwen3_5: Path) -> None:
     """Check that rows too long for a trace of the delta rule's loop are extrapolated."""
     pieces = grpo(str(tiny_qwen3_5)).pieces
     short, long = (pieces.trace_text_layer(tokens) for tokens in (4096, 65536))
@@ -88,6 +88,6 @@ def test_state_is_offloaded_only_as_needed() -> None:
     assert '"never" does not fit' in auto.notes[-1]
 
 
-def test_plan_rejects_never_without_enough_memory() -> None:
+def test_disabled_offload_is_rejected_without_enough_memory() -> None:
     with pytest.raises(ConfigError, match=r'rollout\.offload = "never": vLLM 55\.16'):
         plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.7, "offload": "never"}))

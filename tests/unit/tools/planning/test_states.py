@@ -48,7 +48,7 @@ def test_fp32_training_also_needs_master_weights() -> None:
     assert (states.weights, states.masters) == (4 * NUMEL, 4 * NUMEL)
 
 
-def test_stage_2_keeps_all_weights_everywhere() -> None:
+def test_stage_2_replicates_all_weights() -> None:
     states = compute_states(sft(gpus=4, ds_config="zero2.json"))
     assert states.weights == 2 * NUMEL
     assert states.optimizer == about(12 * NUMEL / 4)

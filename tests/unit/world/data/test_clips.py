@@ -124,7 +124,7 @@ def test_folder_yields_prompts_and_cropped_clips(folder: Path) -> None:
         rows.read_clip(rows[2], SIZE)
 
 
-def test_clip_or_prompt_without_counterpart_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clip_or_prompt_without_counterpart_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("videos/a.mp4", "videos/b.mp4", "metas/b.json", "metas/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"prompt": "x", "start": 1.5}')

@@ -98,7 +98,7 @@ def test_folder_of_files_is_read_in_order(tmp_path: Path) -> None:
         ({"vision_path": "a.mp4", "t2w_windows": [window(0, 4, caption=" ")]}, '"prompt" must be a non-empty string'),
     ],
 )
-def test_unusable_window_is_named(row: Any, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_window_is_reported(row: Any, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = {"vision_path": "a.mp4", "t2w_windows": [window(0, 4, caption="good")]}
     file = write(tmp_path / "rows.jsonl", good, row)
     with pytest.raises(DataError) as caught:
@@ -108,7 +108,7 @@ def test_unusable_window_is_named(row: Any, text: str, tmp_path: Path, caplog: p
         assert [row.prompt for row in opened(file, on_bad_row="skip").rows] == ["good"]
 
 
-def test_window_beyond_video_is_named(file: Path) -> None:
+def test_window_beyond_video_is_reported(file: Path) -> None:
     late = file.with_name("late.jsonl")
     write(late, {"vision_path": "clips/a.mp4", "t2w_windows": [window(0, 30, caption="x")]})
     rows = opened(late)

@@ -52,7 +52,7 @@ def test_drawn_square_matches_hand_computed_pixels() -> None:
     assert clip[:, 8, 5, 12].tolist() == [255, 26, 26]
 
 
-def test_mislabelled_captions_err_at_expected_rate() -> None:
+def test_captions_are_mislabelled_at_the_expected_rate() -> None:
     right, _ = open_world_data(WorldDataConfig(), 3)
     wrong, _ = open_world_data(WorldDataConfig(path="mislabelled"), 3)
     assert {row.prompt for row in right.rows} == {row.prompt for row in wrong.rows} == set(PROMPTS)
@@ -81,7 +81,7 @@ def test_mock_data_support_any_clip_size() -> None:
     assert len({row.prompt for row in rows.rows}) == len(rows) == 1024
 
 
-def test_prompts_are_lines_or_objects(tmp_path: Path) -> None:
+def test_prompts_may_be_lines_or_objects(tmp_path: Path) -> None:
     text, objects = tmp_path / "train.txt", tmp_path / "test.jsonl"
     text.write_text("a red ship\n\n  a blue ship \n")
     lines = [

@@ -105,7 +105,7 @@ def test_first_and_last_validation_are_always_displayed(steps: list[int], expect
     assert choose_steps(steps) == expected
 
 
-def test_curve_spans_the_width_of_panel() -> None:
+def test_curve_spans_the_width_of_its_panel() -> None:
     panel = build_panel(Curve("reward", training=[(1, 0.25), (2, 0.5), (3, 0.75)], validation=[(0, 0.0), (4, 1.0)]))
     assert panel is not None
     assert panel.dots == [(4.0, pages.HEIGHT - 4), (pages.WIDTH - 4, 4.0)]
@@ -161,7 +161,7 @@ def test_invalid_baseline_is_reported(tmp_path: Path, name: str, said: str) -> N
         write_report(tmp_path / "new", tmp_path / name)
 
 
-def test_clip_is_unchanged_and_small_clips_enlarged(tmp_path: Path) -> None:
+def test_clip_size_is_adjusted_only_for_display(tmp_path: Path) -> None:
     write_mp4(CLIP, tmp_path / "clip.mp4", 16.0)
     info = probe_video(tmp_path / "clip.mp4")
     assert (info.num_frames, info.fps, info.height, info.width) == (9, 16.0, 32, 48)

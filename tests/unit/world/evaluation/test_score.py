@@ -63,7 +63,7 @@ def test_comparison_is_paired_by_clip() -> None:
     ("baseline", "message"),
     [([clip(7, 1.0)], "no clips in common"), ([clip(0, 1.0, prompt="another")], "clip 0 has the prompt 'prompt 0'")],
 )
-def test_evaluations_of_other_prompts_are_not_compared(baseline: list[ClipResult], message: str) -> None:
+def test_evaluations_of_different_prompts_are_not_compared(baseline: list[ClipResult], message: str) -> None:
     with pytest.raises(DataError, match=message):
         compare([clip(0, 1.0)], baseline)
 
@@ -92,7 +92,7 @@ def test_changed_settings_in_folder_are_rejected(tmp_path: Path) -> None:
     assert read_clips(tmp_path) == []
 
 
-def test_damaged_result_file_is_named(tmp_path: Path) -> None:
+def test_error_names_the_damaged_result_file(tmp_path: Path) -> None:
     open_results(tmp_path, {}, overwrite=False)
     (tmp_path / "clips" / "3.json").write_text('{"number": 3}')
     with pytest.raises(DataError, match=r"3\.json: is not the result of a clip"):

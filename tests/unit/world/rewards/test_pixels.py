@@ -24,7 +24,7 @@ def test_brightness_is_the_mean_of_all_channels() -> None:
     assert pixels.brightness(clips, ROWS).tolist() == pytest.approx([0.4, 1.0])
 
 
-def test_sharpness_spans_blank_frame_to_chessboard() -> None:
+def test_sharpness_ranges_from_blank_frame_to_chessboard() -> None:
     place = torch.arange(6)
     board = ((place[:, None] + place) % 2).float().expand(1, 3, 2, 6, 6)
     slope = (place / 10).expand(1, 3, 2, 6, 6)
@@ -50,7 +50,7 @@ def test_colour_scores_first_channel_in_prompt() -> None:
     assert pixels.red(clips, ROWS).tolist() == pytest.approx([0.8, 0.8])
 
 
-def test_a_prompt_without_a_colour_is_named() -> None:
+def test_error_names_the_prompt_without_colour() -> None:
     with pytest.raises(DataError, match=r'train.txt:7: its prompt "a coloured ship" names no colour'):
         pixels.colour(plain(0, 0, 0), [WorldRow("train.txt:7", "a coloured ship")])
 

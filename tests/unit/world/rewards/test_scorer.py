@@ -105,7 +105,7 @@ def test_options_reach_a_built_in_function() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_custom_functions_get_whole_batch_with_facts(file: str, workers: int) -> None:
+def test_custom_functions_get_whole_batch_with_metadata(file: str, workers: int) -> None:
     names = [f"{file}:{name}" for name in ("level", "facts", "whole_batch", "waiting")]
     scores = score(config(*(names if workers else names[:3]), workers=workers))
     assert scores.by_name["level"].tolist() == pytest.approx([0.2, 1.0])
@@ -158,7 +158,7 @@ def test_failed_function_raises_instead_of_scoring(file: str, name: str, said: s
         [torch.ones((), requires_grad=True)] * 2,
     ],
 )
-def test_results_not_plain_numbers_are_rejected(result: Any) -> None:
+def test_results_other_than_plain_numbers_are_rejected(result: Any) -> None:
     with pytest.raises(ValueError, match="^returned (.|\n)*; it must return a finite number for each clip"):
         check_scores(result, (CLIPS, ROWS))
 

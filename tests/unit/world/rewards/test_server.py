@@ -132,7 +132,7 @@ def body(array: np.ndarray, **head: Any) -> bytes:
 VIDEO = CLIPS.numpy()
 
 
-def test_recorded_request_is_answered_like_the_service(server: RewardHTTPServer) -> None:
+def test_recorded_request_is_answered_as_by_service(server: RewardHTTPServer) -> None:
     status, ticket = post(
         server, "enqueue", VIDEO_BODY.replace(b'{"dance_grpo": 2.0}', b'{"level": 2.0, "facts": 1, "x": 0}')
     )
@@ -205,7 +205,9 @@ def test_error_responses_are_short_and_hide_secrets(server: RewardHTTPServer, mo
 @pytest.mark.parametrize("server", [{"decoder": Halver()}], indirect=True)
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize("head", [{}, {"media_type": "latent"}])
-def test_untyped_media_are_latents_in_bfloat16(server: RewardHTTPServer, head: dict[str, str], as_bytes: bool) -> None:
+def test_untyped_media_are_read_as_bfloat16_latents(
+    server: RewardHTTPServer, head: dict[str, str], as_bytes: bool
+) -> None:
     latents = torch.tensor([0.5, -0.25]).view(2, 1, 1, 1, 1).expand(2, 4, 1, 1, 2).contiguous()
     array = latents.to(torch.bfloat16).view(torch.uint8).numpy() if as_bytes else latents.numpy().astype(np.float16)
     status, ticket = post(server, "enqueue", body(array, **head))
@@ -213,7 +215,7 @@ def test_untyped_media_are_latents_in_bfloat16(server: RewardHTTPServer, head: d
     assert scored(server, ticket["uuid"], "level")[1]["scores"] == {"level": [0.75, 0.375]}
 
 
-def test_images_and_their_facts_reach_functions(server: RewardHTTPServer) -> None:
+def test_images_and_their_metadata_reach_functions(server: RewardHTTPServer) -> None:
     images = np.full((2, 4, 5, 3), 51, np.uint8)
     sent = body(images, media_type="image", reward_fn={"tags": 1.0, "level": 1.0}, geneval_tags=[3, 4])
     _, ticket = post(server, "enqueue", sent)
@@ -221,7 +223,7 @@ def test_images_and_their_facts_reach_functions(server: RewardHTTPServer) -> Non
     assert scored(server, ticket["uuid"], "level")[1]["scores"] == {"level": pytest.approx([0.2, 0.2])}
 
 
-def test_pending_scores_are_answered_with_400(server: RewardHTTPServer) -> None:
+def test_requests_for_pending_scores_get_400(server: RewardHTTPServer) -> None:
     _, first = post(server, "enqueue", body(VIDEO, media_type="video", reward_fn={"slow": 1}))
     _, second = post(server, "enqueue", body(VIDEO, media_type="video"))
     assert post(server, "pull", {"uuid": first["uuid"], "type": "slow"}) == (
@@ -360,7 +362,7 @@ def send_raw(server: RewardHTTPServer, line: str) -> tuple[str, str]:
     return head, content
 
 
-def test_invalid_forms_get_error_status(server: RewardHTTPServer) -> None:
+def test_invalid_forms_get_an_error_status(server: RewardHTTPServer) -> None:
     assert post(server, "pull", {"type": "level"}) == (400, {"message": "the form has no uuid"})
     assert post(server, "pull", {"uuid": "nobody", "type": "level"})[0] == 404
     assert post(server, "push", {"uuid": "nobody", "scores": "{}", "type": "x"})[0] == 404

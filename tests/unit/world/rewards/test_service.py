@@ -133,7 +133,7 @@ def test_latents_are_sent_as_float16(service: Service) -> None:
     assert np.array_equal(sent, LATENTS.numpy().astype(np.float16))
 
 
-def test_scores_are_fetched_after_400_per_function(service: Service) -> None:
+def test_pending_scores_are_polled_per_function(service: Service) -> None:
     service.scores(3, dance_grpo={"vq_reward": [1, 2], "mq_reward": [3, 4]}, ocr={"ocr_reward": [0, 1]})
     scores = ({"name": "dance_grpo", "score_key": "vq_reward+mq_reward"}, {"name": "ocr", "score_key": "ocr_reward"})
     assert ask(config(service, *scores)) == {
@@ -175,7 +175,7 @@ def test_total_applies_weights_clipping_and_scale(
     assert compute_total(settings, values).tolist() == pytest.approx([total])
 
 
-def test_scorer_adds_service_to_functions_asynchronously(service: Service) -> None:
+def test_service_and_function_scores_are_added_asynchronously(service: Service) -> None:
     service.scores(2, dance_grpo={"overall_reward": [1.0, 2.0]})
     with open_scorer(config(service, functions={"brightness": 10.0}, scale=0.5)) as scorer:
         gone_on, answer = threading.Event(), service.answer

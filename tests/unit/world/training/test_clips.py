@@ -28,7 +28,7 @@ def config(**world: object) -> WorldConfig:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 5, 6])
-def test_clips_count_once_with_equal_forwards_everywhere(num_ranks: int, size: int, count: int) -> None:
+def test_clips_count_once_and_forward_counts_match(num_ranks: int, size: int, count: int) -> None:
     ranks = [group_local_clips(PLACES[:count], ClipShare(rank, num_ranks), size) for rank in range(num_ranks)]
     counted = [place for groups in ranks for group, counts in groups if counts for place in group]
     assert counted == PLACES[:count]
@@ -77,7 +77,7 @@ def test_no_clip_is_read_without_conditioning_frames() -> None:
     assert build_conditioning(PLACES, {}.__getitem__, config(), 7) is None
 
 
-def test_velocities_are_halved_when_lossless() -> None:
+def test_velocities_are_stored_in_bfloat16_when_lossless() -> None:
     exact = torch.randn(2, 3).bfloat16().float()
     assert to_lossless_bfloat16(exact).dtype == torch.bfloat16
     assert to_lossless_bfloat16(exact).float().equal(exact)

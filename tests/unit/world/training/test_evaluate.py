@@ -95,7 +95,7 @@ def test_speed_settings_do_not_distinguish_evaluations() -> None:
 
 
 @pytest.mark.parametrize("change", [{"time_limit": 700.0}, {"enqueue_url": "https://b"}, {"fetch_url": "https://b"}])
-def test_evaluation_continues_with_changed_reward_connection(change: dict[str, object]) -> None:
+def test_evaluation_continues_after_reward_connection_changes(change: dict[str, object]) -> None:
     config = WorldConfig()
     other = config.model_copy(update={"reward": config.reward.model_copy(update=change)})
     assert collect_settings(other, "w") == collect_settings(config, "w")
@@ -153,11 +153,11 @@ def test_edited_reward_code_changes_settings(tmp_path: Path, monkeypatch: pytest
     assert [*find_differences(*result)] == [f"reward.code.{name}"]
 
 
-def test_comparison_allows_only_different_models() -> None:
+def test_compared_evaluations_may_differ_only_in_model() -> None:
     assert {*find_differences(collect_settings(WorldConfig(), "a"), collect_settings(WorldConfig(), "b"))} <= {
         *MODEL_KEYS
     }
 
 
-def test_last_part_of_rows_may_be_short() -> None:
+def test_last_batch_of_rows_may_be_smaller() -> None:
     assert split_into_batches([3, 5, 6, 7, 9], 2) == [[3, 5], [6, 7], [9]]

@@ -39,7 +39,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(parameters=parameters, world_size=2, alive=alive)
 
 
-def test_average_replaces_trained_tensors_one_by_one(tmp_path: Path, saved: Any) -> None:
+def test_averaged_tensors_are_loaded_one_by_one(tmp_path: Path, saved: Any) -> None:
     for rank, part in enumerate([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]):  # of 3 values, padded
         save_file({"a": part, "b": part + 10}, tmp_path / f"average_ema_rank_{rank}.safetensors")
     result = {}
@@ -50,7 +50,7 @@ def test_average_replaces_trained_tensors_one_by_one(tmp_path: Path, saved: Any)
     assert result == {"a": [1, 2, 3], "b": [11, 12, 13], "c": [0, 0, 0]}
 
 
-def test_without_an_average_the_weights_are_exported(tmp_path: Path, saved: Any) -> None:
+def test_weights_are_exported_if_average_is_missing(tmp_path: Path, saved: Any) -> None:
     saved_tensors = dict(export.iter_saved_tensors(tmp_path, saved, with_frozen=True))
     assert {name: tensor.tolist() for name, tensor in saved_tensors.items()} == dict.fromkeys("abc", [0, 0, 0])
 
@@ -73,14 +73,14 @@ def test_only_index_and_trained_components_are_copied(base: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("place", ["model_index.json", "transformer/config.json", "scheduler"])
-def test_link_out_of_world_model_is_refused(base: Path, tmp_path: Path, place: str) -> None:
+def test_link_leading_outside_world_model_is_refused(base: Path, tmp_path: Path, place: str) -> None:
     (base / place).rename(tmp_path / "secret")
     (base / place).symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match=f"{base / place}.*: is a link to {tmp_path / 'secret'}"):
         export.copy_pipeline(base, tmp_path / "out")
 
 
-def test_joined_folder_of_an_export_is_copied(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_joined_for_an_export_is_copied(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSREASON_CACHE", str(tmp_path / "cache"))
     (base / FILE).write_text(describe_base({"path": str(base)}, tmp_path))
     joined = join_folders(base, base, tmp_path / "cache" / "models")

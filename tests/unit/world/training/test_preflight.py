@@ -124,14 +124,14 @@ def test_settings_unused_by_algorithm_are_reported(
     assert f"does not use {names}" in caplog.text
 
 
-def test_default_settings_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_settings_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     for algorithm in ("sft", "flow_grpo", "ddrl", "nft"):
         check(made(world={"algorithm": algorithm}))
     assert "does not use" not in caplog.text
 
 
 @pytest.mark.parametrize("sde", ["cps", "ddim"])
-def test_noise_share_above_one_is_rejected(sde: str) -> None:
+def test_noise_level_above_one_is_rejected(sde: str) -> None:
     with pytest.raises(ValidationError, match=rf"noise_level \(1.5\) must be at most 1 with sde = '{sde}'"):
         made(world={"sde": sde, "noise_level": 1.5})
 
@@ -157,7 +157,7 @@ def test_quantized_weights_are_rejected_with_kl(tmp_path: Path) -> None:
     check(made().model_copy(update={"deepspeed": str(file)}))
 
 
-def test_steps_count_optimizer_steps() -> None:
+def test_max_steps_counts_optimizer_steps() -> None:
     config = made(world={"prompts_per_step": 4, "optimizer_steps_per_rollout": 2}, train={"max_steps": 6})
     order = build_step_order(config, 64)
     assert (order.num_steps, total_steps(config, order)) == (3, 6)
@@ -170,7 +170,7 @@ def test_steps_count_optimizer_steps() -> None:
     assert total_steps(sft, build_step_order(sft, 64)) == 8
 
 
-def test_multipliers_apply_to_transformer_parameters() -> None:
+def test_lr_multipliers_apply_to_transformer_parameters() -> None:
     with pytest.raises(ConfigError, match="'atn1' matches none of .* similar names: attn1"):
         check(made(optim={"lr_multipliers": {"atn1": 0.5}}))
     with pytest.raises(ConfigError, match="'patch_embed' has no effect: none of the parameters that it matches"):
@@ -183,7 +183,7 @@ def test_multipliers_apply_to_transformer_parameters() -> None:
     assert rates["crossattn_proj"] == "frozen"
 
 
-def test_world_run_with_adapters_has_multipliers() -> None:
+def test_lr_multipliers_apply_to_adapters() -> None:
     settings = made(optim={"lr": 1e-4, "lr_multipliers": {r"attn1\.to_q": 2.0}}, lora={"rank": 2})
     table = describe_modules(settings)
     assert "transformer_blocks.0-1.attn1.to_q " in table

@@ -101,7 +101,7 @@ def test_window_is_drawn_from_first_half() -> None:
     assert windows == [plan_steps(config, sigmas, step).trained for step in range(40)]
 
 
-def test_optimizer_steps_share_the_prompts() -> None:
+def test_prompts_are_divided_among_optimizer_steps() -> None:
     parts = split_places(make_config(optimizer_steps_per_rollout=2).world)
     assert [sorted({place.prompt for place in part}) for part in parts] == [[0], [1, 2]]
     assert [len(part) for part in parts] == [2, 4]
@@ -157,7 +157,7 @@ def test_failing_or_nan_reward_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize(("times", "expected"), [(None, 9), (4, 4), (20, 10)])
-def test_training_sees_the_samplers_noise_levels(times: int | None, expected: int) -> None:
+def test_training_uses_noise_levels_of_the_sampler(times: int | None, expected: int) -> None:
     maker = make_maker(make_config(algorithm="nft", nft_times=times))
     places = [ClipIndex(0, 0), ClipIndex(0, 1)]
     drawn = draw_levels(maker, places, 3)
@@ -169,7 +169,7 @@ def test_training_sees_the_samplers_noise_levels(times: int | None, expected: in
     assert draw_levels(maker, places[1:], 3)[0].equal(drawn[1])
 
 
-def test_noised_clip_interpolates_clip_and_noise() -> None:
+def test_noised_clip_interpolates_between_clip_and_noise() -> None:
     maker = make_maker(make_config(algorithm="nft"))
     batch = batch_of(ClipIndex(0, 0), ClipIndex(2, 1))
     clean = torch.full((2, 2, 3, 4, 4), 3.0)
@@ -223,7 +223,7 @@ def test_guidance_moves_away_from_negative_prompt() -> None:
     assert calls[1][1] is value
 
 
-def test_look_statistics_detect_dark_and_similar_clips() -> None:
+def test_clip_statistics_measure_brightness_motion_and_diversity() -> None:
     dark, bright = (
         torch.zeros(1, 3, 9, 16, 16, dtype=torch.uint8),
         torch.full((1, 3, 9, 16, 16), 255, dtype=torch.uint8),
@@ -263,7 +263,7 @@ def test_gradients_near_epsilon_are_reported_once(
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
-def test_advised_epsilon_is_small_compared_with_gradients(caplog: pytest.LogCaptureFixture) -> None:
+def test_suggested_epsilon_is_small_compared_with_gradients(caplog: pytest.LogCaptureFixture) -> None:
     engine: Any = SimpleNamespace(module=torch.nn.Linear(100, 100, bias=False))
     check = EpsilonCheck(OptimConfig())
     assert np.isnan(check.measure(engine, float("inf"), 1))

@@ -63,7 +63,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[DsReasonError]:
     return errors
 
 
-def test_step_without_usable_clip_names_one() -> None:
+def test_step_without_usable_clips_reports_first_error() -> None:
     """Use a bad clip on a rank other than the first."""
     with pytest.raises(
         DataError, match="none of the 1 clips of step 7 can be used; first error: clip.mp4: is no video"
@@ -71,7 +71,7 @@ def test_step_without_usable_clip_names_one() -> None:
         next_batches(make_maker(), iter([[BAD]]))
 
 
-def test_validation_without_a_clip_has_no_loss(
+def test_validation_without_clips_has_no_loss(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sft, "read_clips", lambda *given: [BAD])
