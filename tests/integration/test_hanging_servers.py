@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.hangs.set()
             self.hang()
             return
-        self.respond(200, json.dumps(self.answer(json.loads(body))).encode())
+        self.respond(200, json.dumps(self.answer(body)).encode())
 
     def hang(self) -> None:
         if self.server.phase == "during the answer":
@@ -72,16 +72,16 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def answer(self, body: Any) -> dict[str, Any]:
+    def answer(self, body: bytes) -> dict[str, Any]:
         if self.path.endswith("/enqueue"):
             return {"uuid": "job"}
         if self.path.endswith("/pull"):
             return {"scores": {"k": [0.5]}}
         if self.path.endswith("/scores"):
-            return {"scores": {"s": [0.5] * len(body["completions"])}}
+            return {"scores": {"s": [0.5] * len(json.loads(body)["completions"])}}
         if self.path.endswith("/chat/completions"):
             return {"choices": [{"message": {"content": '{"score": 3}'}}]}
-        logprobs = [None, *({str(number): {"logprob": -1.0}} for number in body["prompt"][1:])]
+        logprobs = [None, *({str(number): {"logprob": -1.0}} for number in json.loads(body)["prompt"][1:])]
         return {"choices": [{"prompt_logprobs": logprobs}]}
 
     def log_message(self, format: str, *args: Any) -> None: ...
