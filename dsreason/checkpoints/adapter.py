@@ -19,12 +19,11 @@ from dsreason.families import get_family
 from dsreason.models.folder import compute_fingerprint
 from dsreason.models.load import read_model_config
 from dsreason.models.lora import (
-    BASE,
-    INNER_EXPERTS,
     Delta,
     get_adapted_layer,
     get_adapter_names,
     is_adapter,
+    to_adapter_layer,
     to_base_name,
 )
 from dsreason.models.nf4.blocks import dequantize, quantize
@@ -106,14 +105,6 @@ class Merge:
                 "load %s/ on top of the base model, or export with --dtype fp32 (checkpoint.export_dtype)",
                 *(output, change, FOLDER),
             )
-
-
-def to_adapter_layer(name: str) -> str:
-    """Return the name of a weight's layer in peft's files: `….q_proj.weight` → `….q_proj`; see `get_adapted_layer`."""
-    if name.endswith(".weight"):
-        return name.removesuffix(".weight")
-    module, _, parameter = name.rpartition(".")
-    return module + BASE if parameter == INNER_EXPERTS else module
 
 
 def write_adapter(merge: Merge, folder: Path) -> None:

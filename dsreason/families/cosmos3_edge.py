@@ -5,10 +5,12 @@ The names are taken from the mappings in vLLM's cosmos3_edge.py and in transform
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dsreason.families.cosmos3 import COSMOS3
-from dsreason.families.family import Family, Modules, Tiny, Tokens, TowerShape, Vision
+from dsreason.families.family import Family, Modules, Tiny, TowerShape, Vision
+from dsreason.families.qwen import TOKENS
 from dsreason.families.qwen3_vl import build_grids
 
 if TYPE_CHECKING:
@@ -79,15 +81,7 @@ def build_tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches:
 COSMOS3_EDGE = Family(
     name="Cosmos3-Edge (reasoner)",
     model_type="cosmos3_edge",
-    tokens=Tokens(
-        image="<|image_pad|>",
-        video="<|video_pad|>",
-        media_start="<|vision_start|>",
-        media_end="<|vision_end|>",
-        turn_start="<|im_start|>",
-        turn_end="<|im_end|>",
-        padding="<|endoftext|>",
-    ),
+    tokens=replace(TOKENS, unused_media=(), others=()),
     vision=Vision(
         bounds_are_per_video=True,
         fps=2.0,

@@ -169,6 +169,10 @@ class Modules:
     """Regular expression for the names of the parameters `[experts, out, in]` that hold all experts of a decoder layer; empty for
     a dense model."""
 
+    def is_expert(self, name: str) -> bool:
+        """Return whether a parameter holds the experts of a decoder layer."""
+        return self.experts != "" and re.search(self.experts, name) is not None
+
     def is_in_tower(self, name: str) -> bool:
         """Return whether a module or parameter belongs to the vision tower."""
         return self.vision_tower is not None and name.startswith(f"{self.vision_tower}.")
@@ -258,7 +262,7 @@ class Family:
 
     def is_transposed(self, name: str) -> bool:
         """Return whether files and vLLM have the last two axes of a parameter, given by its in-memory name, swapped."""
-        return self.transposes_experts and re.search(self.modules.experts, name) is not None
+        return self.transposes_experts and self.modules.is_expert(name)
 
     def swap_axes(self, name: str, tensor: Tensor) -> Tensor:
         """Convert a tensor, given by its in-memory name, between the layout in memory and the layout in files and vLLM."""

@@ -13,7 +13,7 @@ from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES
 from dsreason.files.address import is_s3
 from dsreason.files.cache import build_copy, convert_cache_errors
-from dsreason.files.disk import check_regular, read_small
+from dsreason.files.disk import check_regular, read_json_object
 from dsreason.files.hub import HUB_ERRORS, convert_hub_error, fetch_snapshot, get_hub_url
 from dsreason.files.remote import fetch_folder
 from dsreason.secrets import mask_credentials
@@ -98,13 +98,11 @@ def check_each_file(files: Sequence[Path]) -> None:
 
 def find_weight_folders(folder: Path) -> tuple[str, ...]:
     """Return the subfolders that contain a model's weights; none if they are beside config.json, or if that is unreadable."""
-    config = folder / "config.json"
-    if next(folder.glob("*.safetensors"), None) is not None or not config.is_file():
+    if next(folder.glob("*.safetensors"), None) is not None:
         return ()
-    try:
-        model_type = json.loads(read_small(config))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ()  # `read_model_config` reports the problem
+    model_type = read_json_object(folder / "config.json").get(
+        "model_type"
+    )  # `read_model_config` reports a damaged file
     return next((family.weight_folders for family in FAMILIES.values() if family.model_type == model_type), ())
 
 

@@ -18,7 +18,7 @@ from dsreason.errors import ConfigError, DsReasonError
 from dsreason.families import get_family
 from dsreason.job.ranks import gather_objects
 from dsreason.models.freeze import find_similar_names
-from dsreason.monitor.flops import count_values, is_expert
+from dsreason.monitor.flops import count_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
         raise ConfigError(f"lora.vision is true, but {family.name} has no vision tower; set lora.vision = false")
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    experts = [name for name, _ in model.named_parameters() if is_expert(name, modules)]
+    experts = [name for name, _ in model.named_parameters() if modules.is_expert(name)]
     targets: set[str] = set()
     problems = []
     for pattern in [*(lora.targets or [modules.text_layers]), *([modules.vision_layers] if lora.vision else [])]:
@@ -255,6 +255,14 @@ def get_adapted_weight(layer: str) -> str:
     if layer != module:
         return f"{module}.{INNER_EXPERTS}"
     return f"{layer}.{OUTER_EXPERTS}" if layer.endswith(".experts") else f"{layer}.weight"
+
+
+def to_adapter_layer(name: str) -> str:
+    """Return the name of a weight's layer in peft's files: `….q_proj.weight` → `….q_proj`; see `get_adapted_layer`."""
+    if name.endswith(".weight"):
+        return name.removesuffix(".weight")
+    module, _, parameter = name.rpartition(".")
+    return module + BASE if parameter == INNER_EXPERTS else module
 
 
 def get_adapter_scales(model: nn.Module) -> dict[str, float]:

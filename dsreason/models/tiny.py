@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from copy import deepcopy
 from pathlib import Path
 from string import Template
@@ -220,7 +219,7 @@ def _draw(name: str, shape: torch.Size, family: Family, dtype: torch.dtype, gene
         return torch.ones(shape, dtype=dtype)
     is_embedding = any(part in name for part in modules.embeddings) or name == f"{modules.head}.weight"
     inputs = math.prod(shape[1:])
-    if modules.experts and re.search(modules.experts, name):
+    if modules.is_expert(name):
         inputs = shape[-2] if family.transposes_experts else shape[-1]
     std = 0.02 if is_embedding else 1 / math.sqrt(inputs)
     return torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator).to(dtype).cpu()

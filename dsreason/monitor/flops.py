@@ -172,7 +172,7 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
 
 def get_matmul_kind(name: str, modules: Modules) -> str | None:
     """Return the kind of work that uses a parameter; None for norms, embeddings and others that no matrix product uses."""
-    if is_expert(name, modules):
+    if modules.is_expert(name):
         return "text"
     if not name.endswith(".weight") or any(part in name for part in modules.norms + modules.embeddings):
         return None
@@ -185,12 +185,7 @@ def get_matmul_kind(name: str, modules: Modules) -> str | None:
 
 def get_active_share(name: str, modules: Modules, text: Any) -> float:
     """Return the fraction of a parameter's values that is used for a token, which is below 1 only for experts."""
-    return text.num_experts_per_tok / text.num_experts if is_expert(name, modules) else 1.0
-
-
-def is_expert(name: str, modules: Modules) -> bool:
-    """Return whether a parameter holds the experts of a layer."""
-    return modules.experts != "" and re.search(modules.experts, name) is not None
+    return text.num_experts_per_tok / text.num_experts if modules.is_expert(name) else 1.0
 
 
 def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:

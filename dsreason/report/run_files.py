@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -74,6 +73,8 @@ class RunFiles:
     folder: Path
     record: Row
     notices: list[str] = field(default_factory=list)
+    rows: dict[Path, list[Row]] = field(default_factory=dict)
+    """The rows of each file that has been read, because several parts of the page use the same file."""
 
     @property
     def name(self) -> str:
@@ -88,7 +89,7 @@ class RunFiles:
         """The run's algorithm, which is also the name of its command: `grpo`, `dpo` or `sft`."""
         return next((name for name in ("grpo", "dpo") if self.config.get(name)), "sft")
 
-    @cached_property
+    @property
     def metrics(self) -> list[Row]:
         """The lines of `metrics.jsonl`, one per step."""
         return self._read_rows(self.folder / "metrics.jsonl", ENTRY)
@@ -110,19 +111,16 @@ class RunFiles:
         return self._read_rows(self.folder / "validation" / f"step_{step}.jsonl", ANSWER_ROW)
 
     def _read_rows(self, file: Path, schema: TypeAdapter[Any]) -> list[Row]:
-        if not file.exists():
-            return []
+        if file in self.rows or not file.exists():
+            return self.rows.get(file, [])
         try:
             rows, problem = read_valid_lines(file, schema)
         except OSError as error:
             rows, problem = [], f"cannot be read ({error.strerror})"
         if problem:
-            self.note(f"{file.relative_to(self.folder)}: damaged lines are left out: {problem}")
+            self.notices.append(f"{file.relative_to(self.folder)}: damaged lines are left out: {problem}")
+        self.rows[file] = rows
         return rows
-
-    def note(self, text: str) -> None:
-        if text not in self.notices:
-            self.notices.append(text)
 
     def read_warnings(self) -> list[LoggedWarning]:
         """Return dsreason's own warnings and errors, not those of libraries, from rank 0's log in order of first occurrence."""

@@ -14,6 +14,7 @@ from dsreason.config.output import find_run_record, flatten_keys
 from dsreason.files.disk import read_valid_lines
 from dsreason.files.step_names import format_step, is_step_name, parse_step
 from dsreason.monitor.sinks.json_lines import read_lines
+from dsreason.report.samples import choose_evenly
 from dsreason.world.evaluation.page import FILE, Clip, Curve, Page, PromptCard, Table, format_number, write_page
 from dsreason.world.evaluation.score import name_reward
 
@@ -106,8 +107,7 @@ def build_run_page(run: Path, validations: dict[int, list[Row]]) -> Page:
 
 def choose_steps(steps: Sequence[int]) -> list[int]:
     """Return at most `MOST_COLUMNS` evenly spaced steps, including the first and the last."""
-    count = min(MOST_COLUMNS, len(steps))
-    return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
+    return choose_evenly(steps, MOST_COLUMNS)
 
 
 def make_cards(run: Path, validations: dict[int, list[Row]], steps: Sequence[int]) -> list[PromptCard]:
