@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from dsreason.config.output import flatten_keys
+from dsreason.evaluation.report.html import hash_script, make_environment, read_template
 from dsreason.evaluation.report.pictures import Sheet, draw_sheet
 from dsreason.files.disk import write_report
 from dsreason.report.charts import HEIGHT, LEFT, TOP, WIDTH, DrawnChart, draw_chart, format_value
@@ -160,13 +157,7 @@ def format_setting(value: Any) -> str:
 
 def render(template: str, **values: Any) -> str:
     """Render one of this package's templates, with the style and script that all pages share."""
-    environment = Environment(
-        loader=PackageLoader("dsreason.report"),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = make_environment("dsreason.report")
     environment.filters |= {
         "value": format_value,
         "interval": format_interval,
@@ -176,18 +167,13 @@ def render(template: str, **values: Any) -> str:
     }
     script = read_template("dsreason.report", "run.js")
     style = read_template("dsreason.evaluation.report", "report.css") + read_template("dsreason.report", "run.css")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
         **values,
         chart={"width": WIDTH, "height": HEIGHT, "left": LEFT, "top": TOP},
         style=Markup(style),
         script=Markup(script),
-        script_digest=digest,
+        script_digest=hash_script(script),
     )
-
-
-def read_template(package: str, name: str) -> str:
-    return (resources.files(package) / "templates" / name).read_text(encoding="utf-8")
 
 
 def format_interval(interval: Interval | None) -> str:

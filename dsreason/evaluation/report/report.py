@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from dsreason.config.output import flatten_keys
 from dsreason.errors import DataError
 from dsreason.evaluation.report import tables
 from dsreason.evaluation.report.compare import RunComparison, compare
+from dsreason.evaluation.report.html import hash_script, make_environment, read_template
 from dsreason.evaluation.report.results import (
     RUN_FILE,
     SUMMARY_FILE,
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from dsreason.evaluation.report.pictures import Sheet
 
 MARKDOWN, HTML = "report.md", "report.html"
+PACKAGE = "dsreason.evaluation.report"
 
 FILTERS = {
     "right": "right",
@@ -171,8 +170,7 @@ def render_html(
     changed = dict.fromkeys(comparison.gained, "gained") | dict.fromkeys(comparison.lost, "lost") if comparison else {}
     cards = [_make_card(n, result, changed.get(result.id), sheets) for n, result in enumerate(results, start=1)]
     counts = Counter(tag for card in cards for tag in card.tags)
-    script = _read_template("report.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script = read_template(PACKAGE, "report.js")
     without = [card for card in cards if card.sheet is None and card.result.media]
     template = _make_environment(autoescape=True).get_template("report.html.j2")
     return template.render(
@@ -184,9 +182,9 @@ def render_html(
         filters={name: (label, counts[name]) for name, label in FILTERS.items() if name in counts},
         num_without_pictures=len(without),
         wrong_without_pictures=sum(card.verdict != "right" for card in without),
-        style=Markup(_read_template("report.css")),
+        style=Markup(read_template(PACKAGE, "report.css")),
         script=Markup(script),
-        script_digest=digest,
+        script_digest=hash_script(script),
     )
 
 
@@ -210,13 +208,7 @@ def get_question_text(result: Result) -> str:
 
 
 def _make_environment(**options: Any) -> Environment:
-    environment = Environment(
-        loader=PackageLoader("dsreason.evaluation.report"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        **options,
-    )
+    environment = make_environment(PACKAGE, **options)
     filters = (
         tables.format_percent,
         tables.format_interval,
@@ -228,7 +220,3 @@ def _make_environment(**options: Any) -> Environment:
     environment.filters |= {function.__name__: function for function in filters}
     environment.globals |= {function.__name__: function for function in functions}
     return environment
-
-
-def _read_template(name: str) -> str:
-    return (resources.files("dsreason.evaluation.report") / "templates" / name).read_text(encoding="utf-8")

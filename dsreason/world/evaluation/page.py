@@ -6,12 +6,11 @@ import base64
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from dsreason.evaluation.report.html import make_environment, read_template
 from dsreason.files.disk import write_report
 
 log = logging.getLogger(__name__)
@@ -98,22 +97,15 @@ def write_page(page: Page, file: Path) -> Path:
 
 def render(page: Page) -> str:
     """Render the page as HTML. All text is escaped, and the page's security policy forbids scripts and external resources."""
-    environment = Environment(
-        loader=PackageLoader("dsreason.world.evaluation"),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = make_environment("dsreason.world.evaluation")
     environment.filters["number"] = format_number
     videos, left_out = read_videos(page.cards)
-    style = resources.files("dsreason.world.evaluation") / "templates" / "world.css"
     return environment.get_template("world.html.j2").render(
         page=page,
         panels=[panel for curve in page.curves if (panel := build_panel(curve)) is not None],
         videos=videos,
         left_out=left_out,
-        style=Markup(style.read_text(encoding="utf-8")),
+        style=Markup(read_template("dsreason.world.evaluation", "world.css")),
         width=WIDTH,
         height=HEIGHT,
     )
